@@ -1,0 +1,163 @@
+#include "batch/gradients.h"
+
+#include <algorithm>
+#include <atomic>
+#include <unordered_set>
+
+#include "threads/pool.h"
+
+namespace karvan {
+
+Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const float*>& of_features)
+    : plan_(std::move(plan)),
+      tables_(plan_->tables_),
+      dims_(plan_->groups_.slots.size(), 0),
+      version_(plan_->version_),
+      row_epoch_(plan_->row_epoch_) {
+  std::vector<GradientSource> sources;
+  std::vector<KeySource> keys;
+  for (size_t f = 0; f < of_features.size(); ++f) {
+    const Plan::Feature& feature = plan_->features_[f];
+    dims_[feature.spec.slot] = feature.spec.dim;
+    sources.push_back({of_features[f], feature.base, feature.spec.stack,
+                       feature.out_row ? feature.out_row.data() : nullptr, feature.in.weights,
+                       feature.scale ? feature.scale.data() : nullptr});
+    if (of_features[f])
+      keys.push_back({feature.spec.slot, feature.in.values, feature.in.cells * feature.spec.stack, feature.base});
+  }
+  if (keys.size() < of_features.size()) {  // keys of features without a gradient must not be touched: group anew
+    std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
+    own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), keys);
+  }
+  const KeyGroups& g = groups();
+  row_ = Array<uint32_t>(g.hash.size());
+  parallel(g.buckets(), [&](uint32_t b) {
+    const uint32_t* start = g.start(b);
+    for (uint32_t i = 0; i < g.unique[b]; ++i) row_[g.begin[b] + i] = plan_->row_of_[g.positions[start[i]]];
+  });
+  reduce(sources, plan_->feature_of_);
+}
+
+float* Gradients::values(uint32_t bucket) const {
+  const uint32_t slot = groups().slot_of[bucket];
+  return values_[slot].data() + (groups().begin[bucket] - groups().first_index(slot)) * dims_[slot];
+}
+
+void Gradients::reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of) {
+  const KeyGroups& g = groups();
+  for (uint32_t s = 0; s < dims_.size(); ++s) values_.emplace_back(g.slots[s].positions * dims_[s]);
+  std::vector<std::atomic<bool>> bad(dims_.size());
+  parallel(g.buckets(), [&](uint32_t b) {
+    if (g.unique[b] == 0) return;
+    const uint32_t slot = g.slot_of[b];
+    const ReduceArgs args{dims_[slot], sources.data(), feature_of.data(), g.positions.data(),
+                          g.start(b), g.unique[b], values(b)};
+    if (!kernels().reduce(args)) bad[slot].store(true, std::memory_order_relaxed);
+  });
+  for (const auto& b : bad) finite_.push_back(!b.load());
+}
+
+void Gradients::resolve() {
+  const KeyGroups& g = groups();
+  for (uint32_t s = 0; s < tables_.size(); ++s) {
+    Table& table = *tables_[s];
+    const bool moved = table.row_epoch() != row_epoch_[s];
+    if (!moved && !table.evictions().any_since(version_[s])) continue;
+    std::unordered_set<uint64_t> gone;
+    table.evictions().each_since(version_[s], [&](uint64_t hash) { gone.insert(hash); });
+    uint64_t dropped = 0;
+    const KeyGroups::Slot& slot = g.slots[s];
+    for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
+      for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
+        if (row_[i] == 0) continue;
+        // A key that left and came back has a new row, which this gradient was not computed from.
+        const Entry entry = gone.contains(g.hash[i]) ? Entry{} : table.find(g.hash[i]);
+        dropped += !entry;
+        row_[i] = entry ? entry.row() : 0;
+      }
+    }
+    table.dropped_gradients.fetch_add(dropped);
+    version_[s] = table.version();
+    row_epoch_[s] = table.row_epoch();
+  }
+}
+
+void Gradients::apply(const std::vector<const Rule*>& rules, const std::vector<uint64_t>& steps) {
+  resolve();
+  for (uint32_t s = 0; s < tables_.size(); ++s)
+    if (rules[s] && !finite_[s] && unique_in(s)) tables_[s]->skipped_updates.fetch_add(1);
+  const KeyGroups& g = groups();
+  parallel(g.buckets(), [&](uint32_t b) {
+    const uint32_t s = g.slot_of[b];
+    if (g.unique[b] == 0 || !rules[s] || !finite_[s]) return;
+    const ApplyArgs args{tables_[s]->view(), tables_[s]->layout(), rules[s], row_.data() + g.begin[b],
+                         g.hash.data() + g.begin[b], values(b), g.unique[b], steps[s]};
+    kernels().apply(args);
+  });
+  for (uint32_t s = 0; s < tables_.size(); ++s)
+    if (rules[s] && finite_[s]) tables_[s]->next_version();
+}
+
+std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts) {
+  std::unique_ptr<Gradients> sum(new Gradients);
+  sum->tables_ = parts[0]->tables_;
+  sum->dims_ = parts[0]->dims_;
+  for (Gradients* part : parts) {
+    part->resolve();
+    for (uint32_t s = 0; s < sum->dims_.size(); ++s) sum->dims_[s] = std::max(sum->dims_[s], part->dims_[s]);
+  }
+  // Each (slot, part) is a source of hashes; a cell's output row is its place in the part's values.
+  std::vector<GradientSource> sources;
+  std::vector<KeySource> keys;
+  std::vector<uint16_t> feature_of;
+  std::vector<std::vector<uint64_t>> hashes;
+  std::vector<std::vector<uint32_t>> out_rows;
+  std::vector<uint32_t> rows;  // by position
+  uint64_t base = 0;
+  for (uint32_t s = 0; s < sum->dims_.size(); ++s) {
+    for (Gradients* part : parts) {
+      const KeyGroups& g = part->groups();
+      hashes.emplace_back();
+      out_rows.emplace_back();
+      rows.resize(base);
+      const KeyGroups::Slot& slot = g.slots[s];
+      for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
+        for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
+          if (!part->tables_.empty() && part->row_[i] == 0) continue;
+          hashes.back().push_back(g.hash[i]);
+          out_rows.back().push_back(static_cast<uint32_t>(i - g.first_index(s)));
+          rows.push_back(part->row_[i]);
+        }
+      }
+      sources.push_back({part->values_[s].data(), base, 1, out_rows.back().data(), nullptr, nullptr});
+      keys.push_back({s, hashes.back().data(), hashes.back().size(), base, true});
+      base = (base + hashes.back().size() + (1u << kFeatureShift) - 1) >> kFeatureShift << kFeatureShift;
+      feature_of.resize(base >> kFeatureShift, static_cast<uint16_t>(sources.size() - 1));
+    }
+  }
+  sum->own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(sum->dims_.size()), keys);
+  const KeyGroups& g = *sum->own_groups_;
+  sum->row_ = Array<uint32_t>(g.hash.size());
+  for (uint32_t b = 0; b < g.buckets(); ++b)
+    for (uint32_t i = 0; i < g.unique[b]; ++i) sum->row_[g.begin[b] + i] = rows[g.positions[g.start(b)[i]]];
+  sum->reduce(sources, feature_of);
+  for (uint32_t s = 0; s < sum->dims_.size(); ++s)
+    for (Gradients* part : parts) sum->finite_[s] &= part->finite_[s];
+  for (const auto& table : sum->tables_) {
+    sum->version_.push_back(table->version());
+    sum->row_epoch_.push_back(table->row_epoch());
+  }
+  return sum;
+}
+
+void Gradients::copy(uint32_t slot, uint64_t* keys, float* gradients) const {
+  const KeyGroups& g = groups();
+  const KeyGroups::Slot& s = g.slots[slot];
+  for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b) {
+    const float* from = values(b);
+    for (uint32_t i = 0; i < g.unique[b]; ++i) *keys++ = unmix(g.hash[g.begin[b] + i]);
+    gradients = std::copy_n(from, static_cast<size_t>(g.unique[b]) * dims_[slot], gradients);
+  }
+}
+
+}  // namespace karvan

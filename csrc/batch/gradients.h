@@ -1,0 +1,45 @@
+// What a backward pass brings: one summed gradient for each distinct key of a plan, ready to be applied once.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "batch/plan.h"
+
+namespace karvan {
+
+class Gradients {
+ public:
+  // Sums the gradients of the plan's outputs; by feature, null for a feature that had none.
+  Gradients(std::shared_ptr<const Plan> plan, const std::vector<const float*>& of_features);
+  // The sum of several backward passes over the same tables, in their order (gradient accumulation).
+  static std::unique_ptr<Gradients> merge(const std::vector<Gradients*>& parts);
+
+  // Updates the rows. A table whose gradient is not finite is skipped and counted; so are, one by one, gradients of rows
+  // that have gone since the lookup. A null rule leaves its table alone. `steps` seed the rounding of half-size vectors.
+  void apply(const std::vector<const Rule*>& rules, const std::vector<uint64_t>& steps);
+
+  bool finite(uint32_t slot) const { return finite_[slot]; }
+  uint32_t slots() const { return static_cast<uint32_t>(values_.size()); }
+  uint32_t dim(uint32_t slot) const { return dims_[slot]; }
+  uint64_t unique_in(uint32_t slot) const { return groups().unique_in(slot); }
+  void copy(uint32_t slot, uint64_t* keys, float* gradients) const;
+
+ private:
+  Gradients() = default;
+  const KeyGroups& groups() const { return own_groups_ ? *own_groups_ : plan_->groups_; }
+  void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of);
+  void resolve();  // brings the rows up to date with what has left the tables since the lookup
+  float* values(uint32_t bucket) const;
+
+  std::shared_ptr<const Plan> plan_;
+  std::unique_ptr<KeyGroups> own_groups_;  // when the plan's do not fit: some features had no gradient, or merged
+  std::vector<std::shared_ptr<Table>> tables_;
+  std::vector<uint32_t> dims_;
+  Array<uint32_t> row_;                    // by unique key
+  std::vector<Array<float>> values_;       // by slot; a bucket's part starts where its positions do
+  std::vector<uint8_t> finite_;
+  std::vector<uint64_t> version_, row_epoch_;
+};
+
+}  // namespace karvan

@@ -1,0 +1,147 @@
+#include "batch/groups.h"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+#include "hash/mix.h"
+#include "threads/pool.h"
+
+namespace karvan {
+namespace {
+
+constexpr uint64_t kPositionsPerBucket = 256, kPositionsPerTask = 8192;
+constexpr int kMostBits = 12;
+
+struct Task {
+  const KeySource* source;
+  size_t first, last;
+  size_t counters;  // where this task's counters start, one for each bucket of its slot
+};
+
+inline uint64_t hash_of(const KeySource& source, size_t i) {
+  return source.hashed ? source.keys[i] : mix(source.keys[i]);
+}
+
+inline uint32_t top(uint64_t hash, int bits) { return bits ? static_cast<uint32_t>(hash >> (64 - bits)) : 0; }
+
+}  // namespace
+
+KeyGroups::KeyGroups(uint32_t slot_count, std::span<const KeySource> sources) : slots(slot_count) {
+  uint64_t total = 0;
+  for (const KeySource& s : sources) {
+    slots[s.slot].positions += s.count;
+    total += s.count;
+  }
+  if (total >= UINT32_MAX / 2) throw std::length_error("a batch holds at most 2^31 ids");
+  uint32_t buckets = 0;
+  for (uint32_t s = 0; s < slot_count; ++s) {
+    Slot& slot = slots[s];
+    slot.bits = std::min<int>(kMostBits, std::bit_width(slot.positions / kPositionsPerBucket));
+    slot.first_bucket = buckets;
+    slot.buckets = 1u << slot.bits;
+    buckets += slot.buckets;
+    slot_of.insert(slot_of.end(), slot.buckets, s);
+  }
+  begin.assign(buckets + 1, 0);
+  unique.assign(buckets, 0);
+  hash = Array<uint64_t>(total);
+  positions = Array<uint32_t>(total);
+  start_ = Array<uint32_t>(total + buckets + 1);
+  Array<uint32_t> scattered(total);
+  partition(sources, scattered);
+  parallel(buckets, [&](uint32_t bucket) { dedupe(bucket, scattered.data()); });
+}
+
+void KeyGroups::partition(std::span<const KeySource> sources, Array<uint32_t>& scattered) {
+  std::vector<Task> tasks;
+  size_t counters = 0;
+  for (const KeySource& source : sources) {
+    for (size_t first = 0; first < source.count; first += kPositionsPerTask) {
+      tasks.push_back({&source, first, std::min(source.count, first + kPositionsPerTask), counters});
+      counters += slots[source.slot].buckets;
+    }
+  }
+  std::vector<uint32_t> counts(counters, 0);
+  parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
+    const Task& task = tasks[t];
+    const int bits = slots[task.source->slot].bits;
+    uint32_t* count = counts.data() + task.counters;
+    for (size_t i = task.first; i < task.last; ++i) ++count[top(hash_of(*task.source, i), bits)];
+  });
+  // Counts to starting places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
+  uint32_t at = 0;
+  for (size_t t = 0; t < tasks.size();) {
+    const uint32_t slot = tasks[t].source->slot;
+    size_t end = t;
+    while (end < tasks.size() && tasks[end].source->slot == slot) ++end;
+    for (uint32_t b = 0; b < slots[slot].buckets; ++b) {
+      begin[slots[slot].first_bucket + b] = at;
+      for (size_t k = t; k < end; ++k) {
+        uint32_t& count = counts[tasks[k].counters + b];
+        const uint32_t here = count;
+        count = at;
+        at += here;
+      }
+    }
+    t = end;
+  }
+  begin.back() = at;
+  // A slot without positions was not met above; its buckets are empty ranges.
+  for (uint32_t b = buckets(); b-- > 0;)
+    if (slots[slot_of[b]].positions == 0) begin[b] = begin[b + 1];
+  parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
+    const Task& task = tasks[t];
+    const int bits = slots[task.source->slot].bits;
+    uint32_t* place = counts.data() + task.counters;
+    const auto base = static_cast<uint32_t>(task.source->base);
+    for (size_t i = task.first; i < task.last; ++i) {
+      const uint64_t h = hash_of(*task.source, i);
+      const uint32_t to = place[top(h, bits)]++;
+      hash[to] = h;
+      scattered[to] = base + static_cast<uint32_t>(i);
+    }
+  });
+}
+
+void KeyGroups::dedupe(uint32_t bucket, const uint32_t* scattered) {
+  const uint32_t first = begin[bucket], count = begin[bucket + 1] - first;
+  uint32_t* starts = start(bucket);
+  starts[0] = first;
+  if (count == 0) return;
+  // A small open-addressed map from hash to its number in this bucket, plus one; it lives in first-level cache.
+  thread_local std::vector<uint32_t> map, number;
+  const uint32_t size = std::bit_ceil(2 * count), mask = size - 1;
+  map.assign(size, 0);
+  number.resize(std::max<size_t>(number.size(), count));
+  uint32_t uniques = 0;
+  uint64_t* hashes = hash.data() + first;  // compacted in place: a unique's place never lies after its first position's
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t h = hashes[i];
+    uint32_t at = static_cast<uint32_t>(h) & mask;
+    while (map[at] != 0 && hashes[map[at] - 1] != h) at = (at + 1) & mask;
+    if (map[at] == 0) {
+      hashes[uniques] = h;
+      map[at] = ++uniques;
+      starts[uniques] = 0;
+    }
+    number[i] = map[at];
+    ++starts[map[at]];
+  }
+  unique[bucket] = uniques;
+  // starts[k] holds the count of key k - 1: sum up, then place the positions, which moves each start to its end …
+  for (uint32_t k = 1; k <= uniques; ++k) starts[k] += starts[k - 1];
+  for (uint32_t i = count; i-- > 0;) positions[--starts[number[i]]] = scattered[first + i];
+  // … so that starts[k] is now the beginning of key k - 1: shift by one.
+  for (uint32_t k = 0; k < uniques; ++k) starts[k] = starts[k + 1];
+  starts[uniques] = first + count;
+}
+
+uint64_t KeyGroups::unique_in(uint32_t slot) const {
+  uint64_t total = 0;
+  const Slot& s = slots[slot];
+  for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b) total += unique[b];
+  return total;
+}
+
+}  // namespace karvan

@@ -1,0 +1,55 @@
+// Positions of a batch grouped by key: the dedupe before every lookup and the order of every gradient sum.
+//
+// Keys are first spread over buckets by the top bits of their hash (a stable radix partition), small enough that the
+// uniques of a bucket are found in first-level cache. Order is fixed by the batch alone: buckets by hash, uniques by
+// first position, positions ascending. Neither threads nor shards change it.
+#pragma once
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "memory/buffer.h"
+
+namespace karvan {
+
+// Some positions of a batch: keys[i] stands at position base + i. A slot is a table's place in this batch.
+struct KeySource {
+  uint32_t slot;
+  const uint64_t* keys;
+  size_t count;
+  uint64_t base;
+  bool hashed = false;  // keys are hashes already
+};
+
+class KeyGroups {
+ public:
+  struct Slot {
+    int bits = 0;                            // a bucket is the top `bits` of the hash
+    uint32_t first_bucket = 0, buckets = 0;
+    uint64_t positions = 0;
+  };
+
+  KeyGroups() = default;
+  // Sources of one slot stand together and in order of their base.
+  KeyGroups(uint32_t slots, std::span<const KeySource> sources);
+
+  std::vector<Slot> slots;
+  std::vector<uint32_t> begin;     // by bucket, and one more: where its part of the arrays starts
+  std::vector<uint32_t> unique;    // by bucket: how many distinct keys
+  std::vector<uint32_t> slot_of;   // by bucket
+  Array<uint64_t> hash;            // a bucket's distinct hashes, from begin[bucket]
+  Array<uint32_t> positions;       // a bucket's positions, key by key
+
+  // Where in `positions` each distinct key of a bucket starts; one more entry marks the end.
+  uint32_t* start(uint32_t bucket) const { return start_.data() + begin[bucket] + bucket; }
+  uint32_t buckets() const { return static_cast<uint32_t>(unique.size()); }
+  uint64_t unique_in(uint32_t slot) const;
+  uint64_t first_index(uint32_t slot) const { return begin[slots[slot].first_bucket]; }
+
+ private:
+  void partition(std::span<const KeySource> sources, Array<uint32_t>& scattered);
+  void dedupe(uint32_t bucket, const uint32_t* scattered);
+  Array<uint32_t> start_;
+};
+
+}  // namespace karvan

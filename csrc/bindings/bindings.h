@@ -1,0 +1,11 @@
+// The parts of the extension module; each file of this folder binds one namespace and only translates.
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace karvan::bindings {
+
+void bind_hashing(nanobind::module_& m);  // hashing.cpp: hashes, id helpers, initialisers
+void bind_store(nanobind::module_& m);    // store.cpp: tables and batch operations
+void bind_system(nanobind::module_& m);   // system.cpp: threads, instruction sets, buffers
+
+}  // namespace karvan::bindings

@@ -1,0 +1,331 @@
+// Tables and the batch operations over them. Addresses of tensors cross as integers: the Python side has checked their
+// type, device and layout, and keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+#include <tuple>
+
+#include "batch/gradients.h"
+#include "batch/plan.h"
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "table/table.h"
+#include "threads/pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace karvan::bindings {
+namespace {
+
+using Keys = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+T named(const std::map<std::string, T>& names, const std::string& name, const char* what) {
+  auto found = names.find(name);
+  if (found == names.end()) throw std::invalid_argument(std::string("Unknown ") + what + " '" + name + "'.");
+  return found->second;
+}
+
+const std::map<std::string, VectorType> kTypes = {
+    {"float32", VectorType::f32}, {"bfloat16", VectorType::bf16}, {"float16", VectorType::f16}};
+const std::map<std::string, Admission::Kind> kAdmissions = {{"always", Admission::Kind::always},
+                                                            {"probability", Admission::Kind::probability},
+                                                            {"min_count", Admission::Kind::min_count},
+                                                            {"read_only", Admission::Kind::read_only}};
+const std::map<std::string, Eviction::Kind> kEvictions = {
+    {"never", Eviction::Kind::never}, {"lru", Eviction::Kind::lru}, {"lfu", Eviction::Kind::lfu},
+    {"age", Eviction::Kind::age},     {"ttl", Eviction::Kind::ttl}, {"norm", Eviction::Kind::norm}};
+const std::map<std::string, PoolArgs::Mode> kModes = {{"pooled", PoolArgs::Mode::pooled},
+                                                      {"cells", PoolArgs::Mode::cells},
+                                                      {"padded", PoolArgs::Mode::padded}};
+const std::map<std::string, Combiner> kCombiners = {
+    {"sum", Combiner::sum}, {"mean", Combiner::mean}, {"sqrtn", Combiner::sqrtn}};
+const std::map<std::string, Rule::Kind> kRules = {
+    {"sgd", Rule::Kind::sgd},   {"momentum", Rule::Kind::momentum}, {"adagrad", Rule::Kind::adagrad},
+    {"adagrad_row", Rule::Kind::adagrad_row}, {"adam", Rule::Kind::adam}, {"adamw", Rule::Kind::adamw},
+    {"ftrl", Rule::Kind::ftrl}};
+
+// A batch operation: the interpreter goes on meanwhile, and no other operation runs.
+template <class F>
+auto operation(F&& f) {
+  nb::gil_scoped_release release;
+  Exclusive exclusive;
+  return f();
+}
+
+struct Program {
+  std::vector<FeatureSpec> features;
+  uint32_t slots;
+};
+
+using FeatureTuple = std::tuple<std::string, std::string, uint32_t, std::string, std::string, uint32_t, uint32_t>;
+
+Program make_program(const std::vector<FeatureTuple>& features, uint32_t slots) {
+  Program program{{}, slots};
+  for (const auto& [name, table, slot, mode, combiner, stack, dim] : features)
+    program.features.push_back({name, table, slot, named(kModes, mode, "mode"),
+                                named(kCombiners, combiner, "combiner"), stack, dim});
+  return program;
+}
+
+constexpr size_t kInputFields = 7;
+
+std::vector<FeatureInput> make_inputs(const Program& program, const std::vector<uint64_t>& flat) {
+  if (flat.size() != program.features.size() * kInputFields)
+    throw std::invalid_argument("Expected " + std::to_string(kInputFields) + " numbers for each feature.");
+  std::vector<FeatureInput> inputs;
+  for (size_t i = 0; i < flat.size(); i += kInputFields)
+    inputs.push_back({reinterpret_cast<const uint64_t*>(flat[i]), flat[i + 1],
+                      reinterpret_cast<const int64_t*>(flat[i + 2]), flat[i + 3],
+                      reinterpret_cast<const float*>(flat[i + 4]), static_cast<uint32_t>(flat[i + 5]),
+                      reinterpret_cast<float*>(flat[i + 6])});
+  return inputs;
+}
+
+std::shared_ptr<Table> make_table(std::string name, uint32_t dim, const std::string& dtype,
+                                  const std::tuple<std::string, float, float, float, float>& init, uint64_t seed,
+                                  const std::tuple<std::string, double, uint64_t>& admit,
+                                  const std::tuple<std::string, double, uint64_t>& evict, uint32_t shards) {
+  TableConfig config;
+  config.name = std::move(name);
+  config.dim = dim;
+  config.type = named(kTypes, dtype, "dtype");
+  const auto& [kind, a, b, lo, hi] = init;
+  config.init = make_initialiser(kind, a, b, lo, hi);
+  config.seed = seed;
+  config.admit.kind = named(kAdmissions, std::get<0>(admit), "admission");
+  config.admit.probability = std::get<1>(admit);
+  config.admit.min_count = static_cast<uint32_t>(std::get<1>(admit));
+  config.admit.slots = std::get<2>(admit);
+  config.evict.kind = named(kEvictions, std::get<0>(evict), "eviction");
+  const double value = std::get<1>(evict);
+  config.evict.capacity = config.evict.steps = static_cast<uint64_t>(value);
+  config.evict.seconds = value;
+  config.evict.below = static_cast<float>(value);
+  config.evict.every = std::get<2>(evict);
+  config.shards = shards;
+  return std::make_shared<Table>(std::move(config));
+}
+
+auto evicted_since(const Table& table, uint64_t version) {
+  if (!table.evictions().knows(version))
+    throw std::invalid_argument("Table '" + table.config().name + "' remembers evictions since version " +
+                                std::to_string(table.evictions().forgotten()) + ", but was asked for version " +
+                                std::to_string(version) + ": take a full snapshot instead.");
+  std::vector<uint64_t> hashes;
+  table.evictions().each_since(version, [&](uint64_t hash) { hashes.push_back(hash); });
+  Array<uint64_t> keys(hashes.size());
+  for (size_t i = 0; i < hashes.size(); ++i) keys[i] = unmix(hashes[i]);
+  return to_numpy<int64_t>(std::move(keys), {hashes.size()});
+}
+
+void load(Table& table, const Keys& keys, const Floats& vectors, const std::optional<Floats>& state,
+          const Counts& counts, const Counts& last_steps) {
+  const size_t n = keys.shape(0);
+  const auto expect = [&](const char* what, size_t got, size_t expected) {
+    if (got != expected)
+      throw std::invalid_argument("Table '" + table.config().name + "': expected " + what + " " +
+                                  std::to_string(expected) + ", got " + std::to_string(got) + ".");
+  };
+  expect("rows of vectors", vectors.shape(0), n);
+  expect("vectors of dim", vectors.shape(1), table.layout().dim);
+  expect("counts", counts.shape(0), n);
+  expect("last steps", last_steps.shape(0), n);
+  if (state) {
+    expect("rows of state", state->shape(0), n);
+    expect("floats of optimizer state", state->shape(1), table.layout().state);
+  }
+  operation([&] {
+    table.load(reinterpret_cast<const uint64_t*>(keys.data()), n, vectors.data(), state ? state->data() : nullptr,
+               counts.data(), last_steps.data());
+  });
+}
+
+void bind_table(nb::module_& m) {
+  nb::class_<Table>(m, "Table", "64-bit keys and their rows.")
+      .def(nb::new_(&make_table), "name"_a, "dim"_a, "dtype"_a, "init"_a, "seed"_a, "admit"_a, "evict"_a, "shards"_a)
+      .def_prop_ro("name", [](const Table& t) { return t.config().name; })
+      .def_prop_ro("dim", [](const Table& t) { return t.layout().dim; })
+      .def_prop_ro("state_floats", [](const Table& t) { return t.layout().state; })
+      .def_prop_ro("rows", [](const Table& t) { return operation([&] { return t.rows(); }); })
+      .def_prop_ro("bytes", [](const Table& t) { return operation([&] { return t.bytes(); }); })
+      .def_prop_ro("version", [](const Table& t) { return operation([&] { return t.version(); }); })
+      .def("stats",
+           [](const Table& t) {
+             const TableStats s = operation([&] { return t.stats(); });
+             nb::dict d;
+             d["rows"] = s.rows;
+             d["bytes"] = s.bytes;
+             d["inserted"] = s.inserted;
+             d["evicted"] = s.evicted;
+             d["rejected"] = s.rejected;
+             d["dropped_gradients"] = s.dropped_gradients;
+             d["skipped_updates"] = s.skipped_updates;
+             return d;
+           })
+      .def("set_state", [](Table& t, const std::vector<float>& initial) { operation([&] { t.set_state(initial); }); },
+           "initial"_a)
+      .def("evict", [](Table& t, uint64_t step, double now) { return operation([&] { return t.evict(step, now); }); },
+           "step"_a, "now"_a)
+      .def("erase",
+           [](Table& t, const Keys& keys) {
+             return operation([&] {
+               return t.erase_keys(reinterpret_cast<const uint64_t*>(keys.data()), keys.shape(0));
+             });
+           },
+           "keys"_a)
+      .def("clear", [](Table& t) { operation([&] { t.clear(); }); })
+      .def("evicted_since", &evicted_since, "version"_a)
+      .def("forget_evictions", [](Table& t, uint64_t version) { operation([&] { t.forget_evictions(version); }); },
+           "version"_a)
+      .def("snapshot",
+           [](Table& t, uint32_t part, uint32_t parts) {
+             RowSet set = operation([&] { return t.snapshot(part, parts); });
+             const size_t n = set.rows;
+             return nb::make_tuple(to_numpy<int64_t>(std::move(set.keys), {n}),
+                                   to_numpy<float>(std::move(set.vectors), {n, t.layout().dim}),
+                                   to_numpy<float>(std::move(set.state), {n, t.layout().state}),
+                                   to_numpy<uint32_t>(std::move(set.counts), {n}),
+                                   to_numpy<uint32_t>(std::move(set.last_steps), {n}));
+           },
+           "part"_a = 0, "parts"_a = 1)
+      .def("load", &load, "keys"_a, "vectors"_a, "state"_a.none(), "counts"_a, "last_steps"_a)
+      .def("filter_counts",
+           [](Table& t) {
+             Array<uint8_t> copy(t.filter().bytes());
+             if (copy) std::copy_n(t.filter().data(), t.filter().bytes(), reinterpret_cast<char*>(copy.data()));
+             const size_t n = copy.size();
+             return to_numpy<uint8_t>(std::move(copy), {n});
+           },
+           "The admission filter's counters, to be saved with the rows.")
+      .def("set_filter_counts",
+           [](Table& t, const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& counts) {
+             if (counts.shape(0) != t.filter().bytes())
+               throw std::invalid_argument("Table '" + t.config().name + "': expected a filter of " +
+                                           std::to_string(t.filter().bytes()) + " counters, got " +
+                                           std::to_string(counts.shape(0)) + ".");
+             operation([&] { std::copy_n(reinterpret_cast<const char*>(counts.data()), counts.shape(0),
+                                         t.filter().data()); });
+           },
+           "counts"_a);
+}
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  bind_table(m);
+
+  nb::class_<Rule>(m, "Rule", "An optimizer's rule and its numbers for one step.")
+      .def("__init__", [](Rule* r, const std::string& kind) { new (r) Rule{.kind = named(kRules, kind, "rule")}; },
+           "kind"_a)
+      .def_rw("lr", &Rule::lr)
+      .def_rw("beta1", &Rule::beta1)
+      .def_rw("beta2", &Rule::beta2)
+      .def_rw("eps", &Rule::eps)
+      .def_rw("weight_decay", &Rule::weight_decay)
+      .def_rw("shrink", &Rule::shrink)
+      .def_rw("alpha", &Rule::alpha)
+      .def_rw("l1", &Rule::l1)
+      .def_rw("l2", &Rule::l2)
+      .def_rw("accumulate_last", &Rule::accumulate_last)
+      .def_rw("clip_value", &Rule::clip_value)
+      .def_rw("clip_norm", &Rule::clip_norm)
+      .def_rw("bound", &Rule::bound)
+      .def("state_floats", [](const Rule& r, uint32_t dim) { return state_floats(r.kind, dim); }, "dim"_a);
+
+  nb::class_<Program>(m, "Program", "The features of an engine: (name, table, slot, mode, combiner, stack, dim) each.")
+      .def(nb::new_(&make_program), "features"_a, "slots"_a);
+
+  nb::class_<Gradients>(m, "Gradients", "One gradient for each distinct key of a batch.")
+      .def("finite", &Gradients::finite, "slot"_a)
+      .def("keys_and_values",
+           [](const Gradients& g, uint32_t slot) {
+             const size_t n = g.unique_in(slot), dim = g.dim(slot);
+             Array<uint64_t> keys(n);
+             Array<float> values(n * dim);
+             operation([&] { g.copy(slot, keys.data(), values.data()); });
+             return nb::make_tuple(to_numpy<int64_t>(std::move(keys), {n}),
+                                   to_numpy<float>(std::move(values), {n, dim}));
+           },
+           "slot"_a)
+      .def_static("merge",
+                  [](const std::vector<std::shared_ptr<Gradients>>& parts) {
+                    std::vector<Gradients*> raw;
+                    for (const auto& part : parts) raw.push_back(part.get());
+                    return std::shared_ptr<Gradients>(operation([&] { return Gradients::merge(raw); }));
+                  },
+                  "parts"_a)
+      .def("apply",
+           [](Gradients& g, const std::vector<std::optional<Rule>>& rules, const std::vector<uint64_t>& steps) {
+             std::vector<const Rule*> raw;
+             for (const auto& rule : rules) raw.push_back(rule ? &*rule : nullptr);
+             operation([&] { g.apply(raw, steps); });
+           },
+           "rules"_a, "steps"_a);
+
+  nb::class_<Plan>(m, "Plan", "One batch between its lookup and its gradients.")
+      .def(nb::new_([](const Program& program, const std::vector<uint64_t>& inputs) {
+             std::vector<FeatureInput> made = make_inputs(program, inputs);
+             return operation([&] { return std::make_shared<Plan>(program.features, std::move(made), program.slots); });
+           }),
+           "program"_a, "inputs"_a)
+      .def("unique",
+           [](const Plan& plan, uint32_t slot) {
+             const size_t n = plan.unique_in(slot);
+             Array<uint64_t> keys(n);
+             Array<uint32_t> counts(n);
+             operation([&] { plan.unique_keys(slot, keys.data(), counts.data()); });
+             return nb::make_tuple(to_numpy<int64_t>(std::move(keys), {n}), to_numpy<uint32_t>(std::move(counts), {n}));
+           },
+           "slot"_a)
+      .def("pool_from",
+           [](Plan& plan, const std::vector<Floats>& vectors) {
+             std::vector<const float*> raw;
+             for (uint32_t s = 0; s < vectors.size(); ++s) {
+               if (vectors[s].shape(0) != plan.unique_in(s))
+                 throw std::invalid_argument("Expected a vector for each of " + std::to_string(plan.unique_in(s)) +
+                                             " keys, got " + std::to_string(vectors[s].shape(0)) + ".");
+               raw.push_back(vectors[s].data());
+             }
+             operation([&] {
+               plan.lookup(raw);
+               plan.pool();
+             });
+           },
+           "vectors"_a)
+      .def("reduce",
+           [](std::shared_ptr<Plan> plan, const std::vector<uint64_t>& gradients) {
+             std::vector<const float*> raw;
+             for (uint64_t address : gradients) raw.push_back(reinterpret_cast<const float*>(address));
+             return operation([&] { return std::make_shared<Gradients>(std::move(plan), raw); });
+           },
+           "gradients"_a, "Sums the gradients of the outputs by key; an address of 0 stands for no gradient.");
+
+  m.def(
+      "forward",
+      [](const Program& program, const std::vector<std::shared_ptr<Table>>& tables, const std::vector<uint64_t>& inputs,
+         bool training, uint32_t step, double now) {
+        std::vector<FeatureInput> made = make_inputs(program, inputs);
+        return operation([&] {
+          auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
+          plan->lookup(tables, training, step);
+          plan->pool();
+          if (training)
+            for (const auto& table : tables) table->maintain(step, now);
+          return plan;
+        });
+      },
+      "program"_a, "tables"_a, "inputs"_a, "training"_a, "step"_a, "now"_a,
+      "Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.");
+}
+
+}  // namespace karvan::bindings

@@ -1,0 +1,52 @@
+// Threads, instruction sets, pooled memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "kernels/kernels.h"
+#include "threads/pool.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace karvan::bindings {
+
+void bind_system(nb::module_& m) {
+  m.def("thread_count", &thread_count, "How many threads a batch operation uses.");
+  m.def(
+      "set_thread_count",
+      [](int count) {
+        if (count < 1) throw std::invalid_argument("The number of threads must be at least 1, got " +
+                                                   std::to_string(count) + ".");
+        set_thread_count(count);
+      },
+      "count"_a, "Sets it, from the next operation on.");
+  m.def(
+      "kernel_names",
+      [] {
+        std::vector<std::string> names;
+        for (const char* const* name = kernel_names(); *name; ++name) names.emplace_back(*name);
+        return names;
+      },
+      "The kernels this machine can run, best first.");
+  m.def("kernels", [] { return std::string(kernels().name); }, "The kernels in use.");
+  m.def(
+      "choose_kernels",
+      [](const std::string& name) {
+        Exclusive exclusive;
+        if (!choose_kernels(name.c_str())) throw std::invalid_argument("This machine has no kernels '" + name + "'.");
+      },
+      "name"_a, "Uses other kernels; the results stay the same.");
+  m.def(
+      "float_buffer", [](size_t count) { return to_numpy<float>(Array<float>(count), {count}); }, "count"_a,
+      "Uninitialised floats from the pool; they return to it with the array.");
+  m.def("pooled_bytes", &pooled_bytes, "Bytes the pool holds for reuse.");
+  m.def("release_pooled_bytes", &release_pooled_bytes, "Gives the pool's bytes back to the system.");
+}
+
+}  // namespace karvan::bindings

@@ -1,0 +1,90 @@
+// The arithmetic of a step, over rows that lie anywhere. Chosen once at run time for the machine's instruction set; every
+// choice gives the same bits, because no operation is fused or reordered.
+#pragma once
+#include <cstdint>
+
+#include "memory/arena.h"
+#include "table/layout.h"
+
+namespace karvan {
+
+// Forward. A position is one id of a feature; `row_of` gives its row. Positions are summed in groups of `stack` to a
+// cell: one id's vector (a stack above 1 is hash stacking). Cells are pooled per sample, copied, or laid out padded.
+struct PoolArgs {
+  enum class Mode : uint8_t { pooled, cells, padded };
+  RowsView rows;
+  VectorType type;
+  uint32_t dim;
+  Mode mode;
+  uint32_t stack;
+  const uint32_t* row_of;    // by position
+  const int64_t* offsets;    // by sample, in cells; null: one cell each
+  const float* weights;      // by cell; null: 1
+  const float* scale;        // pooled: by sample; null: 1
+  uint32_t length;           // padded: cells in a sample's place
+  float* out;
+  uint64_t begin, end;       // samples (pooled, padded) or cells
+};
+
+// Backward. Gradients of a feature's output, and how its positions find theirs.
+struct GradientSource {
+  const float* gradient;      // rows of dim floats
+  uint64_t base;              // the feature's first position
+  uint32_t stack;
+  const uint32_t* out_row;    // by cell; null: the cell itself
+  const float* weights;       // by cell; null: 1
+  const float* scale;         // by output row; null: 1
+};
+
+// Sums the gradients of each unique key's positions, in order of position. `feature_of` maps a position's upper bits
+// (position >> kFeatureShift) to its source.
+inline constexpr uint32_t kFeatureShift = 8;
+struct ReduceArgs {
+  uint32_t dim;
+  const GradientSource* sources;
+  const uint16_t* feature_of;
+  const uint32_t* positions;   // grouped by unique key
+  const uint32_t* start;       // by unique key: where its positions begin; ends with the next one's
+  uint32_t unique;
+  float* out;                  // unique × dim
+};
+
+// The optimizers' rules; the names say the paper or system. All apply clip, decay, update, bound in that order.
+struct Rule {
+  enum class Kind : uint8_t { sgd, momentum, adagrad, adagrad_row, adam, adamw, ftrl };
+  Kind kind = Kind::sgd;
+  float lr = 0.01f;
+  float beta1 = 0, beta2 = 0;   // sgd: momentum; adam: betas; adagrad: decay of the accumulator; ftrl: beta
+  float eps = 0;
+  float weight_decay = 0;       // added to the gradient
+  float shrink = 1;             // adamw: the vector is multiplied by this first
+  float alpha = 0;              // adam: the bias-corrected learning rate
+  float l1 = 0, l2 = 0;
+  bool accumulate_last = false;
+  float clip_value = 0, clip_norm = 0, bound = 0;  // 0: none
+};
+
+struct ApplyArgs {
+  RowsView rows;
+  RowLayout layout;
+  const Rule* rule;
+  const uint32_t* row;       // by unique key; 0: skip
+  const uint64_t* hash;      // by unique key: seeds the rounding
+  const float* gradient;     // unique × dim
+  uint32_t unique;
+  uint64_t step;             // seeds the rounding
+};
+
+struct Kernels {
+  const char* name;
+  void (*pool)(const PoolArgs&);
+  bool (*reduce)(const ReduceArgs&);  // false if any sum is not finite
+  void (*apply)(const ApplyArgs&);
+};
+
+const Kernels& kernels();
+const char* const* kernel_names();              // those this machine can run, best first, then null
+bool choose_kernels(const char* name);          // for tests; false if this machine cannot run them
+uint32_t state_floats(Rule::Kind kind, uint32_t dim);
+
+}  // namespace karvan

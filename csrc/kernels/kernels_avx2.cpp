@@ -1,0 +1,2 @@
+#define KARVAN_ISA avx2
+#include "kernels/kernels.inc"

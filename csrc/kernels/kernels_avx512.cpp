@@ -1,0 +1,2 @@
+#define KARVAN_ISA avx512
+#include "kernels/kernels.inc"

@@ -1,0 +1,2 @@
+#define KARVAN_ISA plain
+#include "kernels/kernels.inc"

@@ -1,0 +1,41 @@
+#include "memory/arena.h"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+namespace karvan {
+namespace {
+
+constexpr size_t kChunkBytes = size_t{32} << 20;
+
+}  // namespace
+
+RowArena::RowArena(uint32_t stride) : stride_(stride) {
+  shift_ = std::bit_width(std::max<size_t>(1, kChunkBytes / stride)) - 1;
+  directory_ = Pages((size_t{1} << (32 - shift_)) * sizeof(char*), true);
+  take(1);
+}
+
+size_t RowArena::bytes() const { return static_cast<size_t>(taken()) * stride_; }
+
+uint32_t RowArena::take(uint32_t count) {
+  const uint32_t first = next_.fetch_add(count, std::memory_order_relaxed);
+  if (first > UINT32_MAX - count) {
+    next_.fetch_sub(count, std::memory_order_relaxed);
+    throw std::length_error("a table holds at most 2^32 rows in one process");
+  }
+  const uint32_t needed = ((first + count - 1) >> shift_) + 1;
+  if (ready_.load(std::memory_order_acquire) < needed) {
+    std::lock_guard guard(growing_);
+    while (ready_.load(std::memory_order_relaxed) < needed) {
+      const uint32_t index = ready_.load(std::memory_order_relaxed);
+      chunks_.emplace_back(static_cast<size_t>(stride_) << shift_, index == 0);
+      directory()[index] = chunks_.back().data();
+      ready_.store(index + 1, std::memory_order_release);
+    }
+  }
+  return first;
+}
+
+}  // namespace karvan

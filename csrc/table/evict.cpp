@@ -1,0 +1,195 @@
+// Which rows go, and how they leave. All choices are made over the whole table, so they do not depend on its shards.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/convert.h"
+#include "table/table.h"
+#include "threads/pool.h"
+
+namespace karvan {
+namespace {
+
+// What makes a row expendable, least first: (last use, uses) or (uses, last use), then the hash, which no two share.
+struct Rank {
+  uint32_t first, second;
+  uint64_t hash;
+  bool operator<(const Rank& o) const {
+    if (first != o.first) return first < o.first;
+    return second != o.second ? second < o.second : hash < o.hash;
+  }
+  uint32_t digit(int d) const {  // 16 bits at a time, most significant first
+    if (d < 2) return first >> (16 - 16 * d) & 0xffff;
+    if (d < 4) return second >> (48 - 16 * d) & 0xffff;
+    return static_cast<uint32_t>(hash >> (112 - 16 * d)) & 0xffff;
+  }
+};
+
+Rank rank_of(Entry e, bool by_use_count) {
+  return by_use_count ? Rank{e.count(), e.last(), e.hash()} : Rank{e.last(), e.count(), e.hash()};
+}
+
+bool same_digits(const Rank& a, const Rank& b, int digits) {
+  for (int d = 0; d < digits; ++d)
+    if (a.digit(d) != b.digit(d)) return false;
+  return true;
+}
+
+double squared_norm(const char* row, const RowLayout& layout) {
+  double sum = 0;
+  for (uint32_t i = 0; i < layout.dim; ++i) {
+    double x = 0;
+    switch (layout.type) {
+      case VectorType::f32: x = reinterpret_cast<const float*>(row)[i]; break;
+      case VectorType::bf16: x = bf16_to_float(reinterpret_cast<const uint16_t*>(row)[i]); break;
+      case VectorType::f16: x = f16_to_float(reinterpret_cast<const uint16_t*>(row)[i]); break;
+    }
+    sum += x * x;
+  }
+  return sum;
+}
+
+}  // namespace
+
+template <class F>
+uint64_t Table::erase_where(F&& doomed) {
+  settle();
+  std::vector<std::vector<uint64_t>> gone(shards());
+  parallel(shards(), [&](uint32_t s) {
+    Shard& shard = shards_[s];
+    shard.index.erase_if([&](Entry e) {
+      if (!doomed(e)) return false;
+      gone[s].push_back(e.hash());
+      shard.free.push_back(e.row());
+      return true;
+    });
+    shard.rows -= gone[s].size();
+  });
+  std::vector<uint64_t> all;
+  for (auto& part : gone) all.insert(all.end(), part.begin(), part.end());
+  return note_evicted(std::move(all));
+}
+
+uint64_t Table::evict_least(uint64_t count, bool by_use_count) {
+  if (count == 0) return 0;
+  // Narrow down to the rank of the last row to go, sixteen bits a pass, until few enough rows are left to sort.
+  constexpr uint64_t kFew = 1 << 20;
+  Rank limit{0, 0, 0};
+  uint64_t wanted = count, candidates = rows();
+  int digits = 0;
+  auto set_digit = [&](int d, uint32_t value) {
+    if (d < 2) limit.first |= value << (16 - 16 * d);
+    else if (d < 4) limit.second |= value << (48 - 16 * d);
+    else limit.hash |= static_cast<uint64_t>(value) << (112 - 16 * d);
+  };
+  for (; digits < 8 && candidates > kFew; ++digits) {
+    std::vector<std::vector<uint64_t>> parts(shards());
+    parallel(shards(), [&](uint32_t s) {
+      parts[s].resize(65536);
+      shards_[s].index.each([&](Entry e) {
+        const Rank r = rank_of(e, by_use_count);
+        if (same_digits(r, limit, digits)) ++parts[s][r.digit(digits)];
+      });
+    });
+    uint64_t below = 0;
+    for (uint32_t value = 0; value < 65536; ++value) {
+      uint64_t here = 0;
+      for (const auto& part : parts) here += part[value];
+      if (below + here >= wanted) {
+        wanted -= below;
+        candidates = here;
+        set_digit(digits, value);
+        break;
+      }
+      below += here;
+    }
+  }
+  std::vector<std::vector<Rank>> parts(shards());
+  parallel(shards(), [&](uint32_t s) {
+    shards_[s].index.each([&](Entry e) {
+      const Rank r = rank_of(e, by_use_count);
+      if (same_digits(r, limit, digits)) parts[s].push_back(r);
+    });
+  });
+  std::vector<Rank> rest;
+  for (auto& part : parts) rest.insert(rest.end(), part.begin(), part.end());
+  std::nth_element(rest.begin(), rest.begin() + static_cast<ptrdiff_t>(wanted - 1), rest.end());
+  limit = rest[wanted - 1];
+  return erase_where([&](Entry e) { return !(limit < rank_of(e, by_use_count)); });
+}
+
+uint64_t Table::evict(uint64_t step, double now) {
+  const Eviction& rule = config_.evict;
+  switch (rule.kind) {
+    case Eviction::Kind::never: return 0;
+    case Eviction::Kind::lru:
+    case Eviction::Kind::lfu: {
+      const uint64_t present = rows();
+      if (present <= rule.capacity) return 0;
+      // A large table gives up a sixteenth at once, so that the search is paid for by many insertions.
+      const uint64_t spare = rule.capacity >= 65536 ? rule.capacity / 16 : 0;
+      return evict_least(present - rule.capacity + spare, rule.kind == Eviction::Kind::lfu);
+    }
+    case Eviction::Kind::age:
+      if (step <= rule.steps) return 0;
+      return erase_where([&](Entry e) { return e.last() < step - rule.steps; });
+    case Eviction::Kind::ttl: {
+      uint64_t expired = 0;  // one past the newest step that is too old
+      for (const auto& [at, time] : clock_)
+        if (time <= now - rule.seconds) expired = at + 1;
+      if (expired == 0) return 0;
+      return erase_where([&](Entry e) { return e.last() < expired; });
+    }
+    case Eviction::Kind::norm: {
+      const RowsView view = arena_->view();
+      const double limit = static_cast<double>(rule.below) * rule.below;
+      return erase_where([&](Entry e) { return squared_norm(view.at(e.row()), layout_) < limit; });
+    }
+  }
+  return 0;
+}
+
+uint64_t Table::maintain(uint64_t step, double now) {
+  const Eviction& rule = config_.evict;
+  switch (rule.kind) {
+    case Eviction::Kind::never: return 0;
+    case Eviction::Kind::lru:
+    case Eviction::Kind::lfu: return evict(step, now);
+    case Eviction::Kind::ttl: {
+      const double apart = rule.seconds / 64;
+      const uint64_t gone = step % rule.every == 0 ? evict(step, now) : 0;
+      // Drop what the cutoff has passed, keeping one, and note the time if enough of it has gone by.
+      while (clock_.size() > 1 && clock_[1].second <= now - rule.seconds) clock_.erase(clock_.begin());
+      if (clock_.empty() || now - clock_.back().second >= apart) clock_.emplace_back(step, now);
+      return gone;
+    }
+    case Eviction::Kind::age:
+    case Eviction::Kind::norm: return step % rule.every == 0 ? evict(step, now) : 0;
+  }
+  return 0;
+}
+
+uint64_t Table::erase_keys(const uint64_t* keys, size_t count) {
+  settle();
+  std::vector<uint64_t> gone;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t hash = mix(keys[i]);
+    Shard& shard = shards_[shard_of(hash)];
+    const Entry entry = shard.index.find(hash);
+    if (!entry) continue;
+    shard.free.push_back(entry.row());
+    shard.index.erase(entry);
+    --shard.rows;
+    gone.push_back(hash);
+  }
+  return note_evicted(std::move(gone));
+}
+
+uint64_t Table::note_evicted(std::vector<uint64_t> hashes) {
+  std::sort(hashes.begin(), hashes.end());
+  const uint64_t count = hashes.size();
+  evicted_ += count;
+  evictions_.add(next_version(), std::move(hashes), std::max<size_t>(size_t{1} << 20, rows()));
+  return count;
+}
+
+}  // namespace karvan

@@ -1,0 +1,110 @@
+// One shard's index: hash -> row number, count of uses, step of the last use.
+//
+// Open addressing over buckets of one cache line with three entries each. A key's home is its hash scaled to the number
+// of buckets, so homes grow with hashes; an entry lies in its home or in the next bucket that was not full. No bucket
+// before it on that way is ever left with a gap, hence a search stops at the first bucket that is not full.
+//
+// Growing: the table hands every shard a larger array; entries move over in order of their home, a few with each
+// insertion. Homes below `sweep` have moved, the others are still in the old array, so each key has one place to be.
+// Because homes keep their order, moving is a walk through both arrays, not a random scatter.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace karvan {
+
+struct alignas(64) Bucket {
+  static constexpr uint32_t kEntries = 3;
+  uint64_t hash[kEntries];
+  uint32_t row[kEntries];
+  uint32_t count[kEntries];
+  uint32_t last[kEntries];
+  uint32_t fill;  // entries in use, from the front
+};
+static_assert(sizeof(Bucket) == 64);
+
+struct Entry {
+  Bucket* bucket = nullptr;
+  uint32_t slot = 0;
+  explicit operator bool() const { return bucket != nullptr; }
+  uint64_t hash() const { return bucket->hash[slot]; }
+  uint32_t row() const { return bucket->row[slot]; }
+  uint32_t& count() const { return bucket->count[slot]; }
+  uint32_t& last() const { return bucket->last[slot]; }
+};
+
+class ShardIndex {
+ public:
+  // Buckets past the homes, so that entries pushed over the end have a place; the last one stays empty as a guard.
+  // At the loads the table keeps to, more than 40 overflowing buckets have a chance below 1e-17.
+  static uint32_t tail(uint32_t homes) { return (homes < 40 ? homes : 40) + 1; }
+
+  void set_shift(int shard_bits) { shift_ = shard_bits; }
+  void attach(Bucket* buckets, uint32_t homes);          // an empty array, for an empty shard
+  void start_growth(Bucket* buckets, uint32_t homes);    // a larger empty array; the old one is emptied bit by bit
+  bool growing() const { return old_ != nullptr; }
+  void advance(uint32_t entries);                        // moves at least that many entries, if there are as many
+  void finish_growth() { advance(UINT32_MAX); }
+
+  void prefetch(uint64_t hash) const { __builtin_prefetch(first_bucket(hash), 1); }
+
+  Entry find(uint64_t hash) const {
+    for (Bucket* b = first_bucket(hash);; ++b) {
+      uint32_t match = static_cast<uint32_t>(b->hash[0] == hash) | static_cast<uint32_t>(b->hash[1] == hash) << 1 |
+                       static_cast<uint32_t>(b->hash[2] == hash) << 2;
+      match &= (1u << b->fill) - 1;
+      if (match) return {b, static_cast<uint32_t>(__builtin_ctz(match))};
+      if (b->fill < Bucket::kEntries) return {};
+    }
+  }
+
+  Entry insert(uint64_t hash, uint32_t row, uint32_t count, uint32_t last);  // the key must be absent
+  void erase(Entry entry);                                                   // not while growing
+
+  // Calls f(Entry) for every entry, in order of the buckets. f may change count and last.
+  template <class F>
+  void each(F&& f) const {
+    each_in(old_, old_ ? sweep_ : 0, old_ ? old_homes_ + tail(old_homes_) : 0, f);
+    each_in(now_, 0, homes_ ? homes_ + tail(homes_) : 0, f);
+  }
+
+  // Erases the entries for which f(Entry) is true. Not while growing.
+  template <class F>
+  void erase_if(F&& f) {
+    const uint32_t buckets = homes_ + tail(homes_);
+    for (uint32_t b = 0; b < buckets; ++b) {
+      // An erasure can pull a later entry into this bucket, so the same slot is looked at again.
+      for (uint32_t slot = 0; slot < now_[b].fill;) {
+        const Entry entry{now_ + b, slot};
+        if (f(entry)) erase(entry);
+        else ++slot;
+      }
+    }
+  }
+
+ private:
+  static uint32_t scale(uint64_t x, uint32_t n) {
+    return static_cast<uint32_t>(static_cast<unsigned __int128>(x) * n >> 64);
+  }
+  Bucket* first_bucket(uint64_t hash) const {
+    const uint64_t x = hash << shift_;
+    if (old_) [[unlikely]] {
+      const uint32_t home = scale(x, old_homes_);
+      if (home >= sweep_) return old_ + home;
+    }
+    return now_ + scale(x, homes_);
+  }
+  template <class F>
+  static void each_in(Bucket* buckets, uint32_t begin, uint32_t end, F& f) {
+    for (uint32_t b = begin; b < end; ++b)
+      for (uint32_t slot = 0; slot < buckets[b].fill; ++slot) f(Entry{buckets + b, slot});
+  }
+
+  Bucket* now_ = nullptr;
+  Bucket* old_ = nullptr;
+  uint32_t homes_ = 0, old_homes_ = 0;
+  uint32_t sweep_ = 0;
+  int shift_ = 0;
+};
+
+}  // namespace karvan

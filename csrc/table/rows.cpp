@@ -1,0 +1,100 @@
+// Whole rows in and out of a table: snapshots and loads.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/convert.h"
+#include "table/table.h"
+#include "threads/pool.h"
+
+namespace karvan {
+namespace {
+
+void read_vector(const char* row, const RowLayout& layout, float* out) {
+  const auto* halves = reinterpret_cast<const uint16_t*>(row);
+  switch (layout.type) {
+    case VectorType::f32: std::memcpy(out, row, 4 * layout.dim); break;
+    case VectorType::bf16:
+      for (uint32_t i = 0; i < layout.dim; ++i) out[i] = bf16_to_float(halves[i]);
+      break;
+    case VectorType::f16:
+      for (uint32_t i = 0; i < layout.dim; ++i) out[i] = f16_to_float(halves[i]);
+      break;
+  }
+}
+
+struct Found {
+  uint64_t hash;
+  uint32_t row, count, last;
+  bool operator<(const Found& other) const { return hash < other.hash; }
+};
+
+}  // namespace
+
+RowSet Table::snapshot(uint32_t part, uint32_t parts) {
+  std::vector<std::vector<Found>> found(shards());
+  parallel(shards(), [&](uint32_t s) {
+    shards_[s].index.each([&](Entry e) {
+      if (parts == 1 || static_cast<unsigned __int128>(e.hash()) * parts >> 64 == part)
+        found[s].push_back({e.hash(), e.row(), e.count(), e.last()});
+    });
+    std::sort(found[s].begin(), found[s].end());
+  });
+  std::vector<size_t> start(shards() + 1, 0);
+  for (uint32_t s = 0; s < shards(); ++s) start[s + 1] = start[s] + found[s].size();
+
+  RowSet set;
+  set.rows = start.back();
+  set.keys = Array<uint64_t>(set.rows);
+  set.vectors = Array<float>(set.rows * layout_.dim);
+  set.state = Array<float>(set.rows * layout_.state);
+  set.counts = Array<uint32_t>(set.rows);
+  set.last_steps = Array<uint32_t>(set.rows);
+  const RowsView view = arena_->view();
+  parallel(shards(), [&](uint32_t s) {
+    constexpr size_t kAhead = 16;
+    for (size_t i = 0; i < found[s].size(); ++i) {
+      if (i + kAhead < found[s].size()) __builtin_prefetch(view.at(found[s][i + kAhead].row));
+      const Found& f = found[s][i];
+      const size_t at = start[s] + i;
+      const char* row = view.at(f.row);
+      set.keys[at] = unmix(f.hash);
+      set.counts[at] = f.count;
+      set.last_steps[at] = f.last;
+      read_vector(row, layout_, set.vectors.data() + at * layout_.dim);
+      if (layout_.state)
+        std::memcpy(set.state.data() + at * layout_.state, row + layout_.vector_bytes(), 4 * layout_.state);
+    }
+  });
+  return set;
+}
+
+void Table::load(const uint64_t* keys, size_t count, const float* vectors, const float* state,
+                 const uint32_t* counts, const uint32_t* last_steps) {
+  next_version();
+  std::vector<std::vector<uint32_t>> mine(shards());
+  for (size_t i = 0; i < count; ++i) mine[shard_of(mix(keys[i]))].push_back(static_cast<uint32_t>(i));
+  std::vector<uint32_t> fresh(shards());
+  parallel(shards(), [&](uint32_t s) {
+    for (uint32_t i : mine[s]) fresh[s] += !find(mix(keys[i]));
+  });
+  reserve(fresh);
+  parallel(shards(), [&](uint32_t s) {
+    for (uint32_t i : mine[s]) {
+      const uint64_t hash = mix(keys[i]);
+      Entry entry = find(hash);
+      uint32_t row;
+      if (entry) {
+        row = entry.row();
+        entry.count() = counts[i];
+        entry.last() = last_steps[i];
+      } else {
+        row = insert(hash, counts[i], last_steps[i]);
+      }
+      write_row(arena_->view().at(row), vectors + static_cast<size_t>(i) * layout_.dim,
+                state ? state + static_cast<size_t>(i) * layout_.state : initial_state_.data());
+    }
+  });
+  end_batch();
+}
+
+}  // namespace karvan

@@ -1,0 +1,205 @@
+#include "table/table.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+
+#include "kernels/convert.h"
+#include "threads/pool.h"
+
+namespace karvan {
+namespace {
+
+// Loads of the index: growth starts at the soft one and goes on beside the insertions; a batch that would pass the hard
+// one grows first. New arrays are a quarter larger, so a row's share of the index is 28 to 36 bytes.
+constexpr double kSoftLoad = 0.75, kHardLoad = 0.85, kFreshLoad = 0.6;
+constexpr uint32_t kMovesPerInsert = 16;
+
+}  // namespace
+
+Table::Table(TableConfig config)
+    : config_(std::move(config)),
+      layout_{config_.type, config_.dim, 0},
+      stream_(table_stream(config_.seed, config_.name)),
+      shard_bits_(std::countr_zero(config_.shards)),
+      arena_(std::make_unique<RowArena>(layout_.stride())),
+      shards_(config_.shards) {
+  if (!std::has_single_bit(config_.shards) || config_.shards > 256)
+    throw std::invalid_argument("shards must be a power of two up to 256, got " + std::to_string(config_.shards));
+  if (config_.dim == 0) throw std::invalid_argument("dim must be at least 1, got 0");
+  if (config_.admit.kind == Admission::Kind::min_count) filter_ = CountingFilter(config_.admit.slots);
+  for (Shard& shard : shards_) shard.index.set_shift(shard_bits_);
+  allocate(1);
+}
+
+uint64_t Table::rows() const {
+  uint64_t total = 0;
+  for (const Shard& shard : shards_) total += shard.rows;
+  return total;
+}
+
+uint64_t Table::bytes() const {
+  return arena_->bytes() + buckets_.size() + old_buckets_.size() + filter_.bytes() + evictions_.bytes();
+}
+
+TableStats Table::stats() const {
+  TableStats s;
+  s.rows = rows();
+  s.bytes = bytes();
+  for (const Shard& shard : shards_) s.inserted += shard.inserted;
+  s.evicted = evicted_;
+  s.rejected = rejected.load();
+  s.dropped_gradients = dropped_gradients.load();
+  s.skipped_updates = skipped_updates.load();
+  return s;
+}
+
+bool Table::admit(uint64_t hash, uint32_t times) {
+  const Admission& rule = config_.admit;
+  switch (rule.kind) {
+    case Admission::Kind::always: return true;
+    case Admission::Kind::read_only: return false;
+    case Admission::Kind::probability:
+      // The hash alone would tie the choice to the shard, so it is mixed with the table's stream once more.
+      return static_cast<double>(mix(hash ^ stream_) >> 11) * 0x1p-53 < rule.probability;
+    case Admission::Kind::min_count: return filter_.add(hash, times) >= rule.min_count;
+  }
+  return true;
+}
+
+uint32_t Table::take_row(Shard& shard) {
+  if (!shard.free.empty()) {
+    const uint32_t row = shard.free.back();
+    shard.free.pop_back();
+    return row;
+  }
+  if (shard.block == shard.block_end) {
+    const auto size = static_cast<uint32_t>(std::clamp<uint64_t>(shard.rows / 32, 1, 64));
+    shard.block = arena_->take(size);
+    shard.block_end = shard.block + size;
+  }
+  return shard.block++;
+}
+
+void Table::write_row(char* row, const float* vector, const float* state) {
+  auto* halves = reinterpret_cast<uint16_t*>(row);
+  switch (layout_.type) {
+    case VectorType::f32: std::memcpy(row, vector, 4 * layout_.dim); break;
+    case VectorType::bf16:
+      for (uint32_t i = 0; i < layout_.dim; ++i) halves[i] = nearest_bf16(vector[i]);
+      break;
+    case VectorType::f16:
+      for (uint32_t i = 0; i < layout_.dim; ++i) halves[i] = nearest_f16(vector[i]);
+      break;
+  }
+  if (layout_.state) std::memcpy(row + layout_.vector_bytes(), state, 4 * layout_.state);
+}
+
+uint32_t Table::insert(uint64_t hash, uint32_t times, uint32_t step) {
+  Shard& shard = shards_[shard_of(hash)];
+  const uint32_t row = take_row(shard);
+  char* place = arena_->view().at(row);
+  if (layout_.type == VectorType::f32) {
+    initialise(config_.init, stream_, hash, reinterpret_cast<float*>(place), static_cast<int>(layout_.dim));
+    if (layout_.state) std::memcpy(place + layout_.vector_bytes(), initial_state_.data(), 4 * layout_.state);
+  } else {
+    thread_local std::vector<float> vector;
+    vector.resize(layout_.dim);
+    initialise(config_.init, stream_, hash, vector.data(), static_cast<int>(layout_.dim));
+    write_row(place, vector.data(), initial_state_.data());
+  }
+  shard.index.insert(hash, row, times, step);
+  ++shard.rows;
+  ++shard.inserted;
+  shard.index.advance(kMovesPerInsert);
+  return row;
+}
+
+void Table::allocate(uint64_t rows_per_shard) {
+  const auto wanted = static_cast<uint64_t>(static_cast<double>(rows_per_shard) / kFreshLoad / Bucket::kEntries) + 1;
+  homes_ = static_cast<uint32_t>(std::max<uint64_t>({wanted, homes_ + homes_ / 4, 2}));
+  const size_t per_shard = homes_ + ShardIndex::tail(homes_);
+  Pages fresh(per_shard * shards_.size() * sizeof(Bucket));
+  auto* base = reinterpret_cast<Bucket*>(fresh.data());
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    if (buckets_.data()) shards_[s].index.start_growth(base + s * per_shard, homes_);
+    else shards_[s].index.attach(base + s * per_shard, homes_);
+  }
+  old_buckets_ = std::move(buckets_);
+  buckets_ = std::move(fresh);
+}
+
+void Table::settle() {
+  if (!old_buckets_.data()) return;
+  parallel(shards(), [&](uint32_t s) { shards_[s].index.finish_growth(); });
+  old_buckets_ = Pages();
+}
+
+void Table::reserve(const std::vector<uint32_t>& new_keys_per_shard) {
+  uint64_t fullest = 0;
+  for (size_t s = 0; s < shards_.size(); ++s)
+    fullest = std::max<uint64_t>(fullest, shards_[s].rows + new_keys_per_shard[s]);
+  const auto load = static_cast<double>(fullest) / static_cast<double>(capacity_per_shard());
+  if (load > kHardLoad) {
+    settle();
+    allocate(fullest);
+    settle();
+  } else if (load > kSoftLoad && !old_buckets_.data()) {
+    allocate(0);
+  }
+}
+
+void Table::end_batch() {
+  if (!old_buckets_.data()) return;
+  for (const Shard& shard : shards_)
+    if (shard.index.growing()) return;
+  old_buckets_ = Pages();
+}
+
+void Table::set_state(const std::vector<float>& initial) {
+  if (initial.size() == layout_.state) {
+    initial_state_ = initial;
+    return;
+  }
+  const RowLayout before = layout_;
+  std::unique_ptr<RowArena> old = std::move(arena_);
+  layout_.state = static_cast<uint32_t>(initial.size());
+  initial_state_ = initial;
+  arena_ = std::make_unique<RowArena>(layout_.stride());
+  ++row_epoch_;
+  parallel(shards(), [&](uint32_t s) {
+    Shard& shard = shards_[s];
+    shard.free.clear();
+    shard.block = shard.block_end = 0;
+    shard.index.each([&](Entry entry) {
+      const uint32_t row = take_row(shard);
+      char* place = arena_->view().at(row);
+      std::memcpy(place, old->view().at(entry.row()), before.vector_bytes());
+      std::memcpy(place + layout_.vector_bytes(), initial_state_.data(), 4 * layout_.state);
+      entry.bucket->row[entry.slot] = row;
+    });
+  });
+}
+
+void Table::clear() {
+  std::vector<uint64_t> hashes;
+  for (const Shard& shard : shards_) shard.index.each([&](Entry entry) { hashes.push_back(entry.hash()); });
+  evicted_ += hashes.size();
+  evictions_.add(next_version(), std::move(hashes), SIZE_MAX);
+  ++row_epoch_;
+  buckets_ = Pages();
+  old_buckets_ = Pages();
+  homes_ = 0;
+  arena_ = std::make_unique<RowArena>(layout_.stride());
+  if (filter_.bytes()) filter_ = CountingFilter(config_.admit.slots);
+  for (Shard& shard : shards_) {
+    const uint64_t inserted = shard.inserted;
+    shard = Shard();
+    shard.inserted = inserted;
+    shard.index.set_shift(shard_bits_);
+  }
+  allocate(1);
+}
+
+}  // namespace karvan

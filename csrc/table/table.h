@@ -1,0 +1,116 @@
+// A table: 64-bit keys -> rows [vector | optimizer state], each with a count of uses and the step of its last use.
+//
+// Keys are split by the top bits of their hash into shards; in a batch operation one thread works on a shard at a time,
+// so nothing is locked. All methods except the per-shard ones are for the thread that runs the operation.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "hash/mix.h"
+#include "memory/arena.h"
+#include "memory/buffer.h"
+#include "table/evictions.h"
+#include "table/filter.h"
+#include "table/index.h"
+#include "table/layout.h"
+
+namespace karvan {
+
+struct TableStats {
+  uint64_t rows = 0, bytes = 0, inserted = 0, evicted = 0, rejected = 0, dropped_gradients = 0, skipped_updates = 0;
+};
+
+// Rows in order of their hash, one array for each part of them.
+struct RowSet {
+  size_t rows = 0;
+  Array<uint64_t> keys;
+  Array<float> vectors, state;
+  Array<uint32_t> counts, last_steps;
+};
+
+class Table {
+ public:
+  explicit Table(TableConfig config);
+
+  const TableConfig& config() const { return config_; }
+  const RowLayout& layout() const { return layout_; }
+  RowsView view() const { return arena_->view(); }
+  uint64_t rows() const;
+  uint64_t bytes() const;
+  uint64_t version() const { return version_; }
+  uint64_t row_epoch() const { return row_epoch_; }
+  TableStats stats() const;
+
+  // The optimizer's part of a row: its size and a new row's values. Existing rows keep their vectors; their state
+  // starts afresh when its size changes.
+  void set_state(const std::vector<float>& initial);
+
+  // For the owner of a shard, from inside parallel().
+  uint32_t shards() const { return config_.shards; }
+  int shard_bits() const { return shard_bits_; }
+  uint32_t shard_of(uint64_t hash) const {
+    return shard_bits_ ? static_cast<uint32_t>(hash >> (64 - shard_bits_)) : 0;
+  }
+  void prefetch(uint64_t hash) const { shards_[shard_of(hash)].index.prefetch(hash); }
+  Entry find(uint64_t hash) const { return shards_[shard_of(hash)].index.find(hash); }
+  bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
+  uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
+
+  // Around the insertions of a batch: room for so many new keys in each shard, then the end of the batch.
+  void reserve(const std::vector<uint32_t>& new_keys_per_shard);
+  void end_batch();
+  uint64_t next_version() { return ++version_; }
+
+  // Removing rows. `now` is wall-clock time in seconds.
+  uint64_t maintain(uint64_t step, double now);  // what the policy asks for at this step
+  uint64_t evict(uint64_t step, double now);     // applies the policy now
+  uint64_t erase_keys(const uint64_t* keys, size_t count);
+  void clear();
+  const EvictionLog& evictions() const { return evictions_; }
+  void forget_evictions(uint64_t version) { evictions_.forget(version); }
+
+  // Rows whose hash lies in part `part` of `parts` equal ranges.
+  RowSet snapshot(uint32_t part = 0, uint32_t parts = 1);
+  // Inserts or overwrites; keys are distinct. `state` may be null: fresh optimizer state.
+  void load(const uint64_t* keys, size_t count, const float* vectors, const float* state, const uint32_t* counts,
+            const uint32_t* last_steps);
+  CountingFilter& filter() { return filter_; }
+
+  std::atomic<uint64_t> rejected{0}, dropped_gradients{0}, skipped_updates{0};
+
+ private:
+  struct alignas(64) Shard {
+    ShardIndex index;
+    uint64_t rows = 0, inserted = 0;
+    uint32_t block = 0, block_end = 0;  // fresh rows taken from the arena but not used yet
+    std::vector<uint32_t> free;
+  };
+
+  uint64_t capacity_per_shard() const { return static_cast<uint64_t>(homes_) * Bucket::kEntries; }
+  void allocate(uint64_t rows_per_shard);  // new arrays; entries are then moved by advance()
+  void settle();                           // finishes growth
+  uint32_t take_row(Shard& shard);
+  void write_row(char* row, const float* vector, const float* state);
+  template <class F>
+  uint64_t erase_where(F&& doomed);        // doomed(Entry) -> bool
+  uint64_t evict_least(uint64_t count, bool by_use_count);
+  uint64_t note_evicted(std::vector<uint64_t> hashes);  // returns how many
+
+  TableConfig config_;
+  RowLayout layout_;
+  std::vector<float> initial_state_;
+  uint64_t stream_;
+  int shard_bits_;
+  std::unique_ptr<RowArena> arena_;
+  std::vector<Shard> shards_;
+  uint32_t homes_ = 0;
+  Pages buckets_, old_buckets_;
+  CountingFilter filter_;
+  EvictionLog evictions_;
+  std::vector<std::pair<uint64_t, double>> clock_;  // (step, time) now and then: turns a TTL into a step
+  uint64_t version_ = 0, row_epoch_ = 0, evicted_ = 0;
+};
+
+}  // namespace karvan

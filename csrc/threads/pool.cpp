@@ -1,0 +1,161 @@
+#include "threads/pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace karvan {
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+constexpr int kSpins = 1500;
+
+// One job at a time. `ticket` packs (job number, next task): a worker claims a task by advancing the ticket, which
+// fails once the job has changed, so a worker that wakes late can neither run nor disturb a later job.
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+
+  ~Pool() {
+    stop_.store(true);
+    wake_.fetch_add(1);
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  void run(uint32_t tasks, const TaskRef& task) {
+    task_.store(&task, std::memory_order_relaxed);
+    tasks_.store(tasks, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(static_cast<uint64_t>(++job_) << 32, std::memory_order_release);
+    wake_.fetch_add(1, std::memory_order_release);
+    wake_.notify_all();
+    help();
+    for (int spin = 0; done_.load(std::memory_order_acquire) != tasks; ++spin) {
+      if (spin < kSpins) relax();
+      else sched_yield();
+    }
+    if (std::exception_ptr error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+  }
+
+ private:
+  void help() {
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    const uint32_t job = ticket >> 32;
+    for (;;) {
+      const TaskRef* task = task_.load(std::memory_order_relaxed);
+      const uint32_t tasks = tasks_.load(std::memory_order_relaxed);
+      const uint32_t next = static_cast<uint32_t>(ticket);
+      if (next >= tasks || ticket >> 32 != job) return;
+      if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
+                                         std::memory_order_acquire)) {
+        continue;
+      }
+      try {
+        (*task)(next);
+      } catch (...) {
+        std::lock_guard guard(error_mutex_);
+        if (!error_) error_ = std::current_exception();
+      }
+      done_.fetch_add(1, std::memory_order_acq_rel);
+      ticket = ticket_.load(std::memory_order_acquire);
+    }
+  }
+
+  void work() {
+    uint32_t seen = 0;
+    while (!stop_.load(std::memory_order_acquire)) {
+      uint32_t now = wake_.load(std::memory_order_acquire);
+      for (int spin = 0; now == seen && spin < kSpins; ++spin) {
+        relax();
+        now = wake_.load(std::memory_order_acquire);
+      }
+      if (now == seen) {
+        wake_.wait(seen, std::memory_order_acquire);
+        continue;
+      }
+      seen = now;
+      help();
+    }
+  }
+
+  std::vector<std::thread> workers_;
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<uint32_t> done_{0};
+  alignas(64) std::atomic<uint32_t> wake_{0};
+  std::atomic<const TaskRef*> task_{nullptr};
+  std::atomic<uint32_t> tasks_{0};
+  std::atomic<bool> stop_{false};
+  uint32_t job_ = 0;
+  std::mutex error_mutex_;
+  std::exception_ptr error_;
+};
+
+int default_threads() {
+  cpu_set_t cpus;
+  if (sched_getaffinity(0, sizeof cpus, &cpus) == 0) return std::max(1, CPU_COUNT(&cpus));
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+// Never destroyed: a worker may still sleep when the process exits.
+struct Process {
+  std::mutex running;
+  std::atomic<int> wanted{default_threads()};
+  Pool* pool = nullptr;
+};
+
+Process& process() {
+  static Process* const instance = [] {
+    auto* fresh = new Process;
+    pthread_atfork([] { process().running.lock(); }, [] { process().running.unlock(); },
+                   [] {
+                     process().pool = nullptr;  // its threads do not exist in the child
+                     process().running.unlock();
+                   });
+    return fresh;
+  }();
+  return *instance;
+}
+
+}  // namespace
+
+Exclusive::Exclusive() : lock_(process().running) {}
+
+int thread_count() { return process().wanted.load(); }
+
+void set_thread_count(int count) { process().wanted.store(std::max(1, count)); }
+
+void parallel(uint32_t tasks, TaskRef task) {
+  Process& p = process();
+  const int wanted = p.wanted.load();
+  if (wanted == 1 || tasks <= 1) {
+    for (uint32_t i = 0; i < tasks; ++i) task(i);
+    return;
+  }
+  if (!p.pool || p.pool->threads() != wanted) {
+    delete p.pool;
+    p.pool = nullptr;
+    p.pool = new Pool(wanted);
+  }
+  p.pool->run(tasks, task);
+}
+
+}  // namespace karvan

@@ -1,0 +1,47 @@
+// The core's own threads.
+//
+// One batch operation runs at a time in a process and uses all configured threads; the caller works too, so n threads
+// means n - 1 workers. Idle workers spin for a few microseconds, then sleep, so that torch's threads have the cores
+// between our calls. A fork waits for the running operation; the child starts its own workers on first use.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+
+namespace karvan {
+
+// A reference to a callable void(uint32_t task), valid for the duration of one call.
+class TaskRef {
+ public:
+  template <class F>
+    requires(!std::is_same_v<std::remove_cvref_t<F>, TaskRef>)
+  TaskRef(F&& f)  // NOLINT: conversion is the point
+      : object_(const_cast<void*>(static_cast<const void*>(&f))),
+        call_([](void* object, uint32_t task) { (*static_cast<std::remove_reference_t<F>*>(object))(task); }) {}
+  void operator()(uint32_t task) const { call_(object_, task); }
+
+ private:
+  void* object_;
+  void (*call_)(void*, uint32_t);
+};
+
+// Holds the process-wide right to run a batch operation.
+class Exclusive {
+ public:
+  Exclusive();
+  Exclusive(const Exclusive&) = delete;
+  Exclusive& operator=(const Exclusive&) = delete;
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+int thread_count();
+void set_thread_count(int count);  // count >= 1; takes effect with the next operation
+
+// Runs task(0) … task(tasks - 1), each once, on all threads, and returns when all are done. The caller holds an
+// Exclusive. The first exception a task throws is thrown again here after the others have finished.
+void parallel(uint32_t tasks, TaskRef task);
+
+}  // namespace karvan

@@ -1,0 +1,169 @@
+"""How the vector of a new row starts: `Table(16, init=Normal(std=0.01))`.
+
+The values are a pure function of the engine's seed, the table's name, the key and the column. A key therefore
+starts equal in every run and on any number of shards, whatever the order in which keys arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+_LARGEST = 3.4028234663852886e38  # of float32, which vectors start as
+_REACH = 6.0  # standard deviations; the native quantile ends a little beyond
+
+
+class Initialiser(ABC):
+    """The distribution of a new row's values."""
+
+    @abstractmethod
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """Its kind, a, b, lo and hi in the terms of csrc/table/init.h, for rows of `dim` values."""
+
+
+@dataclass(frozen=True)
+class Constant(Initialiser):
+    """Every value the same."""
+
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_finite(self, value=self.value)
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "constant", self.value, 0.0, 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Uniform(Initialiser):
+    """Uniform from low up to, but not including, high."""
+
+    low: float = -0.01
+    high: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require_finite(self, low=self.low, high=self.high, width=self.high - self.low)
+        if self.low > self.high:
+            raise ValueError(f"{self} must have low <= high.")
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "uniform", self.low, self.high, 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class Normal(Initialiser):
+    """Normal with the given mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 0.01
+
+    def __post_init__(self) -> None:
+        _require_finite(self, mean=self.mean, std=self.std)
+        if self.std < 0:
+            raise ValueError(f"{self} must have std >= 0.")
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "normal", self.mean, self.std, 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class TruncatedNormal(Initialiser):
+    """Normal without the values outside [low, high], which default to two std from the mean."""
+
+    mean: float = 0.0
+    std: float = 0.01
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self._bounds()
+        _require_finite(self, mean=self.mean, std=self.std, low=low, high=high)
+        if self.std <= 0:
+            raise ValueError(f"{self} must have std > 0.")
+        if low >= high:
+            raise ValueError(f"{self} must have low < high, but they are {low} and {high}.")
+        if low > self.mean + _REACH * self.std or high < self.mean - _REACH * self.std:
+            raise ValueError(
+                f"{self} must keep values within {_REACH:g} std of the mean, where almost all lie."
+            )
+
+    def _bounds(self) -> tuple[float, float]:
+        low = self.mean - 2 * self.std if self.low is None else self.low
+        high = self.mean + 2 * self.std if self.high is None else self.high
+        return low, high
+
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "truncated_normal", self.mean, self.std, *self._bounds()
+
+
+@dataclass(frozen=True)
+class _Scaled(Initialiser):
+    """Values whose spread falls with the dimension: their standard deviation is gain / sqrt(dim).
+
+    A row is no weight matrix; it is taken for one with fan_in = fan_out = dim. So Xavier and Kaiming differ
+    in their default gain only.
+    """
+
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_finite(self, gain=self.gain)
+        if self.gain < 0:
+            raise ValueError(f"{self} must have gain >= 0.")
+
+    def _std(self, dim: int) -> float:
+        if dim < 1:
+            raise ValueError(f"{self} needs a dim of at least 1, but dim is {dim}.")
+        return self.gain / math.sqrt(dim)
+
+
+class _ScaledUniform(_Scaled):
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        bound = math.sqrt(3.0) * self._std(dim)
+        return "uniform", -bound, bound, 0.0, 0.0
+
+
+class _ScaledNormal(_Scaled):
+    def native(self, dim: int) -> tuple[str, float, float, float, float]:
+        """See `Initialiser.native`."""
+        return "normal", 0.0, self._std(dim), 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class XavierUniform(_ScaledUniform):
+    """Uniform within gain * sqrt(6 / (fan_in + fan_out)), both fans being dim (Glorot and Bengio, 2010)."""
+
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class XavierNormal(_ScaledNormal):
+    """Normal with std gain * sqrt(2 / (fan_in + fan_out)), both fans being dim (Glorot and Bengio, 2010)."""
+
+    gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class KaimingUniform(_ScaledUniform):
+    """Uniform within gain * sqrt(3 / fan_in), fan_in being dim (He et al., 2015); the gain suits a ReLU."""
+
+    gain: float = math.sqrt(2.0)
+
+
+@dataclass(frozen=True)
+class KaimingNormal(_ScaledNormal):
+    """Normal with std gain / sqrt(fan_in), fan_in being dim (He et al., 2015); the gain suits a ReLU."""
+
+    gain: float = math.sqrt(2.0)
+
+
+def _require_finite(init: Initialiser, **numbers: float) -> None:
+    for name, number in numbers.items():
+        if not abs(number) <= _LARGEST:  # false for nan as well
+            raise ValueError(f"{init} must have a finite float32 as {name}, but it is {number}.")

@@ -1,0 +1,140 @@
+"""Ids from strings and ids from ids: the hashes and the arithmetic that other recommendation systems use.
+
+An id is a 64-bit pattern. torch has no unsigned 64-bit arithmetic, so ids travel as int64 tensors, and every
+function here reads them as unsigned: -1 is 2**64 - 1. The results equal those of the systems named, bit for
+bit, because a trained row can only be found again under the id it was trained with.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan import _native
+
+# No Sequence: a str is one as well, and would be hashed letter by letter.
+Strings = list[bytes] | list[str] | tuple[bytes | str, ...]
+
+
+class ByteRagged(Protocol):
+    """Strings as one uint8 tensor of values and the int64 offsets of its rows, as a reader delivers them."""
+
+    @property
+    def values(self) -> Tensor:
+        """All bytes, one row after the other."""
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """Where each row begins, then the end of the last; None for one byte per row."""
+
+
+@overload
+def farm(data: bytes | str) -> int: ...
+@overload
+def farm(data: Strings | ByteRagged) -> Tensor: ...
+def farm(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
+    """FarmHash Fingerprint64 (RecIS `Hash("farm")`): one int64 for a string, a tensor of them for several.
+
+    Text is hashed as UTF-8. Pass the result through `bucket` where ids must not be negative.
+    """
+    if isinstance(data, bytes | str):
+        return _native.farm64(_encode(data))
+    return _hash_rows("farm", data)
+
+
+@overload
+def murmur(data: bytes | str) -> int: ...
+@overload
+def murmur(data: Strings | ByteRagged) -> Tensor: ...
+def murmur(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
+    """MurmurHash64A with seed 0 (RecIS `Hash("murmur")`), for the same kinds of data as `farm`."""
+    if isinstance(data, bytes | str):
+        return _native.murmur64a(_encode(data), 0)
+    return _hash_rows("murmur", data)
+
+
+def bucket(hashes: Tensor, size: int = 0) -> Tensor:
+    """Hashes as non-negative ids: below `size`, or by dropping the sign bit where size is 0.
+
+    This is how RecIS turns a hashed column into ids while reading.
+    """
+    if size < 0:
+        raise ValueError(f"A bucket size must be 0 (no buckets) or positive, but is {size}.")
+    return mod(hashes, size) if size else _ids(hashes) & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def mod(ids: Tensor, modulus: int) -> Tensor:
+    """The remainder of ids read as unsigned: `mod(tensor([-1]), 10)` is 5, since 2**64 - 1 ends in 5."""
+    if not 1 <= modulus < 1 << 63:
+        raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
+    # Halved, an id fits into the 63 bits of a positive int64; doubling its remainder and adding the lost bit
+    # brings the whole remainder back.
+    lost = _ids(ids) & 1
+    half = ((ids >> 1) & 0x7FFF_FFFF_FFFF_FFFF) % modulus
+    room = modulus - half
+    # half - room is 2 * half - modulus, without the overflow.
+    return torch.where(half + lost >= room, half - room, half + half) + lost
+
+
+def prefix(ids: Tensor, group: int, bits: int) -> Tensor:
+    """Ids of a feature group set apart from those of other groups, by group + 1 in the upper `bits` bits.
+
+    This is PERSIA's `feature_index_prefix_bit`: features of one group share rows, others never do. The lower
+    bits keep the id modulo 2**(64 - bits) - 1. A group that needs more bits is an error; PERSIA let it wrap
+    around to prefix 0, where it met ids that have none.
+    """
+    if not 1 <= bits <= 63:
+        raise ValueError(f"A prefix must have from 1 to 63 bits, but has {bits}.")
+    if not 0 <= group < (1 << bits) - 1:
+        raise ValueError(
+            f"A prefix of {bits} bits has room for groups 0 to {(1 << bits) - 2}, but group is {group}."
+        )
+    upper = (group + 1) << (64 - bits)
+    return mod(ids, (1 << (64 - bits)) - 1) + (upper - (1 << 64) if upper >> 63 else upper)
+
+
+def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
+    """For each id, the `rounds` rows of a table of rounds * size rows that together stand for it.
+
+    The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
+    `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.
+    """
+    flat = _ids(ids).reshape(-1).cpu().contiguous()
+    out = torch.empty(flat.numel() * max(rounds, 0), dtype=torch.int64)
+    _native.hash_stack(flat.numpy(), rounds, size, out.numpy())
+    return out.reshape(*ids.shape, rounds).to(ids.device)
+
+
+def _encode(text: bytes | str) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def _ids(ids: Tensor) -> Tensor:
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"Ids must be an int64 tensor, but are {type(ids).__name__}.")
+    if ids.dtype != torch.int64:
+        raise TypeError(f"Ids must be an int64 tensor, but are {ids.dtype}.")
+    return ids
+
+
+def _hash_rows(kind: str, data: Strings | ByteRagged) -> Tensor:
+    if isinstance(data, list | tuple):
+        rows = [_encode(row) for row in data]
+        values = np.frombuffer(b"".join(rows), np.uint8)
+        bounds = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=bounds[1:])
+        device = torch.device("cpu")
+    else:
+        if data.values.dtype != torch.uint8 or data.values.dim() != 1:
+            received = f"{data.values.dtype} of shape {tuple(data.values.shape)}"
+            raise TypeError(f"Strings to hash must be 1-D torch.uint8 values, but are {received}.")
+        values = data.values.cpu().contiguous().numpy()
+        starts = torch.arange(len(values) + 1) if data.offsets is None else data.offsets
+        bounds = starts.cpu().contiguous().numpy()
+        device = data.values.device
+    out = torch.empty(max(len(bounds) - 1, 0), dtype=torch.int64)
+    _native.hash_bytes(kind, values, bounds, out.numpy())
+    return out.to(device)

@@ -1,0 +1,215 @@
+"""Batches of variable-length data: `Ragged` (rows of several values each), `Padded` and `Batch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Padded(NamedTuple):
+    """Rows cut or filled up to one length: values (B, L, dim), and a mask (B, L), True on real entries."""
+
+    values: Tensor
+    mask: Tensor
+
+
+class Ragged:
+    """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`, with weights if given.
+
+    `values` is (n,) or (n, d); `offsets` is int64 of rows + 1 entries, or None for exactly one value per row.
+    Construction checks types and shapes only; `validate()` also reads the offsets. A lookup checks
+    them again in native code, where it costs nothing.
+    """
+
+    __slots__ = ("offsets", "values", "weights")
+
+    def __init__(self, values: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
+        _require_tensor("values", values)
+        if values.dim() not in (1, 2):
+            raise ValueError(f"Ragged values must be 1-D or 2-D, but have shape {tuple(values.shape)}.")
+        if offsets is not None:
+            _require_tensor("offsets", offsets)
+            if offsets.dtype != torch.int64:
+                raise TypeError(f"Ragged offsets must be torch.int64, but are {offsets.dtype}.")
+            if offsets.dim() != 1 or offsets.shape[0] == 0:
+                raise ValueError(
+                    "Ragged offsets must be 1-D with rows + 1 entries, "
+                    f"but have shape {tuple(offsets.shape)}."
+                )
+            _require_device("offsets", offsets, values)
+        if weights is not None:
+            _require_tensor("weights", weights)
+            if not weights.is_floating_point():
+                raise TypeError(f"Ragged weights must be floating point, but are {weights.dtype}.")
+            if weights.shape != values.shape[:1]:
+                raise ValueError(
+                    f"Ragged weights must have shape ({values.shape[0]},), one per value, "
+                    f"but have {tuple(weights.shape)}."
+                )
+            _require_device("weights", weights, values)
+        self.values = values
+        self.offsets = offsets
+        self.weights = weights
+
+    @classmethod
+    def from_lists(
+        cls,
+        lists: Sequence[Sequence[Any]],
+        weights: Sequence[Sequence[float]] | None = None,
+        dtype: torch.dtype = torch.int64,
+    ) -> Ragged:
+        """Build from one list per row, and optionally the weights in the same nesting."""
+        lengths = [len(row) for row in lists]
+        flat_weights = None
+        if weights is not None:
+            received = [len(row) for row in weights]
+            if received != lengths:
+                where = next(
+                    (i for i, (a, b) in enumerate(zip(lengths, received, strict=False)) if a != b), None
+                )
+                detail = (
+                    f"{len(lengths)} rows, but there are {len(received)}"
+                    if where is None
+                    else f"{lengths[where]} entries in row {where}, but there are {received[where]}"
+                )
+                raise ValueError(f"Ragged weights must have {detail}.")
+            flat_weights = torch.tensor([w for row in weights for w in row], dtype=torch.float32)
+        values = torch.tensor([value for row in lists for value in row], dtype=dtype)
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(torch.tensor(lengths, dtype=torch.int64), dim=0, out=offsets[1:])
+        return cls(values, offsets, flat_weights).validate()
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1)
+
+    def lengths(self) -> Tensor:
+        """The number of values in each row, int64."""
+        if self.offsets is None:
+            return torch.ones(self.rows, dtype=torch.int64, device=self.values.device)
+        return self.offsets.diff()
+
+    def to_lists(self) -> list[list[Any]]:
+        """The values as one Python list per row."""
+        flat = self.values.tolist()
+        if self.offsets is None:
+            return [[value] for value in flat]
+        bounds = self.offsets.tolist()
+        return [flat[start:end] for start, end in pairwise(bounds)]
+
+    def validate(self) -> Ragged:
+        """Check everything, the offsets' contents included, and return self."""
+        checked = Ragged(self.values, self.offsets, self.weights)
+        if checked.offsets is not None:
+            first, last, n = int(checked.offsets[0]), int(checked.offsets[-1]), int(checked.values.shape[0])
+            if first != 0:
+                raise ValueError(f"Ragged offsets must start at 0, but start at {first}.")
+            falls = (checked.offsets.diff() < 0).nonzero()
+            if len(falls):
+                i = int(falls[0])
+                a, b = checked.offsets[i : i + 2].tolist()
+                raise ValueError(f"Ragged offsets must not decrease, but go from {a} to {b} at row {i}.")
+            if last != n:
+                raise ValueError(f"Ragged offsets must end at {n}, the number of values, but end at {last}.")
+        return self
+
+    def equal(self, other: Ragged) -> bool:
+        """Whether both hold the same rows and weights; offsets None equals offsets 0, 1, 2, …."""
+        if (self.weights is None) != (other.weights is None) or self.values.dtype != other.values.dtype:
+            return False
+        same_weights = (
+            self.weights is None or other.weights is None or torch.equal(self.weights, other.weights)
+        )
+        return (
+            torch.equal(self.values, other.values)
+            and torch.equal(self.lengths(), other.lengths())
+            and same_weights
+        )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
+        """A copy on the device, or the same tensors where they are there already."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Ragged:
+        """A copy in page-locked memory, from which copies to a GPU can overlap with work."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Ragged:
+        offsets = None if self.offsets is None else change(self.offsets)
+        weights = None if self.weights is None else change(self.weights)
+        return Ragged(change(self.values), offsets, weights)
+
+    def __repr__(self) -> str:
+        weighted = "" if self.weights is None else ", weighted"
+        shape = tuple(self.values.shape)
+        return f"Ragged(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
+
+
+class Batch(Mapping[str, "Ragged | Tensor"]):
+    """Named features of the same rows, e.g. `Batch({"user": ids, "history": Ragged(...)})`."""
+
+    def __init__(self, entries: Mapping[str, Ragged | Tensor]) -> None:
+        self._entries = dict(entries)
+        self._rows = 0
+        first = None
+        for name, entry in self._entries.items():
+            rows = _rows_of(name, entry)
+            if first is None:
+                first, self._rows = name, rows
+            elif rows != self._rows:
+                raise ValueError(
+                    f"A batch needs equal rows, but feature '{first}' has {self._rows} "
+                    f"and feature '{name}' has {rows}."
+                )
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that every entry has; 0 for a batch without entries."""
+        return self._rows
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch with every entry on the device."""
+        return Batch({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
+
+    def pin_memory(self) -> Batch:
+        """The batch with every entry in page-locked memory."""
+        return Batch({name: entry.pin_memory() for name, entry in self.items()})
+
+    def __getitem__(self, name: str) -> Ragged | Tensor:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return f"Batch(rows={self.rows}, {', '.join(self._entries)})"
+
+
+def _rows_of(name: str, entry: Ragged | Tensor) -> int:
+    if isinstance(entry, Ragged):
+        return entry.rows
+    if not isinstance(entry, Tensor):
+        raise TypeError(f"Feature '{name}' must be a Ragged or a Tensor, but is {type(entry).__name__}.")
+    if entry.dim() == 0:
+        raise ValueError(f"Feature '{name}' must have a first dimension of rows, but is a 0-D tensor.")
+    return int(entry.shape[0])
+
+
+def _require_tensor(what: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"Ragged {what} must be a Tensor, but are {type(value).__name__}.")
+
+
+def _require_device(what: str, tensor: Tensor, values: Tensor) -> None:
+    if tensor.device != values.device:
+        raise ValueError(
+            f"Ragged {what} must be on {values.device} like the values, but are on {tensor.device}."
+        )

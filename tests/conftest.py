@@ -1,0 +1,33 @@
+"""Hypothesis profiles, and a fixture that gives every test the thread count it found back."""
+
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+_COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+}
+settings.register_profile(
+    "ci", max_examples=12, stateful_step_count=12, derandomize=True, database=None, **_COMMON
+)
+settings.register_profile("thorough", max_examples=300, stateful_step_count=40, print_blob=True, **_COMMON)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="many more hypothesis examples, at random")
+
+
+def pytest_configure(config):
+    settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
+
+
+@pytest.fixture(autouse=True)
+def _same_threads_afterwards():
+    """Tests may set karvan's thread count; those that run without the native part have none to restore."""
+    karvan = sys.modules.get("karvan")
+    before = karvan.get_num_threads() if hasattr(karvan, "get_num_threads") else None
+    yield
+    if before is not None:
+        karvan.set_num_threads(before)

@@ -1,0 +1,150 @@
+"""Which keys get a row, which rows go away, and what happens to their memory and gradients."""
+
+import pytest
+import reference as ref
+import torch
+from embedding_helpers import ids, keys_of, one, train
+
+import karvan as kv
+
+
+def test_probability_is_repeatable_and_does_not_depend_on_order():
+    def admitted(order, shards):
+        engine = kv.EmbeddingEngine({"f": kv.Table(2, admit=kv.Probability(0.3))}, shards=shards)
+        for part in order:
+            engine({"f": part})
+        return keys_of(engine.table("f"))
+
+    every = torch.arange(2000)
+    kept = admitted([every], 1)
+    assert 450 < len(kept) < 750
+    assert admitted([every.flip(0)[:700], every, every], 16) == kept
+
+
+def test_min_count_admits_at_the_nth_occurrence_and_never_late():
+    engine, handle = one(admit=kv.MinCount(3))
+    assert not engine({"f": ids(1, 1)})["f"].any()
+    engine({"f": ids(2)})
+    assert keys_of(handle) == []
+    assert engine({"f": ids(1)})["f"].any()
+    assert keys_of(handle) == [1]
+    engine({"f": ids(3, 3, 3)})
+    assert keys_of(handle) == [1, 3]
+
+
+def test_min_count_is_never_late_among_many_keys():
+    engine, handle = one(admit=kv.MinCount(2))
+    many = torch.arange(50_000)
+    engine({"f": many})
+    assert handle.rows < 5_000  # a counting filter may be early for a few, through collisions
+    engine({"f": many})
+    assert handle.rows == 50_000
+
+
+def test_min_count_above_the_filters_range_is_refused_or_works():
+    try:
+        engine, handle = one(admit=kv.MinCount(300))
+    except ValueError:
+        return
+    engine({"f": ids(*[1] * 299)})
+    assert handle.rows == 0
+    engine({"f": ids(1)})
+    assert handle.rows == 1
+
+
+def test_keys_that_are_not_admitted_get_no_gradient():
+    engine, handle = one(admit=kv.MinCount(2), init=kv.init.Constant(0.0))
+    opt = kv.optim.SGD(engine, lr=1.0)
+    train(engine, opt, f=ids(1, 2, 2))
+    assert keys_of(handle) == [2]
+    assert handle.vectors(ids(2)).tolist() == [[-2.0, -2.0]]
+    train(engine, opt, f=ids(1))
+    assert handle.vectors(ids(1)).tolist() == [[-1.0, -1.0]]
+    assert handle.stats()["dropped_gradients"] == 0
+
+
+# Eviction
+
+
+def test_lfu_keeps_the_rows_used_most():
+    engine, handle = one(evict=kv.LFU(capacity=2))
+    engine({"f": ids(1, 1, 1, 2, 3, 3)})
+    handle.evict()
+    assert keys_of(handle) == [1, 3]
+
+
+def test_ttl_goes_by_the_clock():
+    now = [1000.0]
+    engine, handle = one(evict=kv.TTL(100.0, clock=lambda: now[0]))
+    engine({"f": ids(1, 2)})
+    now[0] += 60
+    engine({"f": ids(2, 3)})
+    handle.evict()
+    assert keys_of(handle) == [1, 2, 3]
+    now[0] += 60
+    handle.evict()
+    assert keys_of(handle) == [2, 3]
+    now[0] += 60
+    handle.evict()
+    assert keys_of(handle) == []
+
+
+def test_ttl_sees_steps_that_follow_each_other_quickly():
+    now = [1000.0]
+    engine, handle = one(evict=kv.TTL(100.0, clock=lambda: now[0]))
+    for key in range(5):
+        engine({"f": ids(key)})
+        now[0] += 0.1
+    now[0] += 200
+    handle.evict()
+    assert keys_of(handle) == []
+
+
+def test_norm_removes_short_vectors():
+    engine, handle = one(evict=kv.Norm(below=0.5), init=kv.init.Constant(0.1))
+    engine({"f": ids(1, 2)})
+    engine({"f": ids(1)})["f"].sum().backward()
+    kv.optim.SGD(engine, lr=1.0).step()
+    assert handle.evict() == 1
+    assert keys_of(handle) == [1]
+
+
+@pytest.mark.parametrize("policy", [kv.LRU, kv.LFU])
+def test_rows_stay_near_capacity_without_being_asked(policy):
+    engine, handle = one(evict=policy(capacity=500))
+    opt = kv.optim.Adagrad(engine, lr=0.1)
+    sizes = []
+    for step in range(40):
+        train(engine, opt, f=torch.arange(step * 100, step * 100 + 150))
+        assert handle.rows <= 500 + 150
+        sizes.append(handle.bytes - 8 * handle.stats()["evicted"])  # the list of evicted keys may stay
+    assert max(sizes[20:]) <= max(sizes[:20])
+    assert handle.stats()["evicted"] == handle.stats()["inserted"] - handle.rows
+
+
+def test_evicted_keys_are_listed_since_a_version():
+    engine, handle = one()
+    engine({"f": ids(1, 2, 3, -1)})
+    start = handle.version
+    handle.evict_keys(ids(1, -1, 77))
+    middle = handle.version
+    handle.evict_keys(ids(3))
+    assert sorted(handle.evicted_since(start).tolist()) == [-1, 1, 3]
+    assert handle.evicted_since(middle).tolist() == [3]
+    assert handle.evicted_since(handle.version).tolist() == []
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_gradient_of_an_evicted_row_is_dropped_and_counted(back):
+    engine, handle = one()
+    opt = kv.optim.Adagrad(engine, lr=0.1)
+    out = engine({"f": ids(1, 2, 3)})["f"]
+    handle.evict_keys(ids(2))
+    engine({"f": ids(2, 4) if back else ids(4)})  # 4, or the new 2, may live in the memory that 2 had
+    before = ref.sort_rows(handle.snapshot())
+    out.sum().backward()
+    opt.step()
+    after = ref.sort_rows(handle.snapshot())
+    changed = (after["vectors"] != before["vectors"]).any(1)
+    assert after["keys"][changed].tolist() == [1, 3]
+    assert handle.stats()["dropped_gradients"] == 1

@@ -1,0 +1,198 @@
+"""The engine and its optimizers inside ordinary PyTorch: autograd modes, schedulers, state, copies."""
+
+import copy
+import pickle
+
+import pytest
+import reference as ref
+import torch
+from embedding_helpers import ids, keys_of, one, train
+
+import karvan as kv
+
+
+def test_entries_without_a_table_pass_through():
+    engine, _ = one()
+    price = torch.rand(2)
+    out = engine(kv.Batch({"price": price, "f": ids(1, 2)}))
+    assert list(out) == ["f", "price"]
+    assert out["price"] is price
+
+
+def test_id_tensors_of_one_and_two_dimensions():
+    engine, handle = one()
+    out = engine({"f": torch.tensor([[1, 2], [3, 3]])})["f"]
+    vectors = handle.vectors(ids(1, 2, 3))
+    torch.testing.assert_close(out, torch.stack([vectors[0] + vectors[1], 2 * vectors[2]]))
+    assert torch.equal(engine({"f": torch.arange(10)[1:6:2]})["f"][0], vectors[0])
+
+
+def test_no_grad_and_eval_outputs_carry_no_gradient():
+    engine, handle = one()
+    assert engine({"f": ids(1)})["f"].requires_grad
+    with torch.no_grad():
+        assert not engine({"f": ids(1, 2)})["f"].requires_grad
+    assert handle.rows == 1
+    assert handle.snapshot().counts.tolist() == [1]
+
+
+def test_autocast_trains_float32_rows():
+    engine, handle = one(dim=4)
+    net = torch.nn.Linear(4, 1)
+    opt = kv.optim.SGD(engine, lr=0.1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = engine({"f": ids(1, 2)})["f"]
+        loss = net(out).float().sum()
+    before = handle.vectors(ids(1))
+    assert out.dtype == torch.float32
+    loss.backward()
+    opt.step()
+    expected = before - 0.1 * net.weight.detach().bfloat16().float()
+    torch.testing.assert_close(handle.vectors(ids(1)), expected, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_schedulers_of_torch_change_the_rate(name):
+    engine, _ = one()
+    cls, options = ref.OPTIMIZERS[name]
+    opt = getattr(kv.optim, cls)(engine, **options)
+    step = torch.optim.lr_scheduler.StepLR(opt, step_size=2, gamma=0.1)
+    rates = []
+    for _ in range(5):
+        rates.append(opt.param_groups[0]["lr"])
+        train(engine, opt, f=ids(1))
+        step.step()
+    assert rates == pytest.approx([options["lr"] * x for x in (1, 1, 0.1, 0.1, 0.01)])
+
+
+def test_a_scheduled_rate_reaches_the_rows():
+    engine, handle = one(init=kv.init.Constant(0.0))
+    opt = kv.optim.SGD(engine, lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch)
+    for expected in (-1.0, -1.5, -1.75):
+        train(engine, opt, f=ids(1))
+        schedule.step()
+        assert handle.vectors(ids(1)).tolist() == [[expected] * 2]
+
+
+def test_groups_have_their_own_rates():
+    tables = {name: kv.Table(2, init=kv.init.Constant(0.0)) for name in ("user", "item")}
+    engine = kv.EmbeddingEngine(tables)
+    groups = [{"params": engine.table("user"), "lr": 1.0}, {"params": engine.table("item")}]
+    opt = kv.optim.SGD(groups, lr=0.25)
+    assert [group["lr"] for group in opt.param_groups] == [1.0, 0.25]
+    train(engine, opt, user=ids(1), item=ids(1))
+    assert engine.table("user").vectors(ids(1)).tolist() == [[-1.0] * 2]
+    assert engine.table("item").vectors(ids(1)).tolist() == [[-0.25] * 2]
+
+
+@pytest.mark.parametrize("name", ref.OPTIMIZERS)
+def test_training_continues_from_snapshot_and_state_dict(name):
+    cls, options = ref.OPTIMIZERS[name]
+
+    def start():
+        engine, handle = one(3)
+        return engine, handle, getattr(kv.optim, cls)(engine, **options)
+
+    def steps(engine, opt, numbers):
+        for i in numbers:
+            train(engine, opt, 0.5 + i, f=ids(i % 3, 7))
+
+    engine, handle, opt = start()
+    steps(engine, opt, range(6))
+    first, first_handle, first_opt = start()
+    steps(first, first_opt, range(3))
+    second, second_handle, second_opt = start()
+    second_handle.load(first_handle.snapshot())
+    second_opt.load_state_dict(first_opt.state_dict())
+    steps(second, second_opt, range(3, 6))
+    expected, received = ref.sort_rows(handle.snapshot()), ref.sort_rows(second_handle.snapshot())
+    assert all(torch.equal(received[part], expected[part]) for part in ("keys", "vectors", "state", "counts"))
+
+
+def test_an_optimizers_state_dict_survives_torch_save(tmp_path):
+    engine, _ = one()
+    opt = kv.optim.Adam(engine, lr=0.5)
+    train(engine, opt, f=ids(1))
+    torch.save(opt.state_dict(), tmp_path / "opt.pt")
+    loaded = torch.load(tmp_path / "opt.pt", weights_only=True)
+    other = kv.optim.Adam(one()[0], lr=0.1)
+    other.load_state_dict(loaded)
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", ref.OPTIMIZERS)
+def test_an_optimizer_attached_late_trains_rows_that_were_there_before(name):
+    cls, options = ref.OPTIMIZERS[name]
+    late_engine, late = one(3)
+    early_engine, early = one(3)
+    early_opt = getattr(kv.optim, cls)(early_engine, **options)
+    late_engine({"f": ids(1, 2)})
+    early_engine({"f": ids(1, 2)})
+    late_opt = getattr(kv.optim, cls)(**options)
+    late_opt.attach(late_engine)
+    for engine, opt in ((late_engine, late_opt), (early_engine, early_opt)):
+        train(engine, opt, 0.7, f=ids(2, 3))
+    expected, received = ref.sort_rows(early.snapshot()), ref.sort_rows(late.snapshot())
+    assert all(torch.equal(received[part], expected[part]) for part in expected)
+
+
+def test_a_gradient_may_arrive_before_the_optimizer_is_attached():
+    engine, handle = one(init=kv.init.Constant(0.0))
+    engine({"f": ids(1)})["f"].sum().backward()
+    opt = kv.optim.SGD(lr=1.0)
+    opt.attach(engine)
+    opt.step()
+    assert handle.vectors(ids(1)).tolist() == [[-1.0, -1.0]]
+
+
+def test_one_optimizer_for_two_engines_of_a_module():
+    model = torch.nn.ModuleList([one(init=kv.init.Constant(0.0))[0] for _ in range(2)])
+    opt = kv.optim.SGD(model, lr=1.0)
+    loss = model[0]({"f": ids(1)})["f"].sum() + 2 * model[1]({"f": ids(1, 2)})["f"].sum()
+    loss.backward()
+    opt.step()
+    assert model[0].table("f").vectors(ids(1)).tolist() == [[-1.0] * 2]
+    assert model[1].table("f").vectors(ids(1)).tolist() == [[-2.0] * 2]
+    assert [engine.table("f").rows for engine in model] == [1, 2]
+
+
+def test_step_without_gradients_and_step_twice_change_nothing():
+    engine, handle = one()
+    opt = kv.optim.SGD(engine, lr=1.0, momentum=0.9)
+    opt.step()
+    train(engine, opt, f=ids(1))
+    before = handle.snapshot()
+    opt.step()
+    assert torch.equal(handle.snapshot().vectors, before.vectors)
+    assert torch.equal(handle.snapshot().state, before.state)
+
+
+def test_an_engine_is_a_module_without_dense_parameters():
+    engine, _ = one()
+    model = torch.nn.Sequential(engine, torch.nn.Linear(1, 1))
+    engine({"f": ids(1)})["f"].sum().backward()
+    trained = [p for p in model.parameters() if p.numel()]
+    assert len(trained) == 2  # the dense optimizer sees the Linear only
+    model.eval()
+    assert not engine.training
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_a_copy_of_an_engine_is_independent_or_refused_clearly(duplicate):
+    engine, handle = one()
+    engine({"f": ids(1, 2)})
+    try:
+        twin = duplicate(engine)
+    except (TypeError, NotImplementedError, RuntimeError, ValueError) as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert "EmbeddingEngine" in refusal  # says what, instead of naming some inner object
+        assert "snapshot" in refusal  # and what to do
+        return
+    assert torch.equal(twin.table("f").vectors(ids(1, 2)), handle.vectors(ids(1, 2)))
+    train(twin, kv.optim.SGD(twin, lr=1.0), f=ids(1, 3))
+    assert keys_of(handle) == [1, 2]
+    assert not torch.equal(twin.table("f").vectors(ids(1)), handle.vectors(ids(1)))
