@@ -1,0 +1,54 @@
+"""Karvan trains recommendation models whose embedding tables outgrow a machine."""
+
+from karvan import ids
+from karvan.embedding import (
+    LFU,
+    LRU,
+    TTL,
+    Age,
+    Always,
+    EmbeddingEngine,
+    HashStack,
+    MinCount,
+    Never,
+    Norm,
+    Probability,
+    ReadOnly,
+    Table,
+    TableHandle,
+    init,
+    optim,
+)
+from karvan.ragged import Batch, Padded, Ragged
+from karvan.store import MemoryStore, Rows, Store
+from karvan.threads import get_num_threads, set_num_threads
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LFU",
+    "LRU",
+    "TTL",
+    "Age",
+    "Always",
+    "Batch",
+    "EmbeddingEngine",
+    "HashStack",
+    "MemoryStore",
+    "MinCount",
+    "Never",
+    "Norm",
+    "Padded",
+    "Probability",
+    "Ragged",
+    "ReadOnly",
+    "Rows",
+    "Store",
+    "Table",
+    "TableHandle",
+    "get_num_threads",
+    "ids",
+    "init",
+    "optim",
+    "set_num_threads",
+]

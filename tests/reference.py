@@ -7,6 +7,7 @@ Where torch.optim has the same rule it makes the update; `formula` methods are f
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -68,11 +69,8 @@ def farm64(key: int) -> int:
 
 def hash_stack(key: int, rounds: int, size: int) -> list[int]:
     """The `rounds` keys that stand for one id."""
-    keys, h = [], key
-    for i in range(rounds):
-        h = farm64(h)
-        keys.append(h % size + i * size)
-    return keys
+    hashes = list(itertools.accumulate(range(rounds), lambda h, _: farm64(h), initial=key))[1:]
+    return [h % size + i * size for i, h in enumerate(hashes)]
 
 
 @dataclass(frozen=True)
@@ -160,14 +158,7 @@ class Rule:
 
     columns: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        lr: float,
-        clip_value: float | None = None,
-        clip_norm: float | None = None,
-        weight_bound: float | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, lr, clip_value=None, clip_norm=None, weight_bound=None, **options) -> None:
         self.lr, self.clip_value, self.clip_norm, self.weight_bound = lr, clip_value, clip_norm, weight_bound
         assert set(options) <= set(self.defaults()), options
         self.__dict__.update(self.defaults() | options)
@@ -364,10 +355,14 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sort_rows(rows: Any) -> dict[str, Tensor]:
-    """A `kv.Rows` as a dict of tensors, sorted by key."""
-    order = rows.keys.argsort()
-    parts = ("keys", "vectors", "state", "counts", "last_steps")
-    return {name: getattr(rows, name)[order] for name in parts}
+    """A `kv.Rows` as a dict of tensors, sorted by key; counts and steps as int64."""
+    parts = {name: torch.as_tensor(getattr(rows, name)) for name in ("keys", "vectors", "state")}
+    parts |= {
+        name: torch.tensor(getattr(rows, name).tolist(), dtype=torch.int64)
+        for name in ("counts", "last_steps")
+    }
+    order = parts["keys"].argsort()
+    return {name: part[order] for name, part in parts.items()}
 
 
 def check_table(handle: Any, table: ReferenceTable) -> None:

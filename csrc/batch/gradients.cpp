@@ -11,14 +11,13 @@ namespace karvan {
 Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const float*>& of_features)
     : plan_(std::move(plan)),
       tables_(plan_->tables_),
-      dims_(plan_->groups_.slots.size(), 0),
+      dims_(plan_->dims_),
       version_(plan_->version_),
       row_epoch_(plan_->row_epoch_) {
   std::vector<GradientSource> sources;
   std::vector<KeySource> keys;
   for (size_t f = 0; f < of_features.size(); ++f) {
     const Plan::Feature& feature = plan_->features_[f];
-    dims_[feature.spec.slot] = feature.spec.dim;
     sources.push_back({of_features[f], feature.base, feature.spec.stack,
                        feature.out_row ? feature.out_row.data() : nullptr, feature.in.weights,
                        feature.scale ? feature.scale.data() : nullptr});
@@ -27,15 +26,16 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const f
   }
   if (keys.size() < of_features.size()) {  // keys of features without a gradient must not be touched: group anew
     std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
-    own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), keys);
+    own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), keys, plan_->groups_.unique_of.size());
+    const KeyGroups& g = *own_groups_;
+    own_row_ = Array<uint32_t>(g.hash.size());
+    parallel(g.buckets(), [&](uint32_t b) {
+      const uint64_t first = plan_->groups_.first_index(g.slot_of[b]);
+      for (uint32_t i = 0; i < g.unique[b]; ++i)
+        own_row_[g.begin[b] + i] = plan_->row_[first + plan_->groups_.unique_of[g.positions[g.start(b)[i]]]];
+    });
   }
-  const KeyGroups& g = groups();
-  row_ = Array<uint32_t>(g.hash.size());
-  parallel(g.buckets(), [&](uint32_t b) {
-    const uint32_t* start = g.start(b);
-    for (uint32_t i = 0; i < g.unique[b]; ++i) row_[g.begin[b] + i] = plan_->row_of_[g.positions[start[i]]];
-  });
-  reduce(sources, plan_->feature_of_);
+  reduce(sources, plan_->feature_of_, plan_->users_);
 }
 
 float* Gradients::values(uint32_t bucket) const {
@@ -43,7 +43,8 @@ float* Gradients::values(uint32_t bucket) const {
   return values_[slot].data() + (groups().begin[bucket] - groups().first_index(slot)) * dims_[slot];
 }
 
-void Gradients::reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of) {
+void Gradients::reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of,
+                       const std::vector<uint32_t>& users) {
   const KeyGroups& g = groups();
   for (uint32_t s = 0; s < dims_.size(); ++s) values_.emplace_back(g.slots[s].positions * dims_[s]);
   std::vector<std::atomic<bool>> bad(dims_.size());
@@ -51,7 +52,7 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
     if (g.unique[b] == 0) return;
     const uint32_t slot = g.slot_of[b];
     const ReduceArgs args{dims_[slot], sources.data(), feature_of.data(), g.positions.data(),
-                          g.start(b), g.unique[b], values(b)};
+                          g.start(b), g.unique[b], users[slot] == 1, values(b)};
     if (!kernels().reduce(args)) bad[slot].store(true, std::memory_order_relaxed);
   });
   for (const auto& b : bad) finite_.push_back(!b.load());
@@ -69,11 +70,11 @@ void Gradients::resolve() {
     const KeyGroups::Slot& slot = g.slots[s];
     for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
       for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
-        if (row_[i] == 0) continue;
+        if (row()[i] == 0) continue;
         // A key that left and came back has a new row, which this gradient was not computed from.
         const Entry entry = gone.contains(g.hash[i]) ? Entry{} : table.find(g.hash[i]);
         dropped += !entry;
-        row_[i] = entry ? entry.row() : 0;
+        row()[i] = entry ? entry.row() : 0;
       }
     }
     table.dropped_gradients.fetch_add(dropped);
@@ -90,7 +91,7 @@ void Gradients::apply(const std::vector<const Rule*>& rules, const std::vector<u
   parallel(g.buckets(), [&](uint32_t b) {
     const uint32_t s = g.slot_of[b];
     if (g.unique[b] == 0 || !rules[s] || !finite_[s]) return;
-    const ApplyArgs args{tables_[s]->view(), tables_[s]->layout(), rules[s], row_.data() + g.begin[b],
+    const ApplyArgs args{tables_[s]->view(), tables_[s]->layout(), rules[s], row() + g.begin[b],
                          g.hash.data() + g.begin[b], values(b), g.unique[b], steps[s]};
     kernels().apply(args);
   });
@@ -123,10 +124,10 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
       const KeyGroups::Slot& slot = g.slots[s];
       for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
         for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
-          if (!part->tables_.empty() && part->row_[i] == 0) continue;
+          if (!part->tables_.empty() && part->row()[i] == 0) continue;
           hashes.back().push_back(g.hash[i]);
           out_rows.back().push_back(static_cast<uint32_t>(i - g.first_index(s)));
-          rows.push_back(part->row_[i]);
+          rows.push_back(part->row()[i]);
         }
       }
       sources.push_back({part->values_[s].data(), base, 1, out_rows.back().data(), nullptr, nullptr});
@@ -135,12 +136,12 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
       feature_of.resize(base >> kFeatureShift, static_cast<uint16_t>(sources.size() - 1));
     }
   }
-  sum->own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(sum->dims_.size()), keys);
+  sum->own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(sum->dims_.size()), keys, base);
   const KeyGroups& g = *sum->own_groups_;
-  sum->row_ = Array<uint32_t>(g.hash.size());
+  sum->own_row_ = Array<uint32_t>(g.hash.size());
   for (uint32_t b = 0; b < g.buckets(); ++b)
-    for (uint32_t i = 0; i < g.unique[b]; ++i) sum->row_[g.begin[b] + i] = rows[g.positions[g.start(b)[i]]];
-  sum->reduce(sources, feature_of);
+    for (uint32_t i = 0; i < g.unique[b]; ++i) sum->own_row_[g.begin[b] + i] = rows[g.positions[g.start(b)[i]]];
+  sum->reduce(sources, feature_of, std::vector<uint32_t>(sum->dims_.size(), static_cast<uint32_t>(parts.size())));
   for (uint32_t s = 0; s < sum->dims_.size(); ++s)
     for (Gradients* part : parts) sum->finite_[s] &= part->finite_[s];
   for (const auto& table : sum->tables_) {

@@ -22,13 +22,16 @@ class Gradients {
   bool finite(uint32_t slot) const { return finite_[slot]; }
   uint32_t slots() const { return static_cast<uint32_t>(values_.size()); }
   uint32_t dim(uint32_t slot) const { return dims_[slot]; }
+  const Table* table(uint32_t slot) const { return tables_.empty() ? nullptr : tables_[slot].get(); }
   uint64_t unique_in(uint32_t slot) const { return groups().unique_in(slot); }
   void copy(uint32_t slot, uint64_t* keys, float* gradients) const;
 
  private:
   Gradients() = default;
   const KeyGroups& groups() const { return own_groups_ ? *own_groups_ : plan_->groups_; }
-  void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of);
+  uint32_t* row() const { return own_groups_ ? own_row_.data() : plan_->row_.data(); }
+  void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of,
+              const std::vector<uint32_t>& users);
   void resolve();  // brings the rows up to date with what has left the tables since the lookup
   float* values(uint32_t bucket) const;
 
@@ -36,7 +39,7 @@ class Gradients {
   std::unique_ptr<KeyGroups> own_groups_;  // when the plan's do not fit: some features had no gradient, or merged
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint32_t> dims_;
-  Array<uint32_t> row_;                    // by unique key
+  Array<uint32_t> own_row_;                // by unique key; the plan's unless grouped anew
   std::vector<Array<float>> values_;       // by slot; a bucket's part starts where its positions do
   std::vector<uint8_t> finite_;
   std::vector<uint64_t> version_, row_epoch_;

@@ -27,7 +27,8 @@ inline uint32_t top(uint64_t hash, int bits) { return bits ? static_cast<uint32_
 
 }  // namespace
 
-KeyGroups::KeyGroups(uint32_t slot_count, std::span<const KeySource> sources) : slots(slot_count) {
+KeyGroups::KeyGroups(uint32_t slot_count, std::span<const KeySource> sources, uint64_t positions_end)
+    : slots(slot_count), unique_of(positions_end) {
   uint64_t total = 0;
   for (const KeySource& s : sources) {
     slots[s.slot].positions += s.count;
@@ -131,7 +132,12 @@ void KeyGroups::dedupe(uint32_t bucket, const uint32_t* scattered) {
   unique[bucket] = uniques;
   // starts[k] holds the count of key k - 1: sum up, then place the positions, which moves each start to its end …
   for (uint32_t k = 1; k <= uniques; ++k) starts[k] += starts[k - 1];
-  for (uint32_t i = count; i-- > 0;) positions[--starts[number[i]]] = scattered[first + i];
+  const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket]));
+  for (uint32_t i = count; i-- > 0;) {
+    const uint32_t position = scattered[first + i];
+    positions[--starts[number[i]]] = position;
+    unique_of[position] = offset + number[i] - 1;
+  }
   // … so that starts[k] is now the beginning of key k - 1: shift by one.
   for (uint32_t k = 0; k < uniques; ++k) starts[k] = starts[k + 1];
   starts[uniques] = first + count;

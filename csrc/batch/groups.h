@@ -30,8 +30,8 @@ class KeyGroups {
   };
 
   KeyGroups() = default;
-  // Sources of one slot stand together and in order of their base.
-  KeyGroups(uint32_t slots, std::span<const KeySource> sources);
+  // Sources of one slot stand together and in order of their base; all positions lie below `positions_end`.
+  KeyGroups(uint32_t slots, std::span<const KeySource> sources, uint64_t positions_end);
 
   std::vector<Slot> slots;
   std::vector<uint32_t> begin;     // by bucket, and one more: where its part of the arrays starts
@@ -39,6 +39,7 @@ class KeyGroups {
   std::vector<uint32_t> slot_of;   // by bucket
   Array<uint64_t> hash;            // a bucket's distinct hashes, from begin[bucket]
   Array<uint32_t> positions;       // a bucket's positions, key by key
+  Array<uint32_t> unique_of;       // by position: its key's place in the slot, counted from first_index(slot)
 
   // Where in `positions` each distinct key of a bucket starts; one more entry marks the end.
   uint32_t* start(uint32_t bucket) const { return start_.data() + begin[bucket] + bucket; }

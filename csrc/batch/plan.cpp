@@ -9,7 +9,7 @@
 namespace karvan {
 namespace {
 
-constexpr uint32_t kFindAhead = 12;
+constexpr uint32_t kFindAhead = 16;
 constexpr uint64_t kCellsPerTask = 2048;
 
 [[noreturn]] void refuse(const FeatureSpec& spec, const std::string& what) {
@@ -20,7 +20,8 @@ uint32_t saturating_add(uint32_t a, uint32_t b) { return a > UINT32_MAX - b ? UI
 
 }  // namespace
 
-Plan::Plan(std::vector<FeatureSpec> specs, std::vector<FeatureInput> inputs, uint32_t slots) {
+Plan::Plan(std::vector<FeatureSpec> specs, std::vector<FeatureInput> inputs, uint32_t slots)
+    : dims_(slots, 0), users_(slots, 0) {
   if (specs.size() > UINT16_MAX) throw std::length_error("an engine holds at most 65535 features");
   features_.resize(specs.size());
   for (size_t f = 0; f < specs.size(); ++f) {
@@ -43,13 +44,14 @@ Plan::Plan(std::vector<FeatureSpec> specs, std::vector<FeatureInput> inputs, uin
     Feature& feature = features_[f];
     const uint64_t positions = feature.in.cells * feature.spec.stack;
     feature.base = base;
+    dims_[feature.spec.slot] = feature.spec.dim;
+    ++users_[feature.spec.slot];
     sources.push_back({feature.spec.slot, feature.in.values, positions, base});
     base += (positions + (1u << kFeatureShift) - 1) >> kFeatureShift << kFeatureShift;
     if (base > UINT32_MAX / 2) throw std::length_error("a batch holds at most 2^31 ids");
     feature_of_.resize(base >> kFeatureShift, static_cast<uint16_t>(f));
   }
-  row_of_ = Array<uint32_t>(base);
-  groups_ = KeyGroups(slots, sources);
+  groups_ = KeyGroups(slots, sources, base);
   row_ = Array<uint32_t>(groups_.hash.size());
 }
 
@@ -148,10 +150,19 @@ std::vector<Plan::Unit> Plan::units() const {
   return all;
 }
 
-void Plan::set_rows(uint32_t bucket, uint32_t index, uint32_t row) {
-  row_[groups_.begin[bucket] + index] = row;
-  const uint32_t* start = groups_.start(bucket);
-  for (uint32_t i = start[index]; i < start[index + 1]; ++i) row_of_[groups_.positions[i]] = row;
+float* Plan::vectors(uint32_t bucket) const {
+  const uint32_t slot = groups_.slot_of[bucket];
+  return vectors_[slot].data() + (groups_.begin[bucket] - groups_.first_index(slot)) * dims_[slot];
+}
+
+void Plan::make_room() {
+  for (uint32_t s = 0; s < dims_.size(); ++s) vectors_.emplace_back(groups_.slots[s].positions * dims_[s]);
+}
+
+void Plan::gather(uint32_t bucket) {
+  const uint32_t slot = groups_.slot_of[bucket];
+  kernels().gather({tables_[slot]->view(), tables_[slot]->layout().type, dims_[slot],
+                    row_.data() + groups_.begin[bucket], groups_.unique[bucket], vectors(bucket)});
 }
 
 void Plan::find(const Unit& unit, bool training, uint32_t step, std::vector<uint32_t>& missing) {
@@ -165,7 +176,7 @@ void Plan::find(const Unit& unit, bool training, uint32_t step, std::vector<uint
       if (i + kFindAhead < count) table.prefetch(hashes[first + i + kFindAhead]);
       const uint64_t hash = hashes[first + i];
       const Entry entry = table.find(hash);
-      set_rows(bucket, i, entry ? entry.row() : 0);
+      row_[first + i] = entry ? entry.row() : 0;
       if (!training) continue;
       const uint32_t times = start[i + 1] - start[i];
       if (entry) {
@@ -178,6 +189,7 @@ void Plan::find(const Unit& unit, bool training, uint32_t step, std::vector<uint
         table.rejected.fetch_add(1, std::memory_order_relaxed);
       }
     }
+    if (missing.empty()) gather(bucket);
   }
 }
 
@@ -193,21 +205,24 @@ void Plan::insert_missing(uint32_t step, const std::vector<Unit>& units, std::ve
     if (any) tables_[s]->reserve(fresh);
   }
   parallel(static_cast<uint32_t>(units.size()), [&](uint32_t u) {
+    if (missing[u].empty()) return;
     Table& table = *tables_[units[u].slot];
     constexpr size_t kAhead = 2 * kFindAhead;
     const std::vector<uint32_t>& list = missing[u];
     for (size_t i = 0; i < list.size(); i += 2) {
       if (i + kAhead < list.size()) table.prefetch(groups_.hash[groups_.begin[list[i + kAhead]] + list[i + kAhead + 1]]);
-      const uint32_t bucket = list[i], index = list[i + 1];
-      const uint32_t* start = groups_.start(bucket);
-      set_rows(bucket, index,
-               table.insert(groups_.hash[groups_.begin[bucket] + index], start[index + 1] - start[index], step));
+      const uint32_t bucket = list[i], at = groups_.begin[bucket] + list[i + 1];
+      const uint32_t* start = groups_.start(bucket) + list[i + 1];
+      row_[at] = table.insert(groups_.hash[at], start[1] - start[0], step);
     }
+    // Buckets before the first missing key were gathered when they were searched.
+    for (uint32_t bucket = list[0]; bucket < units[u].last; ++bucket) gather(bucket);
   });
 }
 
 void Plan::lookup(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step) {
   tables_ = std::move(tables);
+  make_room();
   const std::vector<Unit> all = units();
   std::vector<std::vector<uint32_t>> missing(all.size());  // pairs (bucket, index)
   parallel(static_cast<uint32_t>(all.size()), [&](uint32_t u) { find(all[u], training, step, missing[u]); });
@@ -220,24 +235,19 @@ void Plan::lookup(std::vector<std::shared_ptr<Table>> tables, bool training, uin
     }
     version_.push_back(table->version());
     row_epoch_.push_back(table->row_epoch());
-    views_.push_back(table->view());
   }
 }
 
-void Plan::lookup(const std::vector<const float*>& vectors) {
-  borrowed_.resize(vectors.size());
-  for (uint32_t s = 0; s < vectors.size(); ++s) {
+void Plan::lookup(const std::vector<const float*>& found) {
+  make_room();
+  for (uint32_t s = 0; s < found.size(); ++s) {
     const KeyGroups::Slot& slot = groups_.slots[s];
-    uint32_t next = 0;
-    for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b)
-      for (uint32_t i = 0; i < groups_.unique[b]; ++i) set_rows(b, i, next++);
-    borrowed_[s] = const_cast<char*>(reinterpret_cast<const char*>(vectors[s]));
-  }
-  for (uint32_t s = 0; s < vectors.size(); ++s) {
-    uint32_t dim = 0;
-    for (const Feature& f : features_)
-      if (f.spec.slot == s) dim = f.spec.dim;
-    views_.push_back({&borrowed_[s], 31, 0x7fffffff, 4 * dim});
+    const float* from = found[s];
+    for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
+      const size_t count = static_cast<size_t>(groups_.unique[b]) * dims_[s];
+      std::copy_n(from, count, vectors(b));
+      from += count;
+    }
   }
 }
 
@@ -257,12 +267,11 @@ void Plan::pool() const {
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
     const Feature& f = *tasks[t].feature;
     PoolArgs args{};
-    args.rows = views_[f.spec.slot];
-    args.type = tables_.empty() ? VectorType::f32 : tables_[f.spec.slot]->layout().type;
+    args.vectors = vectors_[f.spec.slot].data();
     args.dim = f.spec.dim;
     args.mode = f.spec.mode;
     args.stack = f.spec.stack;
-    args.row_of = row_of_.data() + f.base;
+    args.unique_of = groups_.unique_of.data() + f.base;
     args.offsets = f.in.offsets;
     args.weights = f.in.weights;
     args.scale = f.scale ? f.scale.data() : nullptr;

@@ -71,19 +71,20 @@ class Plan {
   void cut(Feature& feature);
   void describe(Feature& feature);
   void find(const Unit& unit, bool training, uint32_t step, std::vector<uint32_t>& missing);
+  void gather(uint32_t bucket);
+  void make_room();
   void insert_missing(uint32_t step, const std::vector<Unit>& units, std::vector<std::vector<uint32_t>>& missing);
-  void set_rows(uint32_t bucket, uint32_t index, uint32_t row);
   std::vector<Unit> units() const;
+  float* vectors(uint32_t bucket) const;
 
   std::vector<Feature> features_;
   std::vector<uint16_t> feature_of_;           // by position >> kFeatureShift
+  std::vector<uint32_t> dims_, users_;         // by slot: dim, number of features
   KeyGroups groups_;
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
-  std::vector<RowsView> views_;
-  std::vector<char*> borrowed_;                // the chunks of views over vectors from elsewhere
-  Array<uint32_t> row_of_;                     // by position
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash
+  std::vector<Array<float>> vectors_;          // by slot: of each unique key, as KeyGroups::unique_of counts them
 };
 
 }  // namespace karvan

@@ -128,25 +128,49 @@ auto evicted_since(const Table& table, uint64_t version) {
   return to_numpy<int64_t>(std::move(keys), {hashes.size()});
 }
 
+void expect(const Table& table, const char* what, size_t got, size_t expected) {
+  if (got == expected) return;
+  throw std::invalid_argument("Table '" + table.config().name + "': expected " + std::to_string(expected) + " " + what +
+                              ", got " + std::to_string(got) + ".");
+}
+
 void load(Table& table, const Keys& keys, const Floats& vectors, const std::optional<Floats>& state,
           const Counts& counts, const Counts& last_steps) {
   const size_t n = keys.shape(0);
-  const auto expect = [&](const char* what, size_t got, size_t expected) {
-    if (got != expected)
-      throw std::invalid_argument("Table '" + table.config().name + "': expected " + what + " " +
-                                  std::to_string(expected) + ", got " + std::to_string(got) + ".");
-  };
-  expect("rows of vectors", vectors.shape(0), n);
-  expect("vectors of dim", vectors.shape(1), table.layout().dim);
-  expect("counts", counts.shape(0), n);
-  expect("last steps", last_steps.shape(0), n);
+  expect(table, "rows of vectors", vectors.shape(0), n);
+  expect(table, "columns of vectors", vectors.shape(1), table.layout().dim);
+  expect(table, "counts", counts.shape(0), n);
+  expect(table, "last steps", last_steps.shape(0), n);
   if (state) {
-    expect("rows of state", state->shape(0), n);
-    expect("floats of optimizer state", state->shape(1), table.layout().state);
+    expect(table, "rows of state", state->shape(0), n);
+    expect(table, "floats of optimizer state", state->shape(1), table.layout().state);
   }
   operation([&] {
     table.load(reinterpret_cast<const uint64_t*>(keys.data()), n, vectors.data(), state ? state->data() : nullptr,
                counts.data(), last_steps.data());
+  });
+}
+
+auto lookup(Table& table, const Keys& keys, const Counts& counts, bool training, uint32_t step, double now) {
+  const size_t n = keys.shape(0), dim = table.layout().dim;
+  expect(table, "counts", counts.shape(0), n);
+  Array<float> vectors(n * dim);
+  const uint64_t version = operation([&] {
+    table.lookup(reinterpret_cast<const uint64_t*>(keys.data()), counts.data(), n, training, step, vectors.data());
+    const uint64_t at = table.version();  // what leaves now has left after the lookup
+    if (training) table.maintain(step, now);
+    return at;
+  });
+  return nb::make_tuple(to_numpy<float>(std::move(vectors), {n, dim}), version);
+}
+
+void apply(Table& table, const Keys& keys, const Floats& gradients, uint64_t version, const Rule& rule, uint64_t step) {
+  const size_t n = keys.shape(0);
+  expect(table, "gradients", gradients.shape(0), n);
+  expect(table, "columns of gradients", gradients.shape(1), table.layout().dim);
+  expect(table, "floats of optimizer state", state_floats(rule.kind, table.layout().dim), table.layout().state);
+  operation([&] {
+    table.apply(reinterpret_cast<const uint64_t*>(keys.data()), n, gradients.data(), version, rule, step);
   });
 }
 
@@ -172,8 +196,14 @@ void bind_table(nb::module_& m) {
              d["skipped_updates"] = s.skipped_updates;
              return d;
            })
-      .def("set_state", [](Table& t, const std::vector<float>& initial) { operation([&] { t.set_state(initial); }); },
-           "initial"_a)
+      .def("set_state",
+           [](Table& t, const std::vector<float>& initial, bool fresh) {
+             operation([&] { t.set_state(initial, fresh); });
+           },
+           "initial"_a, "fresh"_a)
+      .def("lookup", &lookup, "keys"_a, "counts"_a, "training"_a, "step"_a, "now"_a)
+      .def("apply", &apply, "keys"_a, "gradients"_a, "version"_a, "rule"_a, "step"_a)
+      .def("count_skipped", [](Table& t) { t.skipped_updates.fetch_add(1); })
       .def("evict", [](Table& t, uint64_t step, double now) { return operation([&] { return t.evict(step, now); }); },
            "step"_a, "now"_a)
       .def("erase",
@@ -247,6 +277,7 @@ void bind_store(nb::module_& m) {
 
   nb::class_<Gradients>(m, "Gradients", "One gradient for each distinct key of a batch.")
       .def("finite", &Gradients::finite, "slot"_a)
+      .def("unique_in", &Gradients::unique_in, "slot"_a)
       .def("keys_and_values",
            [](const Gradients& g, uint32_t slot) {
              const size_t n = g.unique_in(slot), dim = g.dim(slot);
@@ -267,7 +298,12 @@ void bind_store(nb::module_& m) {
       .def("apply",
            [](Gradients& g, const std::vector<std::optional<Rule>>& rules, const std::vector<uint64_t>& steps) {
              std::vector<const Rule*> raw;
-             for (const auto& rule : rules) raw.push_back(rule ? &*rule : nullptr);
+             for (uint32_t s = 0; s < rules.size(); ++s) {
+               raw.push_back(rules[s] ? &*rules[s] : nullptr);
+               if (const Table* table = g.table(s); table && rules[s])
+                 expect(*table, "floats of optimizer state", state_floats(rules[s]->kind, g.dim(s)),
+                        table->layout().state);
+             }
              operation([&] { g.apply(raw, steps); });
            },
            "rules"_a, "steps"_a);

@@ -8,22 +8,32 @@
 
 namespace karvan {
 
-// Forward. A position is one id of a feature; `row_of` gives its row. Positions are summed in groups of `stack` to a
-// cell: one id's vector (a stack above 1 is hash stacking). Cells are pooled per sample, copied, or laid out padded.
-struct PoolArgs {
-  enum class Mode : uint8_t { pooled, cells, padded };
+// Forward, first part: vectors of rows, side by side. Row 0 gives zeros.
+struct GatherArgs {
   RowsView rows;
   VectorType type;
   uint32_t dim;
+  const uint32_t* row;
+  uint32_t count;
+  float* out;  // count × dim
+};
+
+// Forward, second part. A position is one id of a feature; `unique_of` says which vector it has. Positions are summed
+// in groups of `stack` to a cell: one id's vector (a stack above 1 is hash stacking). Cells are pooled per sample,
+// copied, or laid out padded.
+struct PoolArgs {
+  enum class Mode : uint8_t { pooled, cells, padded };
+  const float* vectors;
+  uint32_t dim;
   Mode mode;
   uint32_t stack;
-  const uint32_t* row_of;    // by position
-  const int64_t* offsets;    // by sample, in cells; null: one cell each
-  const float* weights;      // by cell; null: 1
-  const float* scale;        // pooled: by sample; null: 1
-  uint32_t length;           // padded: cells in a sample's place
+  const uint32_t* unique_of;  // by position
+  const int64_t* offsets;     // by sample, in cells; null: one cell each
+  const float* weights;       // by cell; null: 1
+  const float* scale;         // pooled: by sample; null: 1
+  uint32_t length;            // padded: cells in a sample's place
   float* out;
-  uint64_t begin, end;       // samples (pooled, padded) or cells
+  uint64_t begin, end;        // samples (pooled, padded) or cells
 };
 
 // Backward. Gradients of a feature's output, and how its positions find theirs.
@@ -46,6 +56,7 @@ struct ReduceArgs {
   const uint32_t* positions;   // grouped by unique key
   const uint32_t* start;       // by unique key: where its positions begin; ends with the next one's
   uint32_t unique;
+  bool one_source;             // all positions have the same source
   float* out;                  // unique × dim
 };
 
@@ -77,6 +88,7 @@ struct ApplyArgs {
 
 struct Kernels {
   const char* name;
+  void (*gather)(const GatherArgs&);
   void (*pool)(const PoolArgs&);
   bool (*reduce)(const ReduceArgs&);  // false if any sum is not finite
   void (*apply)(const ApplyArgs&);

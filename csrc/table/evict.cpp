@@ -1,8 +1,7 @@
 // Which rows go, and how they leave. All choices are made over the whole table, so they do not depend on its shards.
 #include <algorithm>
-#include <cmath>
 
-#include "kernels/convert.h"
+#include "table/row_io.h"
 #include "table/table.h"
 #include "threads/pool.h"
 
@@ -35,16 +34,11 @@ bool same_digits(const Rank& a, const Rank& b, int digits) {
 }
 
 double squared_norm(const char* row, const RowLayout& layout) {
+  thread_local std::vector<float> vector;
+  vector.resize(layout.dim);
+  read_vector(row, layout, vector.data());
   double sum = 0;
-  for (uint32_t i = 0; i < layout.dim; ++i) {
-    double x = 0;
-    switch (layout.type) {
-      case VectorType::f32: x = reinterpret_cast<const float*>(row)[i]; break;
-      case VectorType::bf16: x = bf16_to_float(reinterpret_cast<const uint16_t*>(row)[i]); break;
-      case VectorType::f16: x = f16_to_float(reinterpret_cast<const uint16_t*>(row)[i]); break;
-    }
-    sum += x * x;
-  }
+  for (float x : vector) sum += static_cast<double>(x) * x;
   return sum;
 }
 

@@ -2,25 +2,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "kernels/convert.h"
+#include "table/row_io.h"
 #include "table/table.h"
 #include "threads/pool.h"
 
 namespace karvan {
 namespace {
-
-void read_vector(const char* row, const RowLayout& layout, float* out) {
-  const auto* halves = reinterpret_cast<const uint16_t*>(row);
-  switch (layout.type) {
-    case VectorType::f32: std::memcpy(out, row, 4 * layout.dim); break;
-    case VectorType::bf16:
-      for (uint32_t i = 0; i < layout.dim; ++i) out[i] = bf16_to_float(halves[i]);
-      break;
-    case VectorType::f16:
-      for (uint32_t i = 0; i < layout.dim; ++i) out[i] = f16_to_float(halves[i]);
-      break;
-  }
-}
 
 struct Found {
   uint64_t hash;
@@ -71,8 +58,7 @@ RowSet Table::snapshot(uint32_t part, uint32_t parts) {
 void Table::load(const uint64_t* keys, size_t count, const float* vectors, const float* state,
                  const uint32_t* counts, const uint32_t* last_steps) {
   next_version();
-  std::vector<std::vector<uint32_t>> mine(shards());
-  for (size_t i = 0; i < count; ++i) mine[shard_of(mix(keys[i]))].push_back(static_cast<uint32_t>(i));
+  const auto mine = by_shard(keys, count);
   std::vector<uint32_t> fresh(shards());
   parallel(shards(), [&](uint32_t s) {
     for (uint32_t i : mine[s]) fresh[s] += !find(mix(keys[i]));

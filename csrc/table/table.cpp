@@ -5,7 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kernels/convert.h"
+#include "table/row_io.h"
 #include "threads/pool.h"
 
 namespace karvan {
@@ -75,7 +75,8 @@ uint32_t Table::take_row(Shard& shard) {
     return row;
   }
   if (shard.block == shard.block_end) {
-    const auto size = static_cast<uint32_t>(std::clamp<uint64_t>(shard.rows / 32, 1, 64));
+    // Long runs keep the rows of a shard together: fewer pages to translate while its keys are worked on.
+    const auto size = static_cast<uint32_t>(std::max<uint64_t>(shard.rows / 32, 1));
     shard.block = arena_->take(size);
     shard.block_end = shard.block + size;
   }
@@ -83,16 +84,7 @@ uint32_t Table::take_row(Shard& shard) {
 }
 
 void Table::write_row(char* row, const float* vector, const float* state) {
-  auto* halves = reinterpret_cast<uint16_t*>(row);
-  switch (layout_.type) {
-    case VectorType::f32: std::memcpy(row, vector, 4 * layout_.dim); break;
-    case VectorType::bf16:
-      for (uint32_t i = 0; i < layout_.dim; ++i) halves[i] = nearest_bf16(vector[i]);
-      break;
-    case VectorType::f16:
-      for (uint32_t i = 0; i < layout_.dim; ++i) halves[i] = nearest_f16(vector[i]);
-      break;
-  }
+  write_vector(row, layout_, vector);
   if (layout_.state) std::memcpy(row + layout_.vector_bytes(), state, 4 * layout_.state);
 }
 
@@ -157,8 +149,8 @@ void Table::end_batch() {
   old_buckets_ = Pages();
 }
 
-void Table::set_state(const std::vector<float>& initial) {
-  if (initial.size() == layout_.state) {
+void Table::set_state(const std::vector<float>& initial, bool fresh) {
+  if (initial.size() == layout_.state && !fresh) {
     initial_state_ = initial;
     return;
   }

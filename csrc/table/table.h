@@ -18,6 +18,8 @@
 
 namespace karvan {
 
+struct Rule;
+
 struct TableStats {
   uint64_t rows = 0, bytes = 0, inserted = 0, evicted = 0, rejected = 0, dropped_gradients = 0, skipped_updates = 0;
 };
@@ -44,8 +46,8 @@ class Table {
   TableStats stats() const;
 
   // The optimizer's part of a row: its size and a new row's values. Existing rows keep their vectors; their state
-  // starts afresh when its size changes.
-  void set_state(const std::vector<float>& initial);
+  // starts anew when its size changes or when `fresh`.
+  void set_state(const std::vector<float>& initial, bool fresh = false);
 
   // For the owner of a shard, from inside parallel().
   uint32_t shards() const { return config_.shards; }
@@ -53,10 +55,15 @@ class Table {
   uint32_t shard_of(uint64_t hash) const {
     return shard_bits_ ? static_cast<uint32_t>(hash >> (64 - shard_bits_)) : 0;
   }
-  void prefetch(uint64_t hash) const { shards_[shard_of(hash)].index.prefetch(hash); }
+  __attribute__((always_inline)) void prefetch(uint64_t hash) const { shards_[shard_of(hash)].index.prefetch(hash); }
   Entry find(uint64_t hash) const { return shards_[shard_of(hash)].index.find(hash); }
   bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
+
+  // Distinct keys in, vectors out, gradients back: what a store behind a wire does. `version` is that of the lookup.
+  void lookup(const uint64_t* keys, const uint32_t* counts, size_t count, bool training, uint32_t step, float* vectors);
+  void apply(const uint64_t* keys, size_t count, const float* gradients, uint64_t version, const Rule& rule,
+             uint64_t step);
 
   // Around the insertions of a batch: room for so many new keys in each shard, then the end of the batch.
   void reserve(const std::vector<uint32_t>& new_keys_per_shard);
@@ -91,6 +98,7 @@ class Table {
   uint64_t capacity_per_shard() const { return static_cast<uint64_t>(homes_) * Bucket::kEntries; }
   void allocate(uint64_t rows_per_shard);  // new arrays; entries are then moved by advance()
   void settle();                           // finishes growth
+  std::vector<std::vector<uint32_t>> by_shard(const uint64_t* keys, size_t count) const;  // places in keys
   uint32_t take_row(Shard& shard);
   void write_row(char* row, const float* vector, const float* state);
   template <class F>

@@ -9,9 +9,9 @@ def ids(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def one(dim=2, **options):
+def one(dim=2, shards=16, **options):
     """An engine with the single feature f, and the handle of its table."""
-    engine = kv.EmbeddingEngine({"f": kv.Table(dim, **options)})
+    engine = kv.EmbeddingEngine({"f": kv.Table(dim, **options)}, shards=shards)
     return engine, engine.table("f")
 
 

@@ -111,7 +111,7 @@ def test_norm_removes_short_vectors():
 
 @pytest.mark.parametrize("policy", [kv.LRU, kv.LFU])
 def test_rows_stay_near_capacity_without_being_asked(policy):
-    engine, handle = one(evict=policy(capacity=500))
+    engine, handle = one(evict=policy(capacity=500), shards=1)
     opt = kv.optim.Adagrad(engine, lr=0.1)
     sizes = []
     for step in range(40):

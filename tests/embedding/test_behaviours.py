@@ -125,7 +125,7 @@ def test_persia_11_lru_keeps_the_rows_used_last():
 def test_persia_12_a_bad_gradient_skips_its_table_only_and_is_counted(bad):
     engine = kv.EmbeddingEngine({"a": kv.Table(2), "b": kv.Table(2)})
     opt = kv.optim.Adagrad(engine, lr=0.1)
-    train(engine, opt, a=ids(1, 2, 3), b=ids(1))
+    train(engine, opt, a=ids(1, 2, 3), b=ids(1, 1, 1))
     before = ref.sort_rows(engine.table("a").snapshot())
     other = engine.table("b").vectors(ids(1))
     out = engine({"a": ids(1, 2), "b": ids(1, 1)})
@@ -170,9 +170,11 @@ def test_recis_10_sum_mean_and_tile():
     rows = kv.Ragged.from_lists([[1, 2], [], [1]], weights=[[1.0, 2.5], [], [3.0]])
 
     def pooled(combiner, **options):
-        engine, handle = one(1, combiner=combiner, **options)
-        vectors, no_state = torch.tensor([[1.5], [1.0]]), torch.zeros(2, 0)
-        handle.load(kv.Rows(ids(1, 2), vectors, no_state, counts=ids(1, 1), last_steps=ids(0, 0)))
+        engine, handle = one(1, combiner=combiner, init=kv.init.Constant(1.0), **options)
+        engine({"f": rows})
+        snapshot = handle.snapshot()
+        snapshot.vectors[snapshot.keys.tolist().index(1)] = 1.5
+        handle.load(snapshot)
         return engine({"f": rows})["f"].tolist(), engine({"f": kv.Ragged(rows.values, rows.offsets)})["f"]
 
     assert pooled("sum")[0] == [[4.0], [0.0], [4.5]]
@@ -230,7 +232,7 @@ def test_recis_14_age_removes_rows_not_seen_for_so_many_steps():
 
 
 def test_recis_14_freed_rows_are_reset_and_reused():
-    engine, handle = one(8)
+    engine, handle = one(8, shards=1)  # each shard has its own free rows, so several drift a little
     opt = kv.optim.Adagrad(engine, lr=0.1)
     sizes = []
     for round_ in range(12):

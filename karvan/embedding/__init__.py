@@ -1,0 +1,27 @@
+"""Tables, the engine that embeds a batch, admission, eviction, initialisers and sparse optimizers."""
+
+from karvan.embedding import init, optim
+from karvan.embedding.admission import Always, MinCount, Probability, ReadOnly
+from karvan.embedding.engine import EmbeddingEngine
+from karvan.embedding.eviction import LFU, LRU, TTL, Age, Never, Norm
+from karvan.embedding.handle import TableHandle
+from karvan.embedding.table import HashStack, Table
+
+__all__ = [
+    "LFU",
+    "LRU",
+    "TTL",
+    "Age",
+    "Always",
+    "EmbeddingEngine",
+    "HashStack",
+    "MinCount",
+    "Never",
+    "Norm",
+    "Probability",
+    "ReadOnly",
+    "Table",
+    "TableHandle",
+    "init",
+    "optim",
+]

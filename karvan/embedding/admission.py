@@ -1,0 +1,72 @@
+"""Which unknown keys get a row: `Table(16, admit=MinCount(2))`.
+
+A key that is not admitted gives a zero vector, takes no memory, and its gradient goes nowhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+class Admission(ABC):
+    """A rule for unknown keys in training lookups."""
+
+    @abstractmethod
+    def native(self) -> tuple[str, float, int]:
+        """Kind, value and filter slots in the terms of csrc/table/layout.h."""
+
+
+@dataclass(frozen=True)
+class Always(Admission):
+    """Every key gets a row at first sight."""
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Admission.native`."""
+        return "always", 0.0, 0
+
+
+@dataclass(frozen=True)
+class Probability(Admission):
+    """A share `p` of all keys get rows; the key's hash decides, so the choice is the same every time."""
+
+    p: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.p <= 1.0:
+            raise ValueError(f"Probability expects p from 0 to 1, got {self.p}.")
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Admission.native`."""
+        return "probability", float(self.p), 0
+
+
+@dataclass(frozen=True)
+class MinCount(Admission):
+    """A key gets a row with its n-th occurrence in training.
+
+    Occurrences of keys without a row are counted in a filter of `slots` bytes, shared by all of them. Keys may share
+    counters, so some get their row early, never late; give about ten slots for each distinct rare key you expect.
+    """
+
+    n: int
+    slots: int = 1 << 24
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n <= 255:
+            raise ValueError(f"MinCount expects n from 1 to 255, got {self.n}.")
+        if self.slots < 1:
+            raise ValueError(f"MinCount expects at least one slot, got {self.slots}.")
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Admission.native`."""
+        return "min_count", float(self.n), self.slots
+
+
+@dataclass(frozen=True)
+class ReadOnly(Admission):
+    """No key gets a row any more; rows that are there go on learning."""
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Admission.native`."""
+        return "read_only", 0.0, 0

@@ -1,0 +1,186 @@
+"""`EmbeddingEngine`: ids of many features in, vectors out, gradients back, in one native call per direction.
+
+Forward: every feature's ids are checked, then grouped by key, looked up and pooled in one call of the store. Backward:
+autograd hands the gradients of all outputs to one call, which sums them by key; they wait in the engine until a
+`karvan.optim` optimizer applies them. Several backward passes before a step add up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from karvan.embedding.eviction import TTL
+from karvan.embedding.handle import TableHandle
+from karvan.embedding.inputs import FeatureInput, mode_of
+from karvan.embedding.table import POOLED, Table
+from karvan.ragged import Padded, Ragged
+from karvan.store import MemoryStore, Plan, Program, Store
+from karvan.store.protocol import Gradients
+
+
+class EmbeddingEngine(nn.Module):
+    """Embeddings of a model's features.
+
+    A training forward (`train()` mode with gradients enabled) is one step: it inserts unknown keys, counts their uses and
+    notes the step. In `eval()` or under `torch.no_grad()` unknown keys give zeros and nothing changes. The rows are no
+    parameters of the module: give the engine to a `karvan.optim` optimizer, and the parameters to a torch one.
+    """
+
+    def __init__(
+        self, features: Mapping[str, Table], *, seed: int = 0, shards: int = 32, store: Store | None = None
+    ) -> None:
+        super().__init__()
+        if not features:
+            raise ValueError("EmbeddingEngine expects at least one feature, got none.")
+        self.features = dict(features)
+        self.step = 0
+        self.store: Store = store if store is not None else MemoryStore()
+        self._gradients: list[tuple[Plan, Gradients]] = []
+        self._names = {feature: table.name or feature for feature, table in self.features.items()}
+        first: dict[str, Table] = {}
+        for feature, table in self.features.items():
+            name = self._names[feature]
+            table.check_shares_rows_with(first.setdefault(name, table), name, feature)
+        self._clock = _clock_of(first)
+        seed &= 2**64 - 1  # as the native core reads it
+        self._handles: dict[str, TableHandle] = {}
+        for name, table in first.items():
+            self.store.add_table(table.spec(name, seed, shards))
+            self._handles[name] = TableHandle(self, name, table.dim, self._clock)
+        self._program = Program(
+            [
+                (
+                    feature,
+                    self._names[feature],
+                    mode_of(table),
+                    table.combiner if table.combiner in POOLED else "sum",
+                    1 if table.hash_stack is None else table.hash_stack.rounds,
+                    table.dim,
+                )
+                for feature, table in self.features.items()
+            ]
+        )
+
+    def table(self, name: str) -> TableHandle:
+        """The table of that name (a table's name, which is the feature's unless it was given one)."""
+        if name not in self._handles:
+            raise KeyError(f"No table '{name}' in this engine; it has: {', '.join(self._handles)}.")
+        return self._handles[name]
+
+    def tables(self) -> list[TableHandle]:
+        """All tables."""
+        return list(self._handles.values())
+
+    def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
+        """Embed the engine's features of a batch; what else is in the batch is passed through."""
+        inputs = self._inputs(batch)
+        training = self.training and torch.is_grad_enabled()
+        if training:
+            # Any input that requires a gradient makes autograd call back; the anchor is that and nothing more.
+            outs = _Lookup.apply(next(iter(self._handles.values())).anchor, self, inputs)
+        else:
+            self._run(inputs, training=False)
+            outs = tuple(i.take_out() for i in inputs)
+        result: dict[str, Any] = {
+            name: i.present(out) for name, i, out in zip(self.features, inputs, outs, strict=True)
+        }
+        for name, entry in batch.items():
+            if name not in result:
+                result[name] = entry
+        return result
+
+    def _inputs(self, batch: Mapping[str, Any]) -> list[FeatureInput]:
+        inputs = []
+        for feature, table in self.features.items():
+            if feature not in batch:
+                raise KeyError(
+                    f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
+                    f"which has: {', '.join(map(str, batch)) or 'nothing'}."
+                )
+            made = FeatureInput(feature, self._names[feature], table, batch[feature])
+            if inputs and made.rows != inputs[0].rows:
+                first = next(iter(self.features))
+                raise ValueError(
+                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].rows} rows "
+                    f"like feature '{first}', got {made.rows}."
+                )
+            inputs.append(made)
+        return inputs
+
+    def _run(self, inputs: list[FeatureInput], training: bool) -> Plan:
+        numbers = [number for i in inputs for number in i.numbers()]
+        plan = self.store.forward(
+            self._program, numbers, training=training, step=self.step + 1, now=self._clock()
+        )
+        if training:
+            self.step += 1
+        return plan
+
+    def _collect(self, plan: Plan, gradients: tuple[Tensor | None, ...]) -> None:
+        kept = [None if g is None else g.to(torch.float32).contiguous() for g in gradients]
+        addresses = [0 if g is None else g.data_ptr() for g in kept]
+        self._gradients.append((plan, plan.native.reduce(addresses)))
+
+    def take_gradients(self) -> list[tuple[Plan, Gradients]]:
+        """Hand over the gradients that wait to be applied, oldest first; none wait afterwards."""
+        taken, self._gradients = self._gradients, []
+        return taken
+
+    @property
+    def program(self) -> Program:
+        """The features in the store's terms."""
+        return self._program
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The step, for `state_dict()`; rows are not in it."""
+        return {"step": self.step}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Restore what `get_extra_state` gave."""
+        self.step = state["step"]
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "An EmbeddingEngine can be neither copied nor pickled: its rows live in a store. "
+            "Build a second one and load snapshots of the tables into it."
+        )
+
+    def extra_repr(self) -> str:
+        """The tables and the features that use them."""
+        lines = []
+        for name, handle in self._handles.items():
+            users = [f for f, t in self._names.items() if t == name]
+            lines.append(f"{name}: dim={handle.dim}, rows={handle.rows}, features={users}")
+        return "\n".join(lines)
+
+
+class _Lookup(torch.autograd.Function):
+    """The bridge to autograd: outputs of all features forward, their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, engine: EmbeddingEngine, inputs: list[FeatureInput]
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.engine = engine
+        ctx.inputs = inputs  # the plan points into these
+        ctx.plan = engine._run(inputs, training=True)
+        return tuple(i.take_out() for i in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if any(g is not None for g in gradients):
+            ctx.engine._collect(ctx.plan, gradients)
+        return None, None, None
+
+
+def _clock_of(tables: Mapping[str, Table]) -> Callable[[], float]:
+    for table in tables.values():
+        if isinstance(table.evict, TTL):
+            return table.evict.clock
+    return time.time

@@ -1,0 +1,113 @@
+"""Which rows leave, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
+
+Policies look at the whole table after a training lookup, so what they remove does not depend on threads or shards.
+A gradient that arrives for a row that has left is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+class Eviction(ABC):
+    """A rule that removes rows."""
+
+    @abstractmethod
+    def native(self) -> tuple[str, float, int]:
+        """Kind, value and steps between two looks in the terms of csrc/table/layout.h."""
+
+
+def _require_positive(policy: Eviction, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{type(policy).__name__} expects {name} above 0, got {value}.")
+
+
+@dataclass(frozen=True)
+class Never(Eviction):
+    """Rows stay."""
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "never", 0.0, 1
+
+
+@dataclass(frozen=True)
+class LRU(Eviction):
+    """At most `capacity` rows; the ones not used for the most steps leave (then the less used ones).
+
+    From 65,536 on, a table that is full gives up a sixteenth of its rows at once: finding them is paid for by the many
+    insertions that follow.
+    """
+
+    capacity: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, capacity=self.capacity)
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "lru", float(self.capacity), 1
+
+
+@dataclass(frozen=True)
+class LFU(Eviction):
+    """At most `capacity` rows; the ones with the fewest occurrences leave (then the longest unused); see `LRU`."""
+
+    capacity: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self, capacity=self.capacity)
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "lfu", float(self.capacity), 1
+
+
+@dataclass(frozen=True)
+class Age(Eviction):
+    """Rows whose last use is more than `steps` steps ago leave; looked at every `every` steps."""
+
+    steps: int
+    every: int = 1000
+
+    def __post_init__(self) -> None:
+        _require_positive(self, steps=self.steps, every=self.every)
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "age", float(self.steps), self.every
+
+
+@dataclass(frozen=True)
+class TTL(Eviction):
+    """Rows not used for `seconds` leave, at most 1/64 of that time late; looked at every `every` steps."""
+
+    seconds: float
+    every: int = 1000
+    clock: Callable[[], float] = field(default=time.time, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _require_positive(self, seconds=self.seconds, every=self.every)
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "ttl", float(self.seconds), self.every
+
+
+@dataclass(frozen=True)
+class Norm(Eviction):
+    """Rows whose vector's L2 norm is below `below` leave: they say next to nothing; looked at every `every` steps."""
+
+    below: float
+    every: int = 1000
+
+    def __post_init__(self) -> None:
+        _require_positive(self, below=self.below, every=self.every)
+
+    def native(self) -> tuple[str, float, int]:
+        """See `Eviction.native`."""
+        return "norm", float(self.below), self.every

@@ -1,0 +1,101 @@
+"""`TableHandle`: a table of an engine, to look into and to maintain."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.store import Rows
+
+if TYPE_CHECKING:
+    from karvan.embedding.engine import EmbeddingEngine
+
+
+class TableHandle:
+    """One table of an engine's store; `engine.table("user")` gives it."""
+
+    def __init__(self, engine: EmbeddingEngine, name: str, dim: int, clock: Callable[[], float]) -> None:
+        self._engine = weakref.ref(engine)  # the engine holds its handles: no cycle, so rows go with the engine at once
+        self.name = name
+        self.dim = dim
+        self._store = engine.store
+        self._clock = clock
+        self._optimizer: str | None = None
+        # What stands for the table in an optimizer's param_groups; no element of it is ever used.
+        self.anchor = torch.zeros(0, requires_grad=True)
+
+    @property
+    def engine(self) -> EmbeddingEngine:
+        """The engine this table belongs to."""
+        engine = self._engine()
+        if engine is None:
+            raise ReferenceError(f"The engine of table '{self.name}' is gone.")
+        return engine
+
+    @property
+    def rows(self) -> int:
+        """How many keys have a row."""
+        return self.stats()["rows"]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of rows and index."""
+        return self.stats()["bytes"]
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every change."""
+        return self._store.version(self.name)
+
+    def stats(self) -> dict[str, int]:
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
+        return self._store.stats(self.name)
+
+    def keys(self) -> Tensor:
+        """All keys, in the order of their hashes."""
+        return torch.from_numpy(self.snapshot().keys)
+
+    def vectors(self, keys: Tensor | Sequence[int]) -> Tensor:
+        """The vectors of keys, float32 (n, dim); zeros where a key has no row. Nothing changes."""
+        wanted = torch.as_tensor(keys, dtype=torch.int64).cpu().numpy()
+        unique, inverse = np.unique(wanted, return_inverse=True)
+        counts = np.ones(len(unique), dtype=np.uint32)
+        found = self._store.lookup({self.name: (unique, counts)}, training=False, step=0, now=0.0)
+        return torch.from_numpy(found[self.name].vectors[inverse.reshape(-1)])
+
+    def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
+        """Whole rows; with `parts`, those in one of so many equal ranges of key hashes."""
+        return self._store.snapshot(self.name, part, parts)
+
+    def load(self, rows: Rows) -> None:
+        """Insert or overwrite whole rows."""
+        self._store.load(self.name, rows)
+
+    def evict(self) -> int:
+        """Apply the table's policy now; returns how many rows left."""
+        return self._store.evict(self.name, step=self.engine.step, now=self._clock())
+
+    def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
+        """Remove these keys' rows; returns how many there were."""
+        return self._store.erase(self.name, torch.as_tensor(keys, dtype=torch.int64).cpu().numpy())
+
+    def evicted_since(self, version: int) -> Tensor:
+        """Keys whose rows left after `version`, for whoever keeps a copy; ones that came back are among them."""
+        return torch.from_numpy(self._store.evicted_since(self.name, version))
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._store.clear(self.name)
+
+    def set_optimizer(self, kind: str, initial: Sequence[float]) -> None:
+        """Make room for an optimizer's state; rows keep state they have from an optimizer of the same kind."""
+        self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
+        self._optimizer = kind
+
+    def __repr__(self) -> str:
+        return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"

@@ -1,0 +1,123 @@
+"""One feature of a batch on its way into the native core: checked, contiguous, its output allocated."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from karvan import _native, ids
+from karvan.embedding.table import POOLED, Table
+from karvan.ragged import Padded, Ragged
+
+
+def mode_of(table: Table) -> str:
+    """How the native core lays the feature out: "pooled", "padded" or "cells"."""
+    return {"sequence": "padded", "tile": "padded", "ragged": "cells"}.get(table.combiner, "pooled")
+
+
+class FeatureInput:
+    """A feature's ids, and the place of its vectors. Keeps alive what the native core points to."""
+
+    __slots__ = ("_out", "length", "offsets", "rows", "table", "values", "weights")
+
+    def __init__(self, name: str, table_name: str, table: Table, entry: object) -> None:
+        self.table = table
+        if isinstance(entry, Ragged):
+            values, offsets, weights = entry.values, entry.offsets, entry.weights
+        elif isinstance(entry, Tensor):
+            values, offsets, weights = entry, None, None
+        else:
+            raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__)
+        if values.dtype is not torch.int64:
+            if values.dtype is not torch.uint64:
+                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype))
+            values = values.view(torch.int64)
+        if values.device.type != "cpu":
+            raise _refusal(name, table_name, ValueError, "ids on the CPU, where its store is", f"ids on {values.device}")
+        if values.dim() == 2 and not isinstance(entry, Ragged):
+            offsets = _regular_offsets(*values.shape)
+            values = values.reshape(-1)
+        if values.dim() != 1:
+            raise _refusal(name, table_name, ValueError, "ids of 1 or 2 dimensions", f"shape {tuple(values.shape)}")
+        if not values.is_contiguous():
+            values = values.contiguous()
+        if offsets is not None:
+            if offsets.dtype is not torch.int64:
+                raise _refusal(name, table_name, TypeError, "offsets of torch.int64", str(offsets.dtype))
+            if not offsets.is_contiguous():
+                offsets = offsets.contiguous()
+        if weights is not None:
+            if weights.shape != values.shape:
+                raise _refusal(
+                    name, table_name, ValueError, f"{len(values)} weights, one for each id", f"{len(weights)}"
+                )
+            weights = weights.detach().to(torch.float32).contiguous()
+        self.rows = len(values) if offsets is None else len(offsets) - 1
+        self.offsets, self.weights = offsets, weights
+        self.length = self._longest(len(values)) if table.length is None else table.length
+        self.values = values
+        if table.hash_stack is not None:
+            self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
+        self._out: Tensor | None = _empty(self._cells_out(len(values)), table.dim)
+
+    def _longest(self, count: int) -> int:
+        if self.table.combiner != "sequence" or self.offsets is None:
+            return 1
+        # Bounded by the number of ids, so that offsets the native core will refuse do not ask for absurd memory.
+        longest = int(self.offsets.diff().max()) if self.rows else 0
+        return min(max(longest, 0), count)
+
+    def _cells_out(self, count: int) -> int:
+        if self.table.combiner in POOLED:
+            return self.rows
+        return count if self.table.combiner == "ragged" else self.rows * self.length
+
+    def numbers(self) -> tuple[int, int, int, int, int, int, int]:
+        """The native call's numbers for this feature; an address of 0 stands for nothing."""
+        assert self._out is not None
+        cells = len(self.values) if self.table.hash_stack is None else len(self.values) // self.table.hash_stack.rounds
+        return (
+            self.values.data_ptr(),
+            cells,
+            0 if self.offsets is None else self.offsets.data_ptr(),
+            self.rows,
+            0 if self.weights is None else self.weights.data_ptr(),
+            self.length,
+            self._out.data_ptr(),
+        )
+
+    def take_out(self) -> Tensor:
+        """Hand the output over. Autograd's graph holds this object, and the output holds the graph: keeping both leaks."""
+        assert self._out is not None
+        out, self._out = self._out, None
+        return out
+
+    def present(self, out: Tensor) -> Tensor | Padded | Ragged:
+        """The output in the shape the combiner promises."""
+        if self.table.combiner == "tile":
+            return out.view(self.rows, self.length * self.table.dim)
+        if self.table.combiner == "ragged":
+            return Ragged(out, self.offsets)
+        if self.table.combiner == "sequence":
+            lengths = torch.ones(self.rows, dtype=torch.int64) if self.offsets is None else self.offsets.diff()
+            mask = torch.arange(self.length) < lengths.unsqueeze(1)
+            return Padded(out.view(self.rows, self.length, self.table.dim), mask)
+        return out
+
+
+def _refusal(
+    feature: str, table: str, kind: type[TypeError] | type[ValueError], expected: str, received: str
+) -> TypeError | ValueError:
+    return kind(f"Feature '{feature}' of table '{table}': expected {expected}, got {received}.")
+
+
+def _empty(rows: int, dim: int) -> Tensor:
+    """Uninitialised floats from the native pool: large outputs would cost page faults in every step otherwise."""
+    return torch.from_numpy(_native.float_buffer(rows * dim)).view(rows, dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _regular_offsets(rows: int, length: int) -> Tensor:
+    return torch.arange(0, rows * length + 1, length) if length else torch.zeros(rows + 1, dtype=torch.int64)

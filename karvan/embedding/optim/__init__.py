@@ -1,0 +1,9 @@
+"""Sparse optimizers: `kv.optim.Adagrad(engine, lr=0.05)`. Only rows that have a gradient change."""
+
+from karvan.embedding.optim.adagrad import Adagrad
+from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.embedding.optim.ftrl import FTRL
+from karvan.embedding.optim.sgd import SGD
+
+__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "SparseOptimizer"]

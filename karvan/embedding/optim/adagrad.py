@@ -1,0 +1,57 @@
+"""Adagrad (Duchi, Hazan, Singer: Adaptive subgradient methods, 2011), by element or by row."""
+
+from __future__ import annotations
+
+from karvan import _native
+from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+
+
+class Adagrad(SparseOptimizer):
+    """p -= lr * g / (sqrt(a) + eps), where a sums g².
+
+    accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA does (give an
+    initial_accumulator_value then). decay multiplies a before each addition. row_wise keeps one a for a row, the sum of
+    its mean g²: less memory, nearly as good. weight_decay * p is added to g.
+    """
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 0.01,
+        *,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+        weight_decay: float = 0.0,
+        decay: float = 1.0,
+        row_wise: bool = False,
+        accumulate: str = "first",
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        if accumulate not in ("first", "last"):
+            raise ValueError(f"accumulate must be 'first' or 'last', got '{accumulate}'.")
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "initial_accumulator_value": initial_accumulator_value,
+            "weight_decay": weight_decay,
+            "decay": decay,
+            "row_wise": row_wise,
+            "accumulate": accumulate,
+        }
+        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+
+    def _kind(self, group: Group) -> str:
+        return "Adagrad by row" if group["row_wise"] else "Adagrad"
+
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        rule = _native.Rule("adagrad_row" if group["row_wise"] else "adagrad")
+        rule.beta1 = group["decay"]
+        rule.eps = group["eps"]
+        rule.weight_decay = group["weight_decay"]
+        rule.accumulate_last = group["accumulate"] == "last"
+        return rule
+
+    def _initial_state(self, group: Group, dim: int) -> list[float]:
+        return [group["initial_accumulator_value"]] * (1 if group["row_wise"] else dim)

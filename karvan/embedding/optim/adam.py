@@ -1,0 +1,91 @@
+"""Adam (Kingma, Ba 2015) on the rows that have a gradient, and its two forms with decoupled weight decay."""
+
+from __future__ import annotations
+
+import math
+
+from karvan import _native
+from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+
+
+class Adam(SparseOptimizer):
+    """m and v are running means of g and g²; p -= alpha * m / (sqrt(v) + eps).
+
+    alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as torch.optim.SparseAdam does.
+    Moments of rows without a gradient rest. weight_decay * p is added to g.
+    """
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        rule = self._moments("adam", group, step)
+        rule.weight_decay = group["weight_decay"]
+        return rule
+
+    def _moments(self, kind: str, group: Group, step: int) -> _native.Rule:
+        rule = _native.Rule(kind)
+        rule.beta1, rule.beta2 = group["betas"]
+        rule.eps = group["eps"]
+        rule.alpha = float(group["lr"]) * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
+        return rule
+
+    def _kind(self, group: Group) -> str:
+        return "Adam"  # the moments mean the same in all three
+
+    def _initial_state(self, group: Group, dim: int) -> list[float]:
+        return [0.0] * (2 * dim)
+
+
+class AdamW(Adam):
+    """Adam, but decay acts on the vector itself: p *= 1 - lr * weight_decay before the update (Loshchilov, Hutter 2019)."""
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            clip_value=clip_value,
+            clip_norm=clip_norm,
+            weight_bound=weight_bound,
+        )
+
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        rule = self._moments("adamw", group, step)
+        rule.shrink = 1 - self._decay(group)
+        return rule
+
+    def _decay(self, group: Group) -> float:
+        return float(group["lr"]) * float(group["weight_decay"])
+
+
+class AdamWTF(AdamW):
+    """AdamW as TensorFlow's and RecIS's users know it: p *= 1 - weight_decay, whatever the learning rate."""
+
+    def _decay(self, group: Group) -> float:
+        return float(group["weight_decay"])

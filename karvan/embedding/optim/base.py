@@ -1,0 +1,169 @@
+"""What all sparse optimizers share: binding to tables, schedulers, pending gradients, clipping and bounds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from karvan import _native
+from karvan.embedding.engine import EmbeddingEngine
+from karvan.embedding.handle import TableHandle
+
+Group: TypeAlias = dict[str, Any]
+Target: TypeAlias = EmbeddingEngine | nn.Module | TableHandle
+Targets: TypeAlias = Target | Iterable[Target | Group]
+
+
+class SparseOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters are tables.
+
+    `params` is an engine, a module with engines in it, or a list of param groups like torch's:
+    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, `attach` comes later.
+    Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer; the rows' own state
+    (accumulators, moments) lives in the rows.
+
+    clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound limits each
+    element of the vector after the update.
+    """
+
+    def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
+        _check(defaults)
+        self.defaults = defaults
+        self._tables: dict[Tensor, tuple[EmbeddingEngine, TableHandle]] = {}
+        self._engines: list[EmbeddingEngine] = []
+        if params is not None:
+            self.attach(params)
+
+    def attach(self, params: Targets) -> None:
+        """Bind an optimizer that was made without tables."""
+        if self._engines:
+            raise ValueError(f"This {type(self).__name__} is attached to tables already.")
+        groups = _groups(params)
+        found = [(engine, handle) for group in groups for engine, handle in _owned(group["params"])]
+        self._tables = {handle.anchor: (engine, handle) for engine, handle in found}
+        self._engines = list(dict.fromkeys(engine for engine, _ in found))
+        for group in groups:
+            _check({k: v for k, v in group.items() if k != "params"})
+            group["params"] = [handle.anchor for _, handle in _owned(group["params"])]
+        super().__init__(groups, self.defaults)
+        for group in self.param_groups:
+            for anchor in group["params"]:
+                handle = self._tables[anchor][1]
+                handle.set_optimizer(self._kind(group), self._initial_state(group, handle.dim))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Apply the gradients that the engines hold; they are used up."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._engines:
+            raise RuntimeError(f"This {type(self).__name__} is attached to no tables: call attach(engine) first.")
+        groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
+        for engine in self._engines:
+            gradients = engine.take_gradients()
+            if not gradients:
+                continue
+            rules: dict[str, _native.Rule] = {}
+            steps: dict[str, int] = {}
+            for slot, name in enumerate(engine.program.tables):
+                anchor = engine.table(name).anchor
+                touched = any(g.unique_in(slot) for _, g in gradients)
+                if anchor not in groups or not touched:
+                    continue
+                # A table that is skipped for a gradient that is not finite has not made a step.
+                steps[name] = self.state[anchor].get("step", 0) + 1
+                if all(g.finite(slot) for _, g in gradients):
+                    self.state[anchor]["step"] = steps[name]
+                rules[name] = self._full_rule(groups[anchor], steps[name])
+            engine.store.update(engine.program, gradients, rules, steps)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that have not been applied."""
+        for engine in self._engines:
+            engine.take_gradients()
+
+    def _full_rule(self, group: Group, step: int) -> _native.Rule:
+        rule = self._rule(group, step)
+        rule.lr = float(group["lr"])
+        rule.clip_value = group["clip_value"] or 0.0
+        rule.clip_norm = group["clip_norm"] or 0.0
+        rule.bound = group["weight_bound"] or 0.0
+        return rule
+
+    def _kind(self, group: Group) -> str:
+        """What the rows' state means; rows keep theirs when an optimizer of the same kind takes over."""
+        return type(self).__name__
+
+    @abstractmethod
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        """The native rule for the group's numbers at the table's step, counted from 1."""
+
+    @abstractmethod
+    def _initial_state(self, group: Group, dim: int) -> list[float]:
+        """A new row's optimizer state."""
+
+
+def limits(
+    clip_value: float | None, clip_norm: float | None, weight_bound: float | None
+) -> dict[str, float | None]:
+    """The settings every optimizer has, as defaults of its groups."""
+    return {"clip_value": clip_value, "clip_norm": clip_norm, "weight_bound": weight_bound}
+
+
+_POSITIVE = ("clip_value", "clip_norm", "weight_bound")
+_NOT_NEGATIVE = ("lr", "eps", "weight_decay", "initial_accumulator_value", "beta", "l1", "l2")
+_SHARES = ("momentum", "decay")
+
+
+def _check(settings: Mapping[str, Any]) -> None:
+    for name in _POSITIVE:
+        value = settings.get(name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0 or None, got {value}.")
+    for name in _NOT_NEGATIVE:
+        if name in settings and not settings[name] >= 0:
+            raise ValueError(f"{name} must not be negative, got {settings[name]}.")
+    for name in _SHARES:
+        if name in settings and not 0 <= settings[name] <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {settings[name]}.")
+    for beta in settings.get("betas", ()):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas must lie in [0, 1), got {settings['betas']}.")
+
+
+def _groups(params: Targets) -> list[Group]:
+    if isinstance(params, nn.Module | TableHandle):
+        return [{"params": [params]}]
+    listed = list(params)
+    if listed and all(isinstance(item, dict) for item in listed):
+        groups = [dict(item) for item in listed if isinstance(item, dict)]
+        for group in groups:
+            if isinstance(group["params"], nn.Module | TableHandle):
+                group["params"] = [group["params"]]
+        return groups
+    return [{"params": listed}]
+
+
+def _owned(targets: Iterable[Any]) -> list[tuple[EmbeddingEngine, TableHandle]]:
+    found: list[tuple[EmbeddingEngine, TableHandle]] = []
+    for target in targets:
+        if isinstance(target, TableHandle):
+            found.append((target.engine, target))
+        elif isinstance(target, nn.Module):
+            engines = [m for m in target.modules() if isinstance(m, EmbeddingEngine)]
+            if not engines:
+                raise ValueError(f"There is no EmbeddingEngine in this {type(target).__name__}.")
+            found += [(engine, handle) for engine in engines for handle in engine.tables()]
+        else:
+            raise TypeError(
+                f"Expected an EmbeddingEngine, a module that holds one, or a table, got {type(target).__name__}; "
+                "tensors belong to a torch.optim optimizer."
+            )
+    return found

@@ -1,0 +1,47 @@
+"""FTRL-proximal (McMahan et al.: Ad click prediction, 2013): sparse weights for logistic models."""
+
+from __future__ import annotations
+
+from karvan import _native
+from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+
+
+class FTRL(SparseOptimizer):
+    """n sums g²; z += g - (sqrt(n + g²) - sqrt(n)) / lr * p; p = -shrink(z, l1) / ((beta + sqrt(n)) / lr + l2).
+
+    An element whose |z| is at most l1 becomes exactly 0.
+    """
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 0.1,
+        *,
+        beta: float = 1.0,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        if not lr > 0:
+            raise ValueError(f"FTRL divides by lr, so it must be above 0, got {lr}.")
+        defaults = {
+            "lr": lr,
+            "beta": beta,
+            "l1": l1,
+            "l2": l2,
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        rule = _native.Rule("ftrl")
+        rule.beta1 = group["beta"]
+        rule.l1 = group["l1"]
+        rule.l2 = group["l2"]
+        return rule
+
+    def _initial_state(self, group: Group, dim: int) -> list[float]:
+        return [0.0] * dim + [group["initial_accumulator_value"]] * dim

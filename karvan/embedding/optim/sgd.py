@@ -1,0 +1,36 @@
+"""Stochastic gradient descent, with or without momentum."""
+
+from __future__ import annotations
+
+from karvan import _native
+from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+
+
+class SGD(SparseOptimizer):
+    """p -= lr * b with b = momentum * b + g, where g includes weight_decay * p.
+
+    A row's momentum rests while the row has no gradient.
+    """
+
+    def __init__(
+        self,
+        params: Targets | None = None,
+        lr: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        weight_bound: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+
+    def _rule(self, group: Group, step: int) -> _native.Rule:
+        rule = _native.Rule("momentum" if group["momentum"] else "sgd")
+        rule.beta1 = group["momentum"]
+        rule.weight_decay = group["weight_decay"]
+        return rule
+
+    def _initial_state(self, group: Group, dim: int) -> list[float]:
+        return [0.0] * dim if group["momentum"] else []

@@ -1,0 +1,87 @@
+"""`Table`: what a model says about one feature's embedding, checked when it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from karvan.embedding.admission import Admission, Always
+from karvan.embedding.eviction import Eviction, Never
+from karvan.embedding.init import Initialiser, Uniform
+from karvan.store import TableSpec
+
+POOLED = ("sum", "mean", "sqrtn")
+COMBINERS = (*POOLED, "sequence", "tile", "ragged")
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class HashStack:
+    """Each id becomes `rounds` rows out of rounds × size, whose vectors add up: bounded tables for unbounded ids."""
+
+    rounds: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.size < 1:
+            raise ValueError(f"HashStack expects rounds and size of at least 1, got {self}.")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A feature's table. Features whose tables have the same name share rows.
+
+    combiner: "sum", "mean" or "sqrtn" pool a row's ids to (B, dim); "sequence" gives `Padded` (B, L, dim) with a mask,
+    "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as a `Ragged`.
+    length: how many ids "sequence" and "tile" keep, from the first; "sequence" without it takes the batch's longest row.
+    dtype: of the vectors; arithmetic and optimizer state are float32, and halves are rounded stochastically.
+    """
+
+    dim: int
+    name: str | None = None
+    combiner: str = "sum"
+    length: int | None = None
+    dtype: torch.dtype = torch.float32
+    init: Initialiser = field(default_factory=Uniform)
+    admit: Admission = field(default_factory=Always)
+    evict: Eviction = field(default_factory=Never)
+    hash_stack: HashStack | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
+            raise ValueError(f"Table expects dim from 1 to 65536, got {self.dim!r}.")
+        if self.combiner not in COMBINERS:
+            raise ValueError(f"Table expects a combiner out of {', '.join(COMBINERS)}, got '{self.combiner}'.")
+        if self.combiner == "tile" and self.length is None:
+            raise ValueError("Table with combiner 'tile' needs length, the number of vectors side by side.")
+        if self.length is not None:
+            if self.combiner not in ("sequence", "tile"):
+                raise ValueError(f"Table takes length with 'sequence' and 'tile', not with '{self.combiner}'.")
+            if self.length < 1:
+                raise ValueError(f"Table expects length of at least 1, got {self.length}.")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"Table expects dtype float32, bfloat16 or float16, got {self.dtype}.")
+        for what, kind in (("init", Initialiser), ("admit", Admission), ("evict", Eviction)):
+            if not isinstance(getattr(self, what), kind):
+                raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {getattr(self, what)!r}.")
+
+    def spec(self, name: str, seed: int, shards: int) -> TableSpec:
+        """The table in the store's terms."""
+        return TableSpec(
+            name=name,
+            dim=self.dim,
+            dtype=_DTYPES[self.dtype],
+            init=self.init.native(self.dim),
+            admit=self.admit.native(),
+            evict=self.evict.native(),
+            seed=seed,
+            shards=shards,
+        )
+
+    def check_shares_rows_with(self, other: Table, table: str, feature: str) -> None:
+        """Raise if `feature`, which is declared as this, cannot share the rows of table `table`, declared as `other`."""
+        for what in ("dim", "dtype", "init", "admit", "evict", "hash_stack"):
+            has, asks = getattr(other, what), getattr(self, what)
+            if has != asks:
+                raise ValueError(f"Table '{table}' has {what} {has}, but feature '{feature}' asks for {asks}.")

@@ -1,0 +1,125 @@
+"""Rows in this process's memory: the default store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from karvan import _native
+from karvan.store.protocol import (
+    Counts,
+    Found,
+    Gradients,
+    Keys,
+    Plan,
+    Program,
+    Rows,
+    Rule,
+    Store,
+    TableSpec,
+    Vectors,
+    merge,
+)
+
+
+class MemoryStore(Store):
+    """Native tables; a whole batch is one native call per direction."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, _native.Table] = {}
+        self._specs: dict[str, TableSpec] = {}
+
+    def add_table(self, spec: TableSpec) -> None:
+        """See `Store.add_table`."""
+        known = self._specs.get(spec.name)
+        if known == spec:
+            return
+        if known is not None:
+            raise ValueError(f"Table '{spec.name}' is in the store already as {known}, but {spec} was asked for.")
+        self._tables[spec.name] = _native.Table(
+            spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, spec.evict, spec.shards
+        )
+        self._specs[spec.name] = spec
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        self._tables[table].set_state(list(initial), fresh)
+
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """See `Store.lookup`."""
+        return {
+            name: Found(*self._tables[name].lookup(unique, counts, training, step, now))
+            for name, (unique, counts) in keys.items()
+        }
+
+    def apply(
+        self,
+        gradients: Mapping[str, tuple[Keys, Vectors, int]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.apply`."""
+        for name, (keys, values, version) in gradients.items():
+            self._tables[name].apply(keys, values, version, rules[name], steps[name])
+
+    def skip(self, table: str) -> None:
+        """See `Store.skip`."""
+        self._tables[table].count_skipped()
+
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """See `Store.evict`."""
+        return self._tables[table].evict(step, now)
+
+    def erase(self, table: str, keys: Keys) -> int:
+        """See `Store.erase`."""
+        return self._tables[table].erase(np.ascontiguousarray(keys))
+
+    def clear(self, table: str) -> None:
+        """See `Store.clear`."""
+        self._tables[table].clear()
+
+    def version(self, table: str) -> int:
+        """See `Store.version`."""
+        return self._tables[table].version
+
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """See `Store.evicted_since`."""
+        return self._tables[table].evicted_since(version)
+
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """See `Store.snapshot`."""
+        if not 0 <= part < parts:
+            raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
+        return Rows(*self._tables[table].snapshot(part, parts))
+
+    def load(self, table: str, rows: Rows) -> None:
+        """See `Store.load`."""
+        if len(np.unique(rows.keys)) != len(rows.keys):
+            raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
+        self._tables[table].load(*rows)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """See `Store.stats`."""
+        return self._tables[table].stats()
+
+    def forward(
+        self, program: Program, inputs: list[int], *, training: bool, step: int, now: float
+    ) -> Plan:
+        """See `Store.forward`: grouping, lookup and pooling in one native call."""
+        tables = [self._tables[name] for name in program.tables]
+        return Plan(_native.forward(program.native, tables, inputs, training, step, now), {})
+
+    def update(
+        self,
+        program: Program,
+        gradients: Sequence[tuple[Plan, Gradients]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.update`: the rows are found again by their places, not by their keys."""
+        merge(gradients).apply(
+            [rules.get(name) for name in program.tables], [steps.get(name, 0) for name in program.tables]
+        )

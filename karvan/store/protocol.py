@@ -1,0 +1,179 @@
+"""The store protocol: what the embedding engine asks of whatever holds the rows.
+
+A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`Plan`), pools the vectors after,
+and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this with the native grouping and
+the store's own `lookup` and `apply`; a store in the same process overrides them with one native call each.
+
+Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a push hands them
+back, and the store drops and counts gradients of rows that left in between, even if their key has come back since.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from karvan import _native
+
+Keys: TypeAlias = NDArray[np.int64]
+Vectors: TypeAlias = NDArray[np.float32]
+Counts: TypeAlias = NDArray[np.uint32]
+Gradients: TypeAlias = _native.Gradients
+Rule: TypeAlias = _native.Rule
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table, in the terms of the native core."""
+
+    name: str
+    dim: int
+    dtype: str
+    init: tuple[str, float, float, float, float]
+    admit: tuple[str, float, int]
+    evict: tuple[str, float, int]
+    seed: int
+    shards: int
+
+
+class Rows(NamedTuple):
+    """Whole rows, in the order of their keys' hashes: what snapshots hold and loads take."""
+
+    keys: Keys
+    vectors: Vectors
+    state: Vectors
+    counts: Counts
+    last_steps: Counts
+
+
+class Found(NamedTuple):
+    """What a lookup of distinct keys gives: their vectors, and the table's version for the push that follows."""
+
+    vectors: Vectors
+    version: int
+
+
+class Program:
+    """The features of an engine in the form the native core wants, made once.
+
+    `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`.
+    """
+
+    def __init__(self, features: Sequence[tuple[str, str, str, str, int, int]]) -> None:
+        self.tables = list(dict.fromkeys(table for _, table, *_ in features))
+        slots = {table: slot for slot, table in enumerate(self.tables)}
+        self.native = _native.Program(
+            [(name, table, slots[table], *rest) for name, table, *rest in features], len(self.tables)
+        )
+
+
+class Plan(NamedTuple):
+    """A batch between its lookup and its gradients: the native plan, and the tables' versions at the lookup."""
+
+    native: _native.Plan
+    versions: Mapping[str, int]
+
+
+class Store(ABC):
+    """Holds tables of rows."""
+
+    @abstractmethod
+    def add_table(self, spec: TableSpec) -> None:
+        """Make the table, or do nothing if the same one is there; a different one of that name is an error."""
+
+    @abstractmethod
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """Give every row the optimizer state `initial`; rows that have state of that size keep it unless `fresh`."""
+
+    @abstractmethod
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """Vectors of distinct keys, with how often each occurs; training inserts the unknown, otherwise they are zeros."""
+
+    @abstractmethod
+    def apply(
+        self,
+        gradients: Mapping[str, tuple[Keys, Vectors, int]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Update the rows of distinct keys; each table's gradients come with the version of their lookup."""
+
+    @abstractmethod
+    def skip(self, table: str) -> None:
+        """Count an update that was left out because its gradient was not finite."""
+
+    @abstractmethod
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """Apply the table's policy now; returns how many rows left."""
+
+    @abstractmethod
+    def erase(self, table: str, keys: Keys) -> int:
+        """Remove these keys; returns how many rows left."""
+
+    @abstractmethod
+    def clear(self, table: str) -> None:
+        """Remove all rows."""
+
+    @abstractmethod
+    def version(self, table: str) -> int:
+        """A number that grows with every change of the table."""
+
+    @abstractmethod
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """Keys whose rows left after that version, the ones that came back included."""
+
+    @abstractmethod
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """The rows whose key hash lies in the given one of `parts` equal ranges."""
+
+    @abstractmethod
+    def load(self, table: str, rows: Rows) -> None:
+        """Insert or overwrite rows."""
+
+    @abstractmethod
+    def stats(self, table: str) -> dict[str, int]:
+        """Counters of the table: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
+
+    def forward(
+        self, program: Program, inputs: list[int], *, training: bool, step: int, now: float
+    ) -> Plan:
+        """Look up a batch and fill its outputs; `inputs` are the native call's numbers for each feature."""
+        plan = _native.Plan(program.native, inputs)
+        keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
+        found = self.lookup(keys, training=training, step=step, now=now)
+        plan.pool_from([found[table].vectors for table in program.tables])
+        return Plan(plan, {table: f.version for table, f in found.items()})
+
+    def update(
+        self,
+        program: Program,
+        gradients: Sequence[tuple[Plan, Gradients]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Apply the sum of some backward passes' gradients to the tables that have a rule."""
+        total = merge(gradients)
+        pushes: dict[str, tuple[Any, Any, int]] = {}
+        for slot, table in enumerate(program.tables):
+            if table not in rules:
+                continue
+            if not total.finite(slot):
+                self.skip(table)
+                continue
+            # Summed gradients count from the oldest of their lookups.
+            pushes[table] = (*total.keys_and_values(slot), min(plan.versions[table] for plan, _ in gradients))
+        self.apply(pushes, rules, steps)
+
+
+def merge(gradients: Sequence[tuple[Plan, Gradients]]) -> Gradients:
+    """The sum of some backward passes' gradients, key by key, in their order."""
+    if len(gradients) == 1:
+        return gradients[0][1]
+    return _native.Gradients.merge([g for _, g in gradients])
