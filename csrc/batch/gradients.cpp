@@ -18,15 +18,17 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const f
   std::vector<KeySource> keys;
   for (size_t f = 0; f < of_features.size(); ++f) {
     const Plan::Feature& feature = plan_->features_[f];
-    sources.push_back({of_features[f], feature.base, feature.spec.stack,
+    sources.push_back({of_features[f], feature.base, feature.spec->stack,
                        feature.out_row ? feature.out_row.data() : nullptr, feature.in.weights,
                        feature.scale ? feature.scale.data() : nullptr});
     if (of_features[f])
-      keys.push_back({feature.spec.slot, feature.in.values, feature.in.cells * feature.spec.stack, feature.base});
+      keys.push_back({feature.spec->slot, feature.in.values, feature.in.cells * feature.spec->stack, feature.base});
   }
   if (keys.size() < of_features.size()) {  // keys of features without a gradient must not be touched: group anew
     std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
-    own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), keys, plan_->groups_.unique_of.size());
+    own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), std::move(keys),
+                                              plan_->groups_.unique_of.size());
+    own_groups_->group_all();
     const KeyGroups& g = *own_groups_;
     own_row_ = Array<uint32_t>(g.hash.size());
     parallel(g.buckets(), [&](uint32_t b) {
@@ -35,7 +37,7 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const f
         own_row_[g.begin[b] + i] = plan_->row_[first + plan_->groups_.unique_of[g.positions[g.start(b)[i]]]];
     });
   }
-  reduce(sources, plan_->feature_of_, plan_->users_);
+  reduce(sources, plan_->feature_of_);
 }
 
 float* Gradients::values(uint32_t bucket) const {
@@ -43,16 +45,28 @@ float* Gradients::values(uint32_t bucket) const {
   return values_[slot].data() + (groups().begin[bucket] - groups().first_index(slot)) * dims_[slot];
 }
 
-void Gradients::reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of,
-                       const std::vector<uint32_t>& users) {
+// A small slot's buckets are one task, like its lookup was: its gradients pass through one core's cache only.
+void Gradients::each_bucket(const std::function<void(uint32_t)>& f) const {
+  const KeyGroups& g = groups();
+  std::vector<std::pair<uint32_t, uint32_t>> tasks;
+  for (const KeyGroups::Slot& slot : g.slots) {
+    const uint32_t width = slot.small ? slot.buckets : 1;
+    for (uint32_t b = 0; b < slot.buckets; b += width) tasks.emplace_back(slot.first_bucket + b, width);
+  }
+  parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
+    for (uint32_t b = tasks[t].first; b < tasks[t].first + tasks[t].second; ++b)
+      if (g.unique[b] != 0) f(b);
+  });
+}
+
+void Gradients::reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of) {
   const KeyGroups& g = groups();
   for (uint32_t s = 0; s < dims_.size(); ++s) values_.emplace_back(g.slots[s].positions * dims_[s]);
   std::vector<std::atomic<bool>> bad(dims_.size());
-  parallel(g.buckets(), [&](uint32_t b) {
-    if (g.unique[b] == 0) return;
+  each_bucket([&](uint32_t b) {
     const uint32_t slot = g.slot_of[b];
     const ReduceArgs args{dims_[slot], sources.data(), feature_of.data(), g.positions.data(),
-                          g.start(b), g.unique[b], users[slot] == 1, values(b)};
+                          g.start(b), g.unique[b], g.slots[slot].sources.size() == 1, values(b)};
     if (!kernels().reduce(args)) bad[slot].store(true, std::memory_order_relaxed);
   });
   for (const auto& b : bad) finite_.push_back(!b.load());
@@ -88,9 +102,9 @@ void Gradients::apply(const std::vector<const Rule*>& rules, const std::vector<u
   for (uint32_t s = 0; s < tables_.size(); ++s)
     if (rules[s] && !finite_[s] && unique_in(s)) tables_[s]->skipped_updates.fetch_add(1);
   const KeyGroups& g = groups();
-  parallel(g.buckets(), [&](uint32_t b) {
+  each_bucket([&](uint32_t b) {
     const uint32_t s = g.slot_of[b];
-    if (g.unique[b] == 0 || !rules[s] || !finite_[s]) return;
+    if (!rules[s] || !finite_[s]) return;
     const ApplyArgs args{tables_[s]->view(), tables_[s]->layout(), rules[s], row() + g.begin[b],
                          g.hash.data() + g.begin[b], values(b), g.unique[b], steps[s]};
     kernels().apply(args);
@@ -136,12 +150,13 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
       feature_of.resize(base >> kFeatureShift, static_cast<uint16_t>(sources.size() - 1));
     }
   }
-  sum->own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(sum->dims_.size()), keys, base);
+  sum->own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(sum->dims_.size()), std::move(keys), base);
+  sum->own_groups_->group_all();
   const KeyGroups& g = *sum->own_groups_;
   sum->own_row_ = Array<uint32_t>(g.hash.size());
   for (uint32_t b = 0; b < g.buckets(); ++b)
     for (uint32_t i = 0; i < g.unique[b]; ++i) sum->own_row_[g.begin[b] + i] = rows[g.positions[g.start(b)[i]]];
-  sum->reduce(sources, feature_of, std::vector<uint32_t>(sum->dims_.size(), static_cast<uint32_t>(parts.size())));
+  sum->reduce(sources, feature_of);
   for (uint32_t s = 0; s < sum->dims_.size(); ++s)
     for (Gradients* part : parts) sum->finite_[s] &= part->finite_[s];
   for (const auto& table : sum->tables_) {

@@ -1,6 +1,7 @@
 // What a backward pass brings: one summed gradient for each distinct key of a plan, ready to be applied once.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -30,8 +31,8 @@ class Gradients {
   Gradients() = default;
   const KeyGroups& groups() const { return own_groups_ ? *own_groups_ : plan_->groups_; }
   uint32_t* row() const { return own_groups_ ? own_row_.data() : plan_->row_.data(); }
-  void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of,
-              const std::vector<uint32_t>& users);
+  void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of);
+  void each_bucket(const std::function<void(uint32_t)>& f) const;  // on all threads, buckets without keys left out
   void resolve();  // brings the rows up to date with what has left the tables since the lookup
   float* values(uint32_t bucket) const;
 

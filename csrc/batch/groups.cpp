@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
+#include <utility>
 
 #include "hash/mix.h"
 #include "threads/pool.h"
@@ -10,7 +11,7 @@
 namespace karvan {
 namespace {
 
-constexpr uint64_t kPositionsPerBucket = 256, kPositionsPerTask = 8192;
+constexpr uint64_t kPositionsPerBucket = 4096, kPositionsPerTask = 8192, kSmallSlot = 8192;
 constexpr int kMostBits = 12;
 
 struct Task {
@@ -27,85 +28,100 @@ inline uint32_t top(uint64_t hash, int bits) { return bits ? static_cast<uint32_
 
 }  // namespace
 
-KeyGroups::KeyGroups(uint32_t slot_count, std::span<const KeySource> sources, uint64_t positions_end)
-    : slots(slot_count), unique_of(positions_end) {
+KeyGroups::KeyGroups(uint32_t slot_count, std::vector<KeySource> sources, uint64_t positions_end)
+    : slots(slot_count), unique_of(positions_end), sources_(std::move(sources)) {
   uint64_t total = 0;
-  for (const KeySource& s : sources) {
-    slots[s.slot].positions += s.count;
-    total += s.count;
+  for (size_t i = 0; i < sources_.size();) {
+    Slot& slot = slots[sources_[i].slot];
+    const size_t first = i;
+    for (; i < sources_.size() && sources_[i].slot == sources_[first].slot; ++i) slot.positions += sources_[i].count;
+    slot.sources = std::span(sources_).subspan(first, i - first);
+    total += slot.positions;
   }
   if (total >= UINT32_MAX / 2) throw std::length_error("a batch holds at most 2^31 ids");
-  uint32_t buckets = 0;
+  uint64_t at = 0;
   for (uint32_t s = 0; s < slot_count; ++s) {
     Slot& slot = slots[s];
-    slot.bits = std::min<int>(kMostBits, std::bit_width(slot.positions / kPositionsPerBucket));
-    slot.first_bucket = buckets;
+    slot.bits = std::min<int>(kMostBits, std::bit_width((slot.positions + kPositionsPerBucket - 1) / kPositionsPerBucket) - 1);
+    slot.bits = std::max(slot.bits, 0);
+    slot.small = slot.positions <= kSmallSlot;
+    slot.first_bucket = static_cast<uint32_t>(slot_of.size());
     slot.buckets = 1u << slot.bits;
-    buckets += slot.buckets;
     slot_of.insert(slot_of.end(), slot.buckets, s);
+    begin.insert(begin.end(), slot.buckets, static_cast<uint32_t>(at));
+    at += slot.positions;
   }
-  begin.assign(buckets + 1, 0);
-  unique.assign(buckets, 0);
+  begin.push_back(static_cast<uint32_t>(at));
+  unique.assign(slot_of.size(), 0);
   hash = Array<uint64_t>(total);
   positions = Array<uint32_t>(total);
-  start_ = Array<uint32_t>(total + buckets + 1);
-  Array<uint32_t> scattered(total);
-  partition(sources, scattered);
-  parallel(buckets, [&](uint32_t bucket) { dedupe(bucket, scattered.data()); });
+  scattered_ = Array<uint32_t>(total);
+  start_ = Array<uint32_t>(total + slot_of.size() + 1);
 }
 
-void KeyGroups::partition(std::span<const KeySource> sources, Array<uint32_t>& scattered) {
-  std::vector<Task> tasks;
-  size_t counters = 0;
-  for (const KeySource& source : sources) {
-    for (size_t first = 0; first < source.count; first += kPositionsPerTask) {
-      tasks.push_back({&source, first, std::min(source.count, first + kPositionsPerTask), counters});
-      counters += slots[source.slot].buckets;
-    }
+void KeyGroups::group_all() {
+  group_large();
+  parallel(static_cast<uint32_t>(slots.size()), [&](uint32_t s) {
+    if (slots[s].small) group_small(s);
+  });
+}
+
+void KeyGroups::group_large() {
+  for (const Slot& slot : slots) {
+    if (slot.small) continue;
+    partition(slot, false);
+    parallel(slot.buckets, [&](uint32_t b) { dedupe(slot.first_bucket + b); });
   }
-  std::vector<uint32_t> counts(counters, 0);
+}
+
+void KeyGroups::group_small(uint32_t slot) {
+  partition(slots[slot], true);
+  for (uint32_t b = 0; b < slots[slot].buckets; ++b) dedupe(slots[slot].first_bucket + b);
+}
+
+void KeyGroups::partition(const Slot& slot, bool alone) {
+  if (slot.buckets == 1) {  // nothing to spread: hash in place
+    uint32_t at = begin[slot.first_bucket];
+    for (const KeySource& source : slot.sources) {
+      for (size_t i = 0; i < source.count; ++i, ++at) {
+        hash[at] = hash_of(source, i);
+        scattered_[at] = static_cast<uint32_t>(source.base + i);
+      }
+    }
+    return;
+  }
+  const size_t per_task = alone ? SIZE_MAX / 2 : kPositionsPerTask;
+  const int bits = slot.bits;
+  std::vector<Task> tasks;
+  for (const KeySource& source : slot.sources)
+    for (size_t first = 0; first < source.count; first += per_task)
+      tasks.push_back({&source, first, std::min(source.count, first + per_task), tasks.size() * slot.buckets});
+  std::vector<uint32_t> counts(tasks.size() * slot.buckets, 0);
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
     const Task& task = tasks[t];
-    const int bits = slots[task.source->slot].bits;
     uint32_t* count = counts.data() + task.counters;
     for (size_t i = task.first; i < task.last; ++i) ++count[top(hash_of(*task.source, i), bits)];
   });
   // Counts to starting places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
-  uint32_t at = 0;
-  for (size_t t = 0; t < tasks.size();) {
-    const uint32_t slot = tasks[t].source->slot;
-    size_t end = t;
-    while (end < tasks.size() && tasks[end].source->slot == slot) ++end;
-    for (uint32_t b = 0; b < slots[slot].buckets; ++b) {
-      begin[slots[slot].first_bucket + b] = at;
-      for (size_t k = t; k < end; ++k) {
-        uint32_t& count = counts[tasks[k].counters + b];
-        const uint32_t here = count;
-        count = at;
-        at += here;
-      }
-    }
-    t = end;
+  uint32_t at = begin[slot.first_bucket];
+  for (uint32_t b = 0; b < slot.buckets; ++b) {
+    begin[slot.first_bucket + b] = at;
+    for (const Task& task : tasks) at += std::exchange(counts[task.counters + b], at);
   }
-  begin.back() = at;
-  // A slot without positions was not met above; its buckets are empty ranges.
-  for (uint32_t b = buckets(); b-- > 0;)
-    if (slots[slot_of[b]].positions == 0) begin[b] = begin[b + 1];
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
     const Task& task = tasks[t];
-    const int bits = slots[task.source->slot].bits;
     uint32_t* place = counts.data() + task.counters;
     const auto base = static_cast<uint32_t>(task.source->base);
     for (size_t i = task.first; i < task.last; ++i) {
       const uint64_t h = hash_of(*task.source, i);
       const uint32_t to = place[top(h, bits)]++;
       hash[to] = h;
-      scattered[to] = base + static_cast<uint32_t>(i);
+      scattered_[to] = base + static_cast<uint32_t>(i);
     }
   });
 }
 
-void KeyGroups::dedupe(uint32_t bucket, const uint32_t* scattered) {
+void KeyGroups::dedupe(uint32_t bucket) {
   const uint32_t first = begin[bucket], count = begin[bucket + 1] - first;
   uint32_t* starts = start(bucket);
   starts[0] = first;
@@ -134,7 +150,7 @@ void KeyGroups::dedupe(uint32_t bucket, const uint32_t* scattered) {
   for (uint32_t k = 1; k <= uniques; ++k) starts[k] += starts[k - 1];
   const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket]));
   for (uint32_t i = count; i-- > 0;) {
-    const uint32_t position = scattered[first + i];
+    const uint32_t position = scattered_[first + i];
     positions[--starts[number[i]]] = position;
     unique_of[position] = offset + number[i] - 1;
   }

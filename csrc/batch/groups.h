@@ -27,11 +27,20 @@ class KeyGroups {
     int bits = 0;                            // a bucket is the top `bits` of the hash
     uint32_t first_bucket = 0, buckets = 0;
     uint64_t positions = 0;
+    std::span<const KeySource> sources;
+    bool small = false;                      // one thread groups it alone, in its own cache
   };
 
   KeyGroups() = default;
-  // Sources of one slot stand together and in order of their base; all positions lie below `positions_end`.
-  KeyGroups(uint32_t slots, std::span<const KeySource> sources, uint64_t positions_end);
+  KeyGroups(KeyGroups&&) = default;
+  KeyGroups& operator=(KeyGroups&&) = default;
+  // Lays the arrays out; no key is read yet. Sources of one slot stand together and in order of their base; all
+  // positions lie below `positions_end`.
+  KeyGroups(uint32_t slots, std::vector<KeySource> sources, uint64_t positions_end);
+
+  void group_large();               // all slots that are not small, each on all threads
+  void group_small(uint32_t slot);  // for one thread
+  void group_all();
 
   std::vector<Slot> slots;
   std::vector<uint32_t> begin;     // by bucket, and one more: where its part of the arrays starts
@@ -48,9 +57,11 @@ class KeyGroups {
   uint64_t first_index(uint32_t slot) const { return begin[slots[slot].first_bucket]; }
 
  private:
-  void partition(std::span<const KeySource> sources, Array<uint32_t>& scattered);
-  void dedupe(uint32_t bucket, const uint32_t* scattered);
+  void partition(const Slot& slot, bool alone);
+  void dedupe(uint32_t bucket);
+  std::vector<KeySource> sources_;
   Array<uint32_t> start_;
+  Array<uint32_t> scattered_;      // positions by bucket, before they are put in order of their keys
 };
 
 }  // namespace karvan

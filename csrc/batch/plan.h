@@ -39,22 +39,22 @@ struct FeatureInput {
 
 class Plan {
  public:
-  // Checks the offsets (std::invalid_argument names feature and table) and groups the keys; no table is touched.
-  Plan(std::vector<FeatureSpec> specs, std::vector<FeatureInput> inputs, uint32_t slots);
+  // Checks the offsets: std::invalid_argument names feature and table. No table is touched.
+  Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<FeatureInput> inputs, uint32_t slots);
 
-  // Rows from tables: one for each slot. Training inserts unknown keys, counts uses, notes the step.
-  void lookup(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step);
-  // Vectors from elsewhere: for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
-  void lookup(const std::vector<const float*>& vectors);
-  void pool() const;  // fills the outputs
+  // Rows from tables, one for each slot, then the outputs. Training inserts unknown keys, counts uses, notes the step.
+  void run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step);
 
+  // The same with vectors from elsewhere: for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
+  void group() { groups_.group_all(); }
   uint64_t unique_in(uint32_t slot) const { return groups_.unique_in(slot); }
   void unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const;
+  void run(const std::vector<const float*>& vectors);
 
  private:
   friend class Gradients;
   struct Feature {
-    FeatureSpec spec;
+    const FeatureSpec* spec;
     FeatureInput in;
     uint64_t base = 0;                        // first position, a multiple of 2^kFeatureShift
     Array<uint64_t> kept_values;              // padded features that had to be cut
@@ -63,23 +63,29 @@ class Plan {
     Array<uint32_t> out_row;                  // by cell, for all but one-cell samples
     Array<float> scale;                       // by sample: mean and sqrtn
   };
-  struct Unit {  // buckets whose keys belong to shards that no other unit has
+  // Buckets whose keys belong to shards that no other unit has, so that one thread can find and insert without locks.
+  struct Unit {
     uint32_t slot, first, last;
+    std::vector<std::pair<uint32_t, uint32_t>> missing;  // (bucket, unique key) that shall get a row
   };
 
   void check(const Feature& feature) const;
   void cut(Feature& feature);
   void describe(Feature& feature);
-  void find(const Unit& unit, bool training, uint32_t step, std::vector<uint32_t>& missing);
+  std::vector<Unit> units(uint32_t slot) const;
+  void find(Unit& unit, bool training, uint32_t step);
+  void reserve(uint32_t slot, const std::vector<Unit>& units);
+  void insert(const Unit& unit, uint32_t step);
   void gather(uint32_t bucket);
-  void make_room();
-  void insert_missing(uint32_t step, const std::vector<Unit>& units, std::vector<std::vector<uint32_t>>& missing);
-  std::vector<Unit> units() const;
+  void run_slot(uint32_t slot, bool training, uint32_t step);  // all of the above on the caller's threads
+  void pool_slot(uint32_t slot) const;
   float* vectors(uint32_t bucket) const;
 
+  std::shared_ptr<const std::vector<FeatureSpec>> specs_;
   std::vector<Feature> features_;
   std::vector<uint16_t> feature_of_;           // by position >> kFeatureShift
-  std::vector<uint32_t> dims_, users_;         // by slot: dim, number of features
+  std::vector<uint32_t> dims_;                 // by slot
+  std::vector<std::vector<uint32_t>> users_;   // by slot: its features
   KeyGroups groups_;
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup

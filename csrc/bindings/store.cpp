@@ -63,16 +63,16 @@ auto operation(F&& f) {
 }
 
 struct Program {
-  std::vector<FeatureSpec> features;
+  std::shared_ptr<std::vector<FeatureSpec>> features;
   uint32_t slots;
 };
 
 using FeatureTuple = std::tuple<std::string, std::string, uint32_t, std::string, std::string, uint32_t, uint32_t>;
 
 Program make_program(const std::vector<FeatureTuple>& features, uint32_t slots) {
-  Program program{{}, slots};
+  Program program{std::make_shared<std::vector<FeatureSpec>>(), slots};
   for (const auto& [name, table, slot, mode, combiner, stack, dim] : features)
-    program.features.push_back({name, table, slot, named(kModes, mode, "mode"),
+    program.features->push_back({name, table, slot, named(kModes, mode, "mode"),
                                 named(kCombiners, combiner, "combiner"), stack, dim});
   return program;
 }
@@ -80,7 +80,7 @@ Program make_program(const std::vector<FeatureTuple>& features, uint32_t slots) 
 constexpr size_t kInputFields = 7;
 
 std::vector<FeatureInput> make_inputs(const Program& program, const std::vector<uint64_t>& flat) {
-  if (flat.size() != program.features.size() * kInputFields)
+  if (flat.size() != program.features->size() * kInputFields)
     throw std::invalid_argument("Expected " + std::to_string(kInputFields) + " numbers for each feature.");
   std::vector<FeatureInput> inputs;
   for (size_t i = 0; i < flat.size(); i += kInputFields)
@@ -311,7 +311,11 @@ void bind_store(nb::module_& m) {
   nb::class_<Plan>(m, "Plan", "One batch between its lookup and its gradients.")
       .def(nb::new_([](const Program& program, const std::vector<uint64_t>& inputs) {
              std::vector<FeatureInput> made = make_inputs(program, inputs);
-             return operation([&] { return std::make_shared<Plan>(program.features, std::move(made), program.slots); });
+             return operation([&] {
+               auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
+               plan->group();
+               return plan;
+             });
            }),
            "program"_a, "inputs"_a)
       .def("unique",
@@ -332,10 +336,7 @@ void bind_store(nb::module_& m) {
                                              " keys, got " + std::to_string(vectors[s].shape(0)) + ".");
                raw.push_back(vectors[s].data());
              }
-             operation([&] {
-               plan.lookup(raw);
-               plan.pool();
-             });
+             operation([&] { plan.run(raw); });
            },
            "vectors"_a)
       .def("reduce",
@@ -353,8 +354,7 @@ void bind_store(nb::module_& m) {
         std::vector<FeatureInput> made = make_inputs(program, inputs);
         return operation([&] {
           auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
-          plan->lookup(tables, training, step);
-          plan->pool();
+          plan->run(tables, training, step);
           if (training)
             for (const auto& table : tables) table->maintain(step, now);
           return plan;

@@ -151,9 +151,12 @@ uint64_t Table::maintain(uint64_t step, double now) {
     case Eviction::Kind::ttl: {
       const double apart = rule.seconds / 64;
       const uint64_t gone = step % rule.every == 0 ? evict(step, now) : 0;
-      // Drop what the cutoff has passed, keeping one, and note the time if enough of it has gone by.
+      // Drop what the cutoff has passed, keeping one. The last note moves along until it is far enough from the one
+      // before, so that it stands for all steps since.
       while (clock_.size() > 1 && clock_[1].second <= now - rule.seconds) clock_.erase(clock_.begin());
-      if (clock_.empty() || now - clock_.back().second >= apart) clock_.emplace_back(step, now);
+      const size_t notes = clock_.size();
+      if (notes > 1 && now - clock_[notes - 2].second < apart) clock_.back() = {step, now};
+      else clock_.emplace_back(step, now);
       return gone;
     }
     case Eviction::Kind::age:

@@ -47,7 +47,7 @@ class ShardIndex {
   void finish_growth() { advance(UINT32_MAX); }
 
   // Always inlined: GCC takes a function that only prefetches for one without effect and drops the call.
-  __attribute__((always_inline)) void prefetch(uint64_t hash) const { __builtin_prefetch(first_bucket(hash), 1); }
+  __attribute__((always_inline)) void prefetch(uint64_t hash) const { __builtin_prefetch(first_bucket(hash), 0); }
 
   Entry find(uint64_t hash) const {
     for (Bucket* b = first_bucket(hash);; ++b) {

@@ -23,6 +23,7 @@ inline void relax() {
 }
 
 constexpr int kSpins = 1500;
+thread_local bool inside_task = false;
 
 // One job at a time. `ticket` packs (job number, next task): a worker claims a task by advancing the ticket, which
 // fails once the job has changed, so a worker that wakes late can neither run nor disturb a later job.
@@ -69,12 +70,14 @@ class Pool {
                                          std::memory_order_acquire)) {
         continue;
       }
+      inside_task = true;
       try {
         (*task)(next);
       } catch (...) {
         std::lock_guard guard(error_mutex_);
         if (!error_) error_ = std::current_exception();
       }
+      inside_task = false;
       done_.fetch_add(1, std::memory_order_acq_rel);
       ticket = ticket_.load(std::memory_order_acquire);
     }
@@ -146,7 +149,7 @@ void set_thread_count(int count) { process().wanted.store(std::max(1, count)); }
 void parallel(uint32_t tasks, TaskRef task) {
   Process& p = process();
   const int wanted = p.wanted.load();
-  if (wanted == 1 || tasks <= 1) {
+  if (wanted == 1 || tasks <= 1 || inside_task) {
     for (uint32_t i = 0; i < tasks; ++i) task(i);
     return;
   }

@@ -41,7 +41,8 @@ int thread_count();
 void set_thread_count(int count);  // count >= 1; takes effect with the next operation
 
 // Runs task(0) … task(tasks - 1), each once, on all threads, and returns when all are done. The caller holds an
-// Exclusive. The first exception a task throws is thrown again here after the others have finished.
+// Exclusive. The first exception a task throws is thrown again here after the others have finished. Inside a task it
+// runs everything on the task's own thread.
 void parallel(uint32_t tasks, TaskRef task);
 
 }  // namespace karvan
