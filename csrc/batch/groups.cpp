@@ -14,12 +14,6 @@ namespace {
 constexpr uint64_t kPositionsPerBucket = 4096, kPositionsPerTask = 8192, kSmallSlot = 8192;
 constexpr int kMostBits = 12;
 
-struct Task {
-  const KeySource* source;
-  size_t first, last;
-  size_t counters;  // where this task's counters start, one for each bucket of its slot
-};
-
 inline uint64_t hash_of(const KeySource& source, size_t i) {
   return source.hashed ? source.keys[i] : mix(source.keys[i]);
 }
@@ -67,72 +61,65 @@ void KeyGroups::group_all() {
 }
 
 void KeyGroups::group_large() {
-  for (const Slot& slot : slots) {
-    if (slot.small) continue;
-    partition(slot, false);
-    parallel(slot.buckets, [&](uint32_t b) { dedupe(slot.first_bucket + b); });
-  }
+  for (const Slot& slot : slots)
+    if (!slot.small) group(slot, false);
 }
 
-void KeyGroups::group_small(uint32_t slot) {
-  partition(slots[slot], true);
-  for (uint32_t b = 0; b < slots[slot].buckets; ++b) dedupe(slots[slot].first_bucket + b);
+void KeyGroups::group_small(uint32_t slot) { group(slots[slot], true); }
+
+void KeyGroups::group(const Slot& slot, bool alone) {
+  const std::vector<Task> tasks = partition(slot, alone);
+  parallel(slot.buckets, [&](uint32_t b) { dedupe(slot.first_bucket + b); });
+  spread(slot, tasks);
 }
 
-void KeyGroups::partition(const Slot& slot, bool alone) {
-  if (slot.buckets == 1) {  // nothing to spread: hash in place
-    uint32_t at = begin[slot.first_bucket];
-    for (const KeySource& source : slot.sources) {
-      for (size_t i = 0; i < source.count; ++i, ++at) {
-        hash[at] = hash_of(source, i);
-        scattered_[at] = static_cast<uint32_t>(source.base + i);
-      }
-    }
-    return;
-  }
+std::vector<KeyGroups::Task> KeyGroups::partition(const Slot& slot, bool alone) {
   const size_t per_task = alone ? SIZE_MAX / 2 : kPositionsPerTask;
   const int bits = slot.bits;
   std::vector<Task> tasks;
   for (const KeySource& source : slot.sources)
     for (size_t first = 0; first < source.count; first += per_task)
-      tasks.push_back({&source, first, std::min(source.count, first + per_task), tasks.size() * slot.buckets});
-  std::vector<uint32_t> counts(tasks.size() * slot.buckets, 0);
+      tasks.push_back({&source, first, std::min(source.count, first + per_task), std::vector<uint32_t>(slot.buckets)});
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
-    const Task& task = tasks[t];
-    uint32_t* count = counts.data() + task.counters;
-    for (size_t i = task.first; i < task.last; ++i) ++count[top(hash_of(*task.source, i), bits)];
+    Task& task = tasks[t];
+    if (slot.buckets == 1) task.place[0] = static_cast<uint32_t>(task.last - task.first);
+    else for (size_t i = task.first; i < task.last; ++i) ++task.place[top(hash_of(*task.source, i), bits)];
   });
-  // Counts to starting places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
+  // Counts to places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
   uint32_t at = begin[slot.first_bucket];
   for (uint32_t b = 0; b < slot.buckets; ++b) {
     begin[slot.first_bucket + b] = at;
-    for (const Task& task : tasks) at += std::exchange(counts[task.counters + b], at);
+    for (Task& task : tasks) at += std::exchange(task.place[b], at);
   }
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
     const Task& task = tasks[t];
-    uint32_t* place = counts.data() + task.counters;
+    std::vector<uint32_t> place = task.place;
+    uint64_t* const hashes = hash.data();
+    uint32_t* const scattered = scattered_.data();
     const auto base = static_cast<uint32_t>(task.source->base);
     for (size_t i = task.first; i < task.last; ++i) {
       const uint64_t h = hash_of(*task.source, i);
-      const uint32_t to = place[top(h, bits)]++;
-      hash[to] = h;
-      scattered_[to] = base + static_cast<uint32_t>(i);
+      const uint32_t to = slot.buckets == 1 ? place[0] + static_cast<uint32_t>(i - task.first) : place[top(h, bits)]++;
+      hashes[to] = h;
+      scattered[to] = base + static_cast<uint32_t>(i);
     }
   });
+  return tasks;
 }
 
 void KeyGroups::dedupe(uint32_t bucket) {
   const uint32_t first = begin[bucket], count = begin[bucket + 1] - first;
-  uint32_t* starts = start(bucket);
+  uint32_t* const starts = start(bucket);
   starts[0] = first;
   if (count == 0) return;
   // A small open-addressed map from hash to its number in this bucket, plus one; it lives in first-level cache.
-  thread_local std::vector<uint32_t> map, number;
+  thread_local std::vector<uint32_t> map_memory, number_memory;
   const uint32_t size = std::bit_ceil(2 * count), mask = size - 1;
-  map.assign(size, 0);
-  number.resize(std::max<size_t>(number.size(), count));
+  map_memory.assign(size, 0);
+  number_memory.resize(std::max<size_t>(number_memory.size(), count));
+  uint32_t *const map = map_memory.data(), *const number = number_memory.data();
   uint32_t uniques = 0;
-  uint64_t* hashes = hash.data() + first;  // compacted in place: a unique's place never lies after its first position's
+  uint64_t* const hashes = hash.data() + first;  // compacted in place: a key's place never lies after its first position's
   for (uint32_t i = 0; i < count; ++i) {
     const uint64_t h = hashes[i];
     uint32_t at = static_cast<uint32_t>(h) & mask;
@@ -148,15 +135,32 @@ void KeyGroups::dedupe(uint32_t bucket) {
   unique[bucket] = uniques;
   // starts[k] holds the count of key k - 1: sum up, then place the positions, which moves each start to its end …
   for (uint32_t k = 1; k <= uniques; ++k) starts[k] += starts[k - 1];
-  const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket]));
+  uint32_t* const mine = scattered_.data() + first;
+  uint32_t* const grouped = positions.data();
+  const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket])) - 1;
   for (uint32_t i = count; i-- > 0;) {
-    const uint32_t position = scattered_[first + i];
-    positions[--starts[number[i]]] = position;
-    unique_of[position] = offset + number[i] - 1;
+    grouped[--starts[number[i]]] = mine[i];
+    mine[i] = offset + number[i];
   }
   // … so that starts[k] is now the beginning of key k - 1: shift by one.
   for (uint32_t k = 0; k < uniques; ++k) starts[k] = starts[k + 1];
   starts[uniques] = first + count;
+}
+
+// The way back from buckets to positions, in the order of positions: threads write to places of their own.
+void KeyGroups::spread(const Slot& slot, const std::vector<Task>& tasks) {
+  parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
+    const Task& task = tasks[t];
+    uint32_t* const to = unique_of.data() + task.source->base;
+    if (slot.buckets == 1) {
+      std::copy_n(scattered_.data() + task.place[0], task.last - task.first, to + task.first);
+      return;
+    }
+    std::vector<uint32_t> place = task.place;
+    const uint32_t* const numbers = scattered_.data();
+    for (size_t i = task.first; i < task.last; ++i)
+      to[i] = numbers[place[top(hash_of(*task.source, i), slot.bits)]++];
+  });
 }
 
 uint64_t KeyGroups::unique_in(uint32_t slot) const {

@@ -57,11 +57,20 @@ class KeyGroups {
   uint64_t first_index(uint32_t slot) const { return begin[slots[slot].first_bucket]; }
 
  private:
-  void partition(const Slot& slot, bool alone);
+  // A run of a source's keys, and the places in the arrays where its first key of each bucket goes.
+  struct Task {
+    const KeySource* source;
+    size_t first, last;
+    std::vector<uint32_t> place;
+  };
+  std::vector<Task> partition(const Slot& slot, bool alone);
   void dedupe(uint32_t bucket);
+  void spread(const Slot& slot, const std::vector<Task>& tasks);
+  void group(const Slot& slot, bool alone);
+
   std::vector<KeySource> sources_;
   Array<uint32_t> start_;
-  Array<uint32_t> scattered_;      // positions by bucket, before they are put in order of their keys
+  Array<uint32_t> scattered_;  // by bucket: positions, and after dedupe the numbers of their keys
 };
 
 }  // namespace karvan
