@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.store import Rows
@@ -62,7 +63,7 @@ class TableHandle:
 
     def vectors(self, keys: Tensor | Sequence[int]) -> Tensor:
         """The vectors of keys, float32 (n, dim); zeros where a key has no row. Nothing changes."""
-        wanted = torch.as_tensor(keys, dtype=torch.int64).cpu().numpy()
+        wanted = self._as_keys(keys)
         unique, inverse = np.unique(wanted, return_inverse=True)
         counts = np.ones(len(unique), dtype=np.uint32)
         found = self._store.lookup({self.name: (unique, counts)}, training=False, step=0, now=0.0)
@@ -82,7 +83,7 @@ class TableHandle:
 
     def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
         """Remove these keys' rows; returns how many there were."""
-        return self._store.erase(self.name, torch.as_tensor(keys, dtype=torch.int64).cpu().numpy())
+        return self._store.erase(self.name, self._as_keys(keys))
 
     def evicted_since(self, version: int) -> Tensor:
         """Keys whose rows left after `version`, for whoever keeps a copy; ones that came back are among them."""
@@ -91,6 +92,15 @@ class TableHandle:
     def clear(self) -> None:
         """Remove all rows."""
         self._store.clear(self.name)
+
+    def _as_keys(self, keys: Tensor | Sequence[int]) -> NDArray[np.int64]:
+        tensor = torch.as_tensor(keys) if len(keys) else torch.empty(0, dtype=torch.int64)
+        if tensor.dtype is not torch.int64 or tensor.dim() != 1:
+            raise TypeError(
+                f"Table '{self.name}': expected 1-D keys of torch.int64, got {tensor.dtype} "
+                f"of shape {tuple(tensor.shape)}."
+            )
+        return tensor.cpu().numpy()
 
     def set_optimizer(self, kind: str, initial: Sequence[float]) -> None:
         """Make room for an optimizer's state; rows keep state they have from an optimizer of the same kind."""
