@@ -20,67 +20,70 @@ def mode_of(table: Table) -> str:
 class FeatureInput:
     """A feature's ids, and the place of its vectors. Keeps alive what the native core points to."""
 
-    __slots__ = ("_out", "length", "offsets", "rows", "table", "values", "weights")
+    __slots__ = ("_out", "cells", "length", "offsets", "rows", "table", "values", "weights")
 
     def __init__(self, name: str, table_name: str, table: Table, entry: object) -> None:
         self.table = table
-        if isinstance(entry, Ragged):
+        offsets: Tensor | None = None
+        weights: Tensor | None = None
+        if isinstance(entry, Tensor):
+            values = entry
+        elif isinstance(entry, Ragged):
             values, offsets, weights = entry.values, entry.offsets, entry.weights
-        elif isinstance(entry, Tensor):
-            values, offsets, weights = entry, None, None
         else:
             raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__)
         if values.dtype is not torch.int64:
             if values.dtype is not torch.uint64:
                 raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype))
             values = values.view(torch.int64)
-        if values.device.type != "cpu":
+        if not values.is_cpu:
             raise _refusal(name, table_name, ValueError, "ids on the CPU, where its store is", f"ids on {values.device}")
-        if values.dim() == 2 and not isinstance(entry, Ragged):
+        if values.dim() != 1:
+            if values.dim() != 2 or isinstance(entry, Ragged):
+                shape = tuple(values.shape)
+                raise _refusal(name, table_name, ValueError, "ids of 1 or 2 dimensions", f"shape {shape}")
             offsets = _regular_offsets(*values.shape)
             values = values.reshape(-1)
-        if values.dim() != 1:
-            raise _refusal(name, table_name, ValueError, "ids of 1 or 2 dimensions", f"shape {tuple(values.shape)}")
         if not values.is_contiguous():
             values = values.contiguous()
+        count = values.shape[0]
+        self.rows = count
         if offsets is not None:
             if offsets.dtype is not torch.int64:
                 raise _refusal(name, table_name, TypeError, "offsets of torch.int64", str(offsets.dtype))
             if not offsets.is_contiguous():
                 offsets = offsets.contiguous()
+            self.rows = offsets.shape[0] - 1
         if weights is not None:
             if weights.shape != values.shape:
-                raise _refusal(
-                    name, table_name, ValueError, f"{len(values)} weights, one for each id", f"{len(weights)}"
-                )
+                expected = f"{count} weights, one for each id"
+                raise _refusal(name, table_name, ValueError, expected, f"{tuple(weights.shape)}")
             weights = weights.detach().to(torch.float32).contiguous()
-        self.rows = len(values) if offsets is None else len(offsets) - 1
-        self.offsets, self.weights = offsets, weights
-        self.length = self._longest(len(values)) if table.length is None else table.length
+        self.cells, self.offsets, self.weights = count, offsets, weights
+        self.length = self._longest() if table.length is None else table.length
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
-        self._out: Tensor | None = _empty(self._cells_out(len(values)), table.dim)
+        self._out: Tensor | None = _empty(self._cells_out(), table.dim)
 
-    def _longest(self, count: int) -> int:
+    def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
             return 1
         # Bounded by the number of ids, so that offsets the native core will refuse do not ask for absurd memory.
         longest = int(self.offsets.diff().max()) if self.rows else 0
-        return min(max(longest, 0), count)
+        return min(max(longest, 0), self.cells)
 
-    def _cells_out(self, count: int) -> int:
+    def _cells_out(self) -> int:
         if self.table.combiner in POOLED:
             return self.rows
-        return count if self.table.combiner == "ragged" else self.rows * self.length
+        return self.cells if self.table.combiner == "ragged" else self.rows * self.length
 
     def numbers(self) -> tuple[int, int, int, int, int, int, int]:
         """The native call's numbers for this feature; an address of 0 stands for nothing."""
         assert self._out is not None
-        cells = len(self.values) if self.table.hash_stack is None else len(self.values) // self.table.hash_stack.rounds
         return (
             self.values.data_ptr(),
-            cells,
+            self.cells,
             0 if self.offsets is None else self.offsets.data_ptr(),
             self.rows,
             0 if self.weights is None else self.weights.data_ptr(),
@@ -114,8 +117,12 @@ def _refusal(
 
 
 def _empty(rows: int, dim: int) -> Tensor:
-    """Uninitialised floats from the native pool: large outputs would cost page faults in every step otherwise."""
-    return torch.from_numpy(_native.float_buffer(rows * dim)).view(rows, dim)
+    """Uninitialised floats from the native pool: outputs from the system would cost page faults in every step."""
+    count = rows * dim
+    if count == 0:
+        return torch.empty(rows, dim)
+    # Not a view of a flat tensor, so that users may change outputs in place like those of any other module.
+    return torch.frombuffer(_native.Buffer(4 * count), dtype=torch.float32, count=count).resize_(rows, dim)
 
 
 @functools.lru_cache(maxsize=64)
