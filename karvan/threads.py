@@ -6,8 +6,9 @@ from karvan import _native
 def set_num_threads(count: int) -> None:
     """Use `count` threads for lookups and updates; results do not depend on it.
 
-    The default is the number of cores this process may run on. Native threads sleep between calls and torch's sleep
-    during them, so both may have all cores. Processes that share a machine should share its cores out.
+    The default is the number of cores this process may run on. Native threads sleep between calls and
+    torch's sleep during them, so both may have all cores. Processes that share a machine should share its
+    cores out.
     """
     _native.set_thread_count(count)
 

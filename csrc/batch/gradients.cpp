@@ -72,6 +72,12 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
   for (const auto& b : bad) finite_.push_back(!b.load());
 }
 
+std::vector<bool> Gradients::touched() const {
+  std::vector<bool> any;
+  for (uint32_t s = 0; s < slots(); ++s) any.push_back(groups().slots[s].positions > 0);
+  return any;
+}
+
 void Gradients::resolve() {
   const KeyGroups& g = groups();
   for (uint32_t s = 0; s < tables_.size(); ++s) {

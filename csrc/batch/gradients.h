@@ -20,7 +20,8 @@ class Gradients {
   // that have gone since the lookup. A null rule leaves its table alone. `steps` seed the rounding of half-size vectors.
   void apply(const std::vector<const Rule*>& rules, const std::vector<uint64_t>& steps);
 
-  bool finite(uint32_t slot) const { return finite_[slot]; }
+  std::vector<bool> finite() const { return {finite_.begin(), finite_.end()}; }  // by slot
+  std::vector<bool> touched() const;                                             // by slot: has any key a gradient?
   uint32_t slots() const { return static_cast<uint32_t>(values_.size()); }
   uint32_t dim(uint32_t slot) const { return dims_[slot]; }
   const Table* table(uint32_t slot) const { return tables_.empty() ? nullptr : tables_[slot].get(); }

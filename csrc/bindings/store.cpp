@@ -276,8 +276,8 @@ void bind_store(nb::module_& m) {
       .def(nb::new_(&make_program), "features"_a, "slots"_a);
 
   nb::class_<Gradients>(m, "Gradients", "One gradient for each distinct key of a batch.")
-      .def("finite", &Gradients::finite, "slot"_a)
-      .def("unique_in", &Gradients::unique_in, "slot"_a)
+      .def("finite", &Gradients::finite, "By slot: is its gradient free of NaN and infinity?")
+      .def("touched", &Gradients::touched, "By slot: has any key a gradient?")
       .def("keys_and_values",
            [](const Gradients& g, uint32_t slot) {
              const size_t n = g.unique_in(slot), dim = g.dim(slot);

@@ -12,9 +12,9 @@ namespace karvan {
 namespace {
 
 // Loads of the index: growth starts at the soft one and goes on beside the insertions; a batch that would pass the hard
-// one grows first. New arrays are a quarter larger, so a row's share of the index is 28 to 36 bytes.
-constexpr double kSoftLoad = 0.75, kHardLoad = 0.85, kFreshLoad = 0.6;
-constexpr uint32_t kMovesPerInsert = 16;
+// one grows first. New arrays are a fifth larger, so a row's share of the index is 28 to 34 bytes.
+constexpr double kSoftLoad = 0.75, kHardLoad = 0.85, kFreshLoad = 0.625;
+constexpr uint32_t kMovesPerInsert = 16, kMovesPerBatch = 256;
 
 }  // namespace
 
@@ -76,7 +76,7 @@ uint32_t Table::take_row(Shard& shard) {
   }
   if (shard.block == shard.block_end) {
     // Long runs keep the rows of a shard together: fewer pages to translate while its keys are worked on.
-    const auto size = static_cast<uint32_t>(std::max<uint64_t>(shard.rows / 32, 1));
+    const auto size = static_cast<uint32_t>(std::max<uint64_t>(shard.rows / 64, 1));
     shard.block = arena_->take(size);
     shard.block_end = shard.block + size;
   }
@@ -110,7 +110,7 @@ uint32_t Table::insert(uint64_t hash, uint32_t times, uint32_t step) {
 
 void Table::allocate(uint64_t rows_per_shard) {
   const auto wanted = static_cast<uint64_t>(static_cast<double>(rows_per_shard) / kFreshLoad / Bucket::kEntries) + 1;
-  homes_ = static_cast<uint32_t>(std::max<uint64_t>({wanted, homes_ + homes_ / 4, 2}));
+  homes_ = static_cast<uint32_t>(std::max<uint64_t>({wanted, homes_ + homes_ / 5, 2}));
   const size_t per_shard = homes_ + ShardIndex::tail(homes_);
   Pages fresh(per_shard * shards_.size() * sizeof(Bucket));
   auto* base = reinterpret_cast<Bucket*>(fresh.data());
@@ -144,9 +144,12 @@ void Table::reserve(const std::vector<uint32_t>& new_keys_per_shard) {
 
 void Table::end_batch() {
   if (!old_buckets_.data()) return;
-  for (const Shard& shard : shards_)
-    if (shard.index.growing()) return;
-  old_buckets_ = Pages();
+  bool growing = false;
+  for (Shard& shard : shards_) {
+    shard.index.advance(kMovesPerBatch);  // growth ends even if nothing is inserted any more
+    growing |= shard.index.growing();
+  }
+  if (!growing) old_buckets_ = Pages();
 }
 
 void Table::set_state(const std::vector<float>& initial, bool fresh) {

@@ -45,8 +45,9 @@ class Probability(Admission):
 class MinCount(Admission):
     """A key gets a row with its n-th occurrence in training.
 
-    Occurrences of keys without a row are counted in a filter of `slots` bytes, shared by all of them. Keys may share
-    counters, so some get their row early, never late; give about ten slots for each distinct rare key you expect.
+    Occurrences of keys without a row are counted in a filter of `slots` bytes, shared by all of them. Keys
+    may share counters, so some get their row early, never late; give about ten slots for each distinct rare
+    key you expect.
     """
 
     n: int

@@ -1,15 +1,15 @@
 """`EmbeddingEngine`: ids of many features in, vectors out, gradients back, in one native call per direction.
 
-Forward: every feature's ids are checked, then grouped by key, looked up and pooled in one call of the store. Backward:
-autograd hands the gradients of all outputs to one call, which sums them by key; they wait in the engine until a
-`karvan.optim` optimizer applies them. Several backward passes before a step add up.
+Forward: every feature's ids are checked, then grouped by key, looked up and pooled in one call of the
+store. Backward: autograd hands the gradients of all outputs to one call, which sums them by key; they wait
+in the engine until a `karvan.optim` optimizer applies them. Several backward passes before a step add up.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ from karvan.store.protocol import Gradients
 class EmbeddingEngine(nn.Module):
     """Embeddings of a model's features.
 
-    A training forward (`train()` mode with gradients enabled) is one step: it inserts unknown keys, counts their uses and
-    notes the step. In `eval()` or under `torch.no_grad()` unknown keys give zeros and nothing changes. The rows are no
-    parameters of the module: give the engine to a `karvan.optim` optimizer, and the parameters to a torch one.
+    A training forward (`train()` mode with gradients enabled) is one step: it inserts unknown keys, counts
+    their uses and notes the step. In `eval()` or under `torch.no_grad()` unknown keys give zeros and
+    nothing changes. The rows are no parameters of the module: give the engine to a `karvan.optim`
+    optimizer, and the parameters to a torch one.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class EmbeddingEngine(nn.Module):
         inputs = self._inputs(batch)
         training = self.training and torch.is_grad_enabled()
         if training:
-            # Any input that requires a gradient makes autograd call back; the anchor is that and nothing more.
-            outs = _Lookup.apply(next(iter(self._handles.values())).anchor, self, inputs)
+            # An input that requires a gradient makes autograd call back; the anchor is that and no more.
+            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs)
         else:
             self._run(inputs, training=False)
             outs = tuple(i.take_out() for i in inputs)
@@ -95,7 +96,7 @@ class EmbeddingEngine(nn.Module):
         return result
 
     def _inputs(self, batch: Mapping[str, Any]) -> list[FeatureInput]:
-        inputs = []
+        inputs: list[FeatureInput] = []
         for feature, table in self.features.items():
             if feature not in batch:
                 raise KeyError(
@@ -122,7 +123,7 @@ class EmbeddingEngine(nn.Module):
         return plan
 
     def _collect(self, plan: Plan, gradients: tuple[Tensor | None, ...]) -> None:
-        kept = [None if g is None else g.to(torch.float32).contiguous() for g in gradients]
+        kept = [g if g is None or g.is_contiguous() else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in kept]
         self._gradients.append((plan, plan.native.reduce(addresses)))
 
@@ -177,6 +178,13 @@ class _Lookup(torch.autograd.Function):
         if any(g is not None for g in gradients):
             ctx.engine._collect(ctx.plan, gradients)
         return None, None, None
+
+
+# torch declares `apply` without types.
+_lookup = cast(
+    Callable[[Tensor, EmbeddingEngine, list[FeatureInput]], tuple[Tensor, ...]],
+    _Lookup.apply,
+)
 
 
 def _clock_of(tables: Mapping[str, Table]) -> Callable[[], float]:

@@ -1,7 +1,7 @@
 """Which rows leave, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
 
-Policies look at the whole table after a training lookup, so what they remove does not depend on threads or shards.
-A gradient that arrives for a row that has left is dropped and counted.
+Policies look at the whole table after a training lookup, so what they remove does not depend on threads or
+shards. A gradient that arrives for a row that has left is dropped and counted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Never(Eviction):
 class LRU(Eviction):
     """At most `capacity` rows; the ones not used for the most steps leave (then the less used ones).
 
-    From 65,536 on, a table that is full gives up a sixteenth of its rows at once: finding them is paid for by the many
-    insertions that follow.
+    From 65,536 on, a table that is full gives up a sixteenth of its rows at once: finding them is paid for
+    by the many insertions that follow.
     """
 
     capacity: int
@@ -55,7 +55,7 @@ class LRU(Eviction):
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """At most `capacity` rows; the ones with the fewest occurrences leave (then the longest unused); see `LRU`."""
+    """At most `capacity` rows; those with the fewest uses leave (then the longest unused); see `LRU`."""
 
     capacity: int
 
@@ -100,7 +100,7 @@ class TTL(Eviction):
 
 @dataclass(frozen=True)
 class Norm(Eviction):
-    """Rows whose vector's L2 norm is below `below` leave: they say next to nothing; looked at every `every` steps."""
+    """Rows whose vector has an L2 norm under `below` leave, saying little; looked at every `every` steps."""
 
     below: float
     every: int = 1000

@@ -21,7 +21,8 @@ class TableHandle:
     """One table of an engine's store; `engine.table("user")` gives it."""
 
     def __init__(self, engine: EmbeddingEngine, name: str, dim: int, clock: Callable[[], float]) -> None:
-        self._engine = weakref.ref(engine)  # the engine holds its handles: no cycle, so rows go with the engine at once
+        # The engine holds its handles: without a cycle the rows go with the engine at once.
+        self._engine = weakref.ref(engine)
         self.name = name
         self.dim = dim
         self._store = engine.store
@@ -86,7 +87,7 @@ class TableHandle:
         return self._store.erase(self.name, self._as_keys(keys))
 
     def evicted_since(self, version: int) -> Tensor:
-        """Keys whose rows left after `version`, for whoever keeps a copy; ones that came back are among them."""
+        """Keys whose rows left after `version`, for whoever keeps a copy; some may have come back since."""
         return torch.from_numpy(self._store.evicted_since(self.name, version))
 
     def clear(self) -> None:
@@ -103,7 +104,7 @@ class TableHandle:
         return tensor.cpu().numpy()
 
     def set_optimizer(self, kind: str, initial: Sequence[float]) -> None:
-        """Make room for an optimizer's state; rows keep state they have from an optimizer of the same kind."""
+        """Make room for an optimizer's state; rows keep the state of an optimizer of the same kind."""
         self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
 

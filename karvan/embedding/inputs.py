@@ -37,7 +37,8 @@ class FeatureInput:
                 raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype))
             values = values.view(torch.int64)
         if not values.is_cpu:
-            raise _refusal(name, table_name, ValueError, "ids on the CPU, where its store is", f"ids on {values.device}")
+            received = f"ids on {values.device}"
+            raise _refusal(name, table_name, ValueError, "ids on the CPU, where its store is", received)
         if values.dim() != 1:
             if values.dim() != 2 or isinstance(entry, Ragged):
                 shape = tuple(values.shape)
@@ -69,7 +70,7 @@ class FeatureInput:
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
             return 1
-        # Bounded by the number of ids, so that offsets the native core will refuse do not ask for absurd memory.
+        # Bounded by the number of ids: offsets the native core will refuse must not ask for absurd memory.
         longest = int(self.offsets.diff().max()) if self.rows else 0
         return min(max(longest, 0), self.cells)
 
@@ -92,7 +93,7 @@ class FeatureInput:
         )
 
     def take_out(self) -> Tensor:
-        """Hand the output over. Autograd's graph holds this object, and the output holds the graph: keeping both leaks."""
+        """Hand the output over: the graph holds this object and the output the graph, so keeping it leaks."""
         assert self._out is not None
         out, self._out = self._out, None
         return out
@@ -104,7 +105,8 @@ class FeatureInput:
         if self.table.combiner == "ragged":
             return Ragged(out, self.offsets)
         if self.table.combiner == "sequence":
-            lengths = torch.ones(self.rows, dtype=torch.int64) if self.offsets is None else self.offsets.diff()
+            ones = torch.ones(self.rows, dtype=torch.int64)
+            lengths = ones if self.offsets is None else self.offsets.diff()
             mask = torch.arange(self.length) < lengths.unsqueeze(1)
             return Padded(out.view(self.rows, self.length, self.table.dim), mask)
         return out
@@ -117,7 +119,7 @@ def _refusal(
 
 
 def _empty(rows: int, dim: int) -> Tensor:
-    """Uninitialised floats from the native pool: outputs from the system would cost page faults in every step."""
+    """Uninitialised floats from the native pool; the system's would cost page faults in every step."""
     count = rows * dim
     if count == 0:
         return torch.empty(rows, dim)

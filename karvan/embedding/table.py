@@ -18,7 +18,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 @dataclass(frozen=True)
 class HashStack:
-    """Each id becomes `rounds` rows out of rounds × size, whose vectors add up: bounded tables for unbounded ids."""
+    """Each id becomes `rounds` rows of a table of rounds × size, whose vectors add up."""
 
     rounds: int
     size: int
@@ -32,10 +32,13 @@ class HashStack:
 class Table:
     """A feature's table. Features whose tables have the same name share rows.
 
-    combiner: "sum", "mean" or "sqrtn" pool a row's ids to (B, dim); "sequence" gives `Padded` (B, L, dim) with a mask,
-    "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as a `Ragged`.
-    length: how many ids "sequence" and "tile" keep, from the first; "sequence" without it takes the batch's longest row.
-    dtype: of the vectors; arithmetic and optimizer state are float32, and halves are rounded stochastically.
+    combiner: "sum", "mean" or "sqrtn" pool a row's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
+    with a mask, "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as
+    a `Ragged`.
+    length: how many ids "sequence" and "tile" keep, from the first; "sequence" without it takes the batch's
+    longest row.
+    dtype: of the vectors; arithmetic and optimizer state are float32, and halves are rounded
+    stochastically.
     """
 
     dim: int
@@ -52,19 +55,23 @@ class Table:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
             raise ValueError(f"Table expects dim from 1 to 65536, got {self.dim!r}.")
         if self.combiner not in COMBINERS:
-            raise ValueError(f"Table expects a combiner out of {', '.join(COMBINERS)}, got '{self.combiner}'.")
+            known = ", ".join(COMBINERS)
+            raise ValueError(f"Table expects a combiner out of {known}, got '{self.combiner}'.")
         if self.combiner == "tile" and self.length is None:
             raise ValueError("Table with combiner 'tile' needs length, the number of vectors side by side.")
         if self.length is not None:
             if self.combiner not in ("sequence", "tile"):
-                raise ValueError(f"Table takes length with 'sequence' and 'tile', not with '{self.combiner}'.")
+                raise ValueError(
+                    f"Table takes length with 'sequence' and 'tile', not with '{self.combiner}'."
+                )
             if self.length < 1:
                 raise ValueError(f"Table expects length of at least 1, got {self.length}.")
         if self.dtype not in _DTYPES:
             raise ValueError(f"Table expects dtype float32, bfloat16 or float16, got {self.dtype}.")
         for what, kind in (("init", Initialiser), ("admit", Admission), ("evict", Eviction)):
-            if not isinstance(getattr(self, what), kind):
-                raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {getattr(self, what)!r}.")
+            given = getattr(self, what)
+            if not isinstance(given, kind):
+                raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {given!r}.")
 
     def spec(self, name: str, seed: int, shards: int) -> TableSpec:
         """The table in the store's terms."""
@@ -80,8 +87,10 @@ class Table:
         )
 
     def check_shares_rows_with(self, other: Table, table: str, feature: str) -> None:
-        """Raise if `feature`, which is declared as this, cannot share the rows of table `table`, declared as `other`."""
+        """Raise if `feature`, declared as this, cannot share the rows of `table`, declared as `other`."""
         for what in ("dim", "dtype", "init", "admit", "evict", "hash_stack"):
             has, asks = getattr(other, what), getattr(self, what)
             if has != asks:
-                raise ValueError(f"Table '{table}' has {what} {has}, but feature '{feature}' asks for {asks}.")
+                raise ValueError(
+                    f"Table '{table}' has {what} {has}, but feature '{feature}' asks for {asks}."
+                )

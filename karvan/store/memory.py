@@ -36,7 +36,9 @@ class MemoryStore(Store):
         if known == spec:
             return
         if known is not None:
-            raise ValueError(f"Table '{spec.name}' is in the store already as {known}, but {spec} was asked for.")
+            raise ValueError(
+                f"Table '{spec.name}' is in the store already as {known}, but {spec} was asked for."
+            )
         self._tables[spec.name] = _native.Table(
             spec.name, spec.dim, spec.dtype, spec.init, spec.seed, spec.admit, spec.evict, spec.shards
         )
@@ -105,9 +107,7 @@ class MemoryStore(Store):
         """See `Store.stats`."""
         return self._tables[table].stats()
 
-    def forward(
-        self, program: Program, inputs: list[int], *, training: bool, step: int, now: float
-    ) -> Plan:
+    def forward(self, program: Program, inputs: list[int], *, training: bool, step: int, now: float) -> Plan:
         """See `Store.forward`: grouping, lookup and pooling in one native call."""
         tables = [self._tables[name] for name in program.tables]
         return Plan(_native.forward(program.native, tables, inputs, training, step, now), {})

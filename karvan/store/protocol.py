@@ -1,11 +1,13 @@
 """The store protocol: what the embedding engine asks of whatever holds the rows.
 
-A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`Plan`), pools the vectors after,
-and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this with the native grouping and
-the store's own `lookup` and `apply`; a store in the same process overrides them with one native call each.
+A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`Plan`), pools the
+vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this
+with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides
+them with one native call each.
 
-Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a push hands them
-back, and the store drops and counts gradients of rows that left in between, even if their key has come back since.
+Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a
+push hands them back, and the store drops and counts gradients of rows that left in between, even if their
+key has come back since.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a lookup of distinct keys gives: their vectors, and the table's version for the push that follows."""
+    """What a lookup of distinct keys gives: vectors, and the table's version for the push that follows."""
 
     vectors: Vectors
     version: int
@@ -68,12 +70,16 @@ class Program:
         self.tables = list(dict.fromkeys(table for _, table, *_ in features))
         slots = {table: slot for slot, table in enumerate(self.tables)}
         self.native = _native.Program(
-            [(name, table, slots[table], *rest) for name, table, *rest in features], len(self.tables)
+            [
+                (name, table, slots[table], mode, combiner, stack, dim)
+                for name, table, mode, combiner, stack, dim in features
+            ],
+            len(self.tables),
         )
 
 
 class Plan(NamedTuple):
-    """A batch between its lookup and its gradients: the native plan, and the tables' versions at the lookup."""
+    """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup."""
 
     native: _native.Plan
     versions: Mapping[str, int]
@@ -84,17 +90,20 @@ class Store(ABC):
 
     @abstractmethod
     def add_table(self, spec: TableSpec) -> None:
-        """Make the table, or do nothing if the same one is there; a different one of that name is an error."""
+        """Make the table, or do nothing if the same one is there; another one of that name is an error."""
 
     @abstractmethod
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """Give every row the optimizer state `initial`; rows that have state of that size keep it unless `fresh`."""
+        """Give rows the optimizer state `initial`; those with state of that size keep it unless `fresh`."""
 
     @abstractmethod
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """Vectors of distinct keys, with how often each occurs; training inserts the unknown, otherwise they are zeros."""
+        """Vectors of distinct keys, given with their numbers of occurrences.
+
+        Training inserts unknown keys; otherwise they give zeros and nothing changes.
+        """
 
     @abstractmethod
     def apply(
@@ -139,11 +148,9 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self, table: str) -> dict[str, int]:
-        """Counters of the table: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
 
-    def forward(
-        self, program: Program, inputs: list[int], *, training: bool, step: int, now: float
-    ) -> Plan:
+    def forward(self, program: Program, inputs: list[int], *, training: bool, step: int, now: float) -> Plan:
         """Look up a batch and fill its outputs; `inputs` are the native call's numbers for each feature."""
         plan = _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
@@ -160,11 +167,11 @@ class Store(ABC):
     ) -> None:
         """Apply the sum of some backward passes' gradients to the tables that have a rule."""
         total = merge(gradients)
-        pushes: dict[str, tuple[Any, Any, int]] = {}
+        pushes: dict[str, tuple[Keys, Vectors, int]] = {}
         for slot, table in enumerate(program.tables):
             if table not in rules:
                 continue
-            if not total.finite(slot):
+            if not total.finite()[slot]:
                 self.skip(table)
                 continue
             # Summed gradients count from the oldest of their lookups.

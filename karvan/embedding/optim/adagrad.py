@@ -9,9 +9,9 @@ from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
 class Adagrad(SparseOptimizer):
     """p -= lr * g / (sqrt(a) + eps), where a sums g².
 
-    accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA does (give an
-    initial_accumulator_value then). decay multiplies a before each addition. row_wise keeps one a for a row, the sum of
-    its mean g²: less memory, nearly as good. weight_decay * p is added to g.
+    accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
+    does (give an initial_accumulator_value then). decay multiplies a before each addition. row_wise keeps
+    one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added to g.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
 class Adam(SparseOptimizer):
     """m and v are running means of g and g²; p -= alpha * m / (sqrt(v) + eps).
 
-    alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as torch.optim.SparseAdam does.
-    Moments of rows without a gradient rest. weight_decay * p is added to g.
+    alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as
+    torch.optim.SparseAdam does. Moments of rows without a gradient rest. weight_decay * p is added to g.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Adam(SparseOptimizer):
 
 
 class AdamW(Adam):
-    """Adam, but decay acts on the vector itself: p *= 1 - lr * weight_decay before the update (Loshchilov, Hutter 2019)."""
+    """Adam, but p *= 1 - lr * weight_decay before the update, apart from g (Loshchilov, Hutter 2019)."""
 
     def __init__(
         self,

@@ -22,12 +22,12 @@ class SparseOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose parameters are tables.
 
     `params` is an engine, a module with engines in it, or a list of param groups like torch's:
-    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, `attach` comes later.
-    Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer; the rows' own state
-    (accumulators, moments) lives in the rows.
+    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, `attach`
+    comes later. Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer;
+    the rows' own state (accumulators, moments) lives in the rows.
 
-    clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound limits each
-    element of the vector after the update.
+    clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound
+    limits each element of the vector after the update.
     """
 
     def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
@@ -56,31 +56,39 @@ class SparseOptimizer(torch.optim.Optimizer):
                 handle.set_optimizer(self._kind(group), self._initial_state(group, handle.dim))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients that the engines hold; they are used up."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if not self._engines:
-            raise RuntimeError(f"This {type(self).__name__} is attached to no tables: call attach(engine) first.")
+            raise RuntimeError(
+                f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
+            )
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
+        made: dict[tuple[int, int], _native.Rule] = {}  # tables of a group at the same step share a rule
         for engine in self._engines:
             gradients = engine.take_gradients()
             if not gradients:
                 continue
             rules: dict[str, _native.Rule] = {}
             steps: dict[str, int] = {}
+            touched = [any(bits) for bits in zip(*(g.touched() for _, g in gradients), strict=True)]
+            finite = [all(bits) for bits in zip(*(g.finite() for _, g in gradients), strict=True)]
             for slot, name in enumerate(engine.program.tables):
                 anchor = engine.table(name).anchor
-                touched = any(g.unique_in(slot) for _, g in gradients)
-                if anchor not in groups or not touched:
+                group = groups.get(anchor)
+                if group is None or not touched[slot]:
                     continue
-                # A table that is skipped for a gradient that is not finite has not made a step.
-                steps[name] = self.state[anchor].get("step", 0) + 1
-                if all(g.finite(slot) for _, g in gradients):
-                    self.state[anchor]["step"] = steps[name]
-                rules[name] = self._full_rule(groups[anchor], steps[name])
+                state = self.state[anchor]
+                step = state.get("step", 0) + 1
+                if finite[slot]:  # a table whose update will be skipped has not made a step
+                    state["step"] = step
+                key = (id(group), step)
+                if key not in made:
+                    made[key] = self._full_rule(group, step)
+                rules[name], steps[name] = made[key], step
             engine.store.update(engine.program, gradients, rules, steps)
         return loss
 
@@ -163,7 +171,7 @@ def _owned(targets: Iterable[Any]) -> list[tuple[EmbeddingEngine, TableHandle]]:
             found += [(engine, handle) for engine in engines for handle in engine.tables()]
         else:
             raise TypeError(
-                f"Expected an EmbeddingEngine, a module that holds one, or a table, got {type(target).__name__}; "
-                "tensors belong to a torch.optim optimizer."
+                "Expected an EmbeddingEngine, a module that holds one, or a table, got "
+                f"{type(target).__name__}; tensors belong to a torch.optim optimizer."
             )
     return found

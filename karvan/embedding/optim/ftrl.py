@@ -7,9 +7,9 @@ from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
 
 
 class FTRL(SparseOptimizer):
-    """n sums g²; z += g - (sqrt(n + g²) - sqrt(n)) / lr * p; p = -shrink(z, l1) / ((beta + sqrt(n)) / lr + l2).
+    """p = -shrink(z, l1) / ((beta + sqrt(n)) / lr + l2), where z += g - (sqrt(n + g²) - sqrt(n)) / lr * p.
 
-    An element whose |z| is at most l1 becomes exactly 0.
+    n sums g². An element whose |z| is at most l1 becomes exactly 0.
     """
 
     def __init__(

@@ -1,0 +1,237 @@
+"""Karvan's native core: tables of rows, batch operations, hashes."""
+
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+def farm64(data: bytes) -> int:
+    """FarmHash Fingerprint64, as a signed number."""
+
+def murmur64a(data: bytes, seed: int = 0) -> int:
+    """MurmurHash64A, as a signed number."""
+
+def hash_bytes(
+    kind: str, data: NDArray[numpy.uint8], offsets: NDArray[numpy.int64], out: NDArray[numpy.int64]
+) -> None:
+    """
+    out[i] becomes the hash (farm, or murmur with seed 0) of data[offsets[i]:offsets[i + 1]].
+    """
+
+def hash_stack(values: NDArray[numpy.int64], rounds: int, size: int, out: NDArray[numpy.int64]) -> None:
+    """
+    out[i * rounds + r] becomes the row of id i in round r, within [r * size, (r + 1) * size).
+    """
+
+def mix(key: int) -> int:
+    """The hash of an unsigned key."""
+
+def unmix(hash: int) -> int:
+    """The key whose mix is hash."""
+
+def initialise(
+    kind: str,
+    a: float,
+    b: float,
+    lo: float,
+    hi: float,
+    seed: int,
+    table: str,
+    keys: NDArray[numpy.int64],
+    out: NDArray[numpy.float32],
+) -> None:
+    """
+    out[i] becomes the initial vector of keys[i] in the table; see table/init.h.
+    """
+
+class Table:
+    """64-bit keys and their rows."""
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        dtype: str,
+        init: tuple[str, float, float, float, float],
+        seed: int,
+        admit: tuple[str, float, int],
+        evict: tuple[str, float, int],
+        shards: int,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def state_floats(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+    def stats(self) -> dict[str, int]: ...
+    def set_state(self, initial: Sequence[float], fresh: bool) -> None: ...
+    def lookup(
+        self, keys: NDArray[numpy.int64], counts: NDArray[numpy.uint32], training: bool, step: int, now: float
+    ) -> tuple[NDArray[numpy.float32], int]: ...
+    def apply(
+        self,
+        keys: NDArray[numpy.int64],
+        gradients: NDArray[numpy.float32],
+        version: int,
+        rule: Rule,
+        step: int,
+    ) -> None: ...
+    def count_skipped(self) -> None: ...
+    def evict(self, step: int, now: float) -> int: ...
+    def erase(self, keys: NDArray[numpy.int64]) -> int: ...
+    def clear(self) -> None: ...
+    def evicted_since(self, version: int) -> NDArray[numpy.int64]: ...
+    def forget_evictions(self, version: int) -> None: ...
+    def snapshot(
+        self, part: int = 0, parts: int = 1
+    ) -> tuple[
+        NDArray[numpy.int64],
+        NDArray[numpy.float32],
+        NDArray[numpy.float32],
+        NDArray[numpy.uint32],
+        NDArray[numpy.uint32],
+    ]: ...
+    def load(
+        self,
+        keys: NDArray[numpy.int64],
+        vectors: NDArray[numpy.float32],
+        state: NDArray[numpy.float32] | None,
+        counts: NDArray[numpy.uint32],
+        last_steps: NDArray[numpy.uint32],
+    ) -> None: ...
+    def filter_counts(self) -> NDArray[numpy.uint8]:
+        """The admission filter's counters, to be saved with the rows."""
+
+    def set_filter_counts(self, counts: NDArray[numpy.uint8]) -> None: ...
+
+class Rule:
+    """An optimizer's rule and its numbers for one step."""
+
+    def __init__(self, kind: str) -> None: ...
+    @property
+    def lr(self) -> float: ...
+    @lr.setter
+    def lr(self, arg: float, /) -> None: ...
+    @property
+    def beta1(self) -> float: ...
+    @beta1.setter
+    def beta1(self, arg: float, /) -> None: ...
+    @property
+    def beta2(self) -> float: ...
+    @beta2.setter
+    def beta2(self, arg: float, /) -> None: ...
+    @property
+    def eps(self) -> float: ...
+    @eps.setter
+    def eps(self, arg: float, /) -> None: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @weight_decay.setter
+    def weight_decay(self, arg: float, /) -> None: ...
+    @property
+    def shrink(self) -> float: ...
+    @shrink.setter
+    def shrink(self, arg: float, /) -> None: ...
+    @property
+    def alpha(self) -> float: ...
+    @alpha.setter
+    def alpha(self, arg: float, /) -> None: ...
+    @property
+    def l1(self) -> float: ...
+    @l1.setter
+    def l1(self, arg: float, /) -> None: ...
+    @property
+    def l2(self) -> float: ...
+    @l2.setter
+    def l2(self, arg: float, /) -> None: ...
+    @property
+    def accumulate_last(self) -> bool: ...
+    @accumulate_last.setter
+    def accumulate_last(self, arg: bool, /) -> None: ...
+    @property
+    def clip_value(self) -> float: ...
+    @clip_value.setter
+    def clip_value(self, arg: float, /) -> None: ...
+    @property
+    def clip_norm(self) -> float: ...
+    @clip_norm.setter
+    def clip_norm(self, arg: float, /) -> None: ...
+    @property
+    def bound(self) -> float: ...
+    @bound.setter
+    def bound(self, arg: float, /) -> None: ...
+    def state_floats(self, dim: int) -> int: ...
+
+class Program:
+    """
+    The features of an engine: (name, table, slot, mode, combiner, stack, dim) each.
+    """
+
+    def __init__(self, features: Sequence[tuple[str, str, int, str, str, int, int]], slots: int) -> None: ...
+
+class Gradients:
+    """One gradient for each distinct key of a batch."""
+
+    def finite(self) -> list[bool]:
+        """By slot: is its gradient free of NaN and infinity?"""
+
+    def touched(self) -> list[bool]:
+        """By slot: has any key a gradient?"""
+
+    def keys_and_values(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]: ...
+    @staticmethod
+    def merge(parts: Sequence[Gradients]) -> Gradients: ...
+    def apply(self, rules: Sequence[Rule | None], steps: Sequence[int]) -> None: ...
+
+class Plan:
+    """One batch between its lookup and its gradients."""
+
+    def __init__(self, program: Program, inputs: Sequence[int]) -> None: ...
+    def unique(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.uint32]]: ...
+    def pool_from(self, vectors: Sequence[NDArray[numpy.float32]]) -> None: ...
+    def reduce(self, gradients: Sequence[int]) -> Gradients:
+        """
+        Sums the gradients of the outputs by key; an address of 0 stands for no gradient.
+        """
+
+def forward(
+    program: Program, tables: Sequence[Table], inputs: Sequence[int], training: bool, step: int, now: float
+) -> Plan:
+    """
+    Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.
+    """
+
+def thread_count() -> int:
+    """How many threads a batch operation uses."""
+
+def set_thread_count(count: int) -> None:
+    """Sets it, from the next operation on."""
+
+def kernel_names() -> list[str]:
+    """The kernels this machine can run, best first."""
+
+def kernels() -> str:
+    """The kernels in use."""
+
+def choose_kernels(name: str) -> None:
+    """Uses other kernels; the results stay the same."""
+
+class Buffer:
+    """
+    Uninitialised bytes from the pool, through the buffer protocol; they return to it with the object.
+    """
+
+    def __init__(self, bytes: int) -> None: ...
+
+def pooled_bytes() -> int:
+    """Bytes the pool holds for reuse."""
+
+def release_pooled_bytes() -> None:
+    """Gives the pool's bytes back to the system."""
