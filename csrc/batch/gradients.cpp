@@ -8,7 +8,7 @@
 
 namespace karvan {
 
-Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const float*>& of_features)
+Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputGradient>& of_features)
     : plan_(std::move(plan)),
       tables_(plan_->tables_),
       dims_(plan_->dims_),
@@ -18,10 +18,10 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const f
   std::vector<KeySource> keys;
   for (size_t f = 0; f < of_features.size(); ++f) {
     const Plan::Feature& feature = plan_->features_[f];
-    sources.push_back({of_features[f], feature.base, feature.spec->stack,
+    sources.push_back({of_features[f].values, of_features[f].stride, feature.base, feature.spec->stack,
                        feature.out_row ? feature.out_row.data() : nullptr, feature.in.weights,
                        feature.scale ? feature.scale.data() : nullptr});
-    if (of_features[f])
+    if (of_features[f].values)
       keys.push_back({feature.spec->slot, feature.in.values, feature.in.cells * feature.spec->stack, feature.base});
   }
   if (keys.size() < of_features.size()) {  // keys of features without a gradient must not be touched: group anew
@@ -33,8 +33,9 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<const f
     own_row_ = Array<uint32_t>(g.hash.size());
     parallel(g.buckets(), [&](uint32_t b) {
       const uint64_t first = plan_->groups_.first_index(g.slot_of[b]);
-      for (uint32_t i = 0; i < g.unique[b]; ++i)
-        own_row_[g.begin[b] + i] = plan_->row_[first + plan_->groups_.unique_of[g.positions[g.start(b)[i]]]];
+      const uint64_t own_first = g.first_index(g.slot_of[b]);
+      for (uint32_t i = g.begin[b]; i < g.begin[b + 1]; ++i)
+        own_row_[own_first + g.unique_at[i]] = plan_->row_[first + plan_->groups_.unique_of[g.position[i]]];
     });
   }
   reduce(sources, plan_->feature_of_);
@@ -65,8 +66,17 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
   std::vector<std::atomic<bool>> bad(dims_.size());
   each_bucket([&](uint32_t b) {
     const uint32_t slot = g.slot_of[b];
-    const ReduceArgs args{dims_[slot], sources.data(), feature_of.data(), g.positions.data(),
-                          g.start(b), g.unique[b], g.slots[slot].sources.size() == 1, values(b)};
+    const uint32_t first = g.begin[b];
+    const ReduceArgs args{.dim = dims_[slot],
+                          .sources = sources.data(),
+                          .feature_of = feature_of.data(),
+                          .one_source = g.slots[slot].sources.size() == 1,
+                          .position = g.position.data() + first,
+                          .unique = g.unique_at.data() + first,
+                          .positions = g.begin[b + 1] - first,
+                          .first = first - static_cast<uint32_t>(g.first_index(slot)),
+                          .count = g.unique[b],
+                          .out = values_[slot].data()};
     if (!kernels().reduce(args)) bad[slot].store(true, std::memory_order_relaxed);
   });
   for (const auto& b : bad) finite_.push_back(!b.load());
@@ -150,7 +160,7 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
           rows.push_back(part->row()[i]);
         }
       }
-      sources.push_back({part->values_[s].data(), base, 1, out_rows.back().data(), nullptr, nullptr});
+      sources.push_back({part->values_[s].data(), sum->dims_[s], base, 1, out_rows.back().data(), nullptr, nullptr});
       keys.push_back({s, hashes.back().data(), hashes.back().size(), base, true});
       base = (base + hashes.back().size() + (1u << kFeatureShift) - 1) >> kFeatureShift << kFeatureShift;
       feature_of.resize(base >> kFeatureShift, static_cast<uint16_t>(sources.size() - 1));
@@ -161,7 +171,8 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
   const KeyGroups& g = *sum->own_groups_;
   sum->own_row_ = Array<uint32_t>(g.hash.size());
   for (uint32_t b = 0; b < g.buckets(); ++b)
-    for (uint32_t i = 0; i < g.unique[b]; ++i) sum->own_row_[g.begin[b] + i] = rows[g.positions[g.start(b)[i]]];
+    for (uint32_t i = g.begin[b]; i < g.begin[b + 1]; ++i)
+      sum->own_row_[g.first_index(g.slot_of[b]) + g.unique_at[i]] = rows[g.position[i]];
   sum->reduce(sources, feature_of);
   for (uint32_t s = 0; s < sum->dims_.size(); ++s)
     for (Gradients* part : parts) sum->finite_[s] &= part->finite_[s];

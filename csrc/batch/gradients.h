@@ -9,10 +9,16 @@
 
 namespace karvan {
 
+// The gradient of a feature's output: rows of dim floats, `stride` floats apart. Null values: it had none.
+struct OutputGradient {
+  const float* values;
+  uint64_t stride;
+};
+
 class Gradients {
  public:
-  // Sums the gradients of the plan's outputs; by feature, null for a feature that had none.
-  Gradients(std::shared_ptr<const Plan> plan, const std::vector<const float*>& of_features);
+  // Sums the gradients of the plan's outputs, one for each feature.
+  Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputGradient>& of_features);
   // The sum of several backward passes over the same tables, in their order (gradient accumulation).
   static std::unique_ptr<Gradients> merge(const std::vector<Gradients*>& parts);
 

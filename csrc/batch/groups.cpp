@@ -11,7 +11,7 @@
 namespace karvan {
 namespace {
 
-constexpr uint64_t kPositionsPerBucket = 4096, kPositionsPerTask = 8192, kSmallSlot = 8192;
+constexpr uint64_t kPositionsPerBucket = 1024, kOneBucket = 4096, kPositionsPerTask = 8192, kSmallSlot = 8192;
 constexpr int kMostBits = 12;
 
 inline uint64_t hash_of(const KeySource& source, size_t i) {
@@ -36,8 +36,9 @@ KeyGroups::KeyGroups(uint32_t slot_count, std::vector<KeySource> sources, uint64
   uint64_t at = 0;
   for (uint32_t s = 0; s < slot_count; ++s) {
     Slot& slot = slots[s];
-    slot.bits = std::min<int>(kMostBits, std::bit_width((slot.positions + kPositionsPerBucket - 1) / kPositionsPerBucket) - 1);
-    slot.bits = std::max(slot.bits, 0);
+    slot.bits = slot.positions <= kOneBucket
+                    ? 0
+                    : std::min<int>(kMostBits, std::bit_width(slot.positions / kPositionsPerBucket));
     slot.small = slot.positions <= kSmallSlot;
     slot.first_bucket = static_cast<uint32_t>(slot_of.size());
     slot.buckets = 1u << slot.bits;
@@ -48,9 +49,9 @@ KeyGroups::KeyGroups(uint32_t slot_count, std::vector<KeySource> sources, uint64
   begin.push_back(static_cast<uint32_t>(at));
   unique.assign(slot_of.size(), 0);
   hash = Array<uint64_t>(total);
-  positions = Array<uint32_t>(total);
-  scattered_ = Array<uint32_t>(total);
-  start_ = Array<uint32_t>(total + slot_of.size() + 1);
+  count = Array<uint32_t>(total);
+  position = Array<uint32_t>(total);
+  unique_at = Array<uint32_t>(total);
 }
 
 void KeyGroups::group_all() {
@@ -95,56 +96,46 @@ std::vector<KeyGroups::Task> KeyGroups::partition(const Slot& slot, bool alone) 
     const Task& task = tasks[t];
     std::vector<uint32_t> place = task.place;
     uint64_t* const hashes = hash.data();
-    uint32_t* const scattered = scattered_.data();
+    uint32_t* const to_position = position.data();
     const auto base = static_cast<uint32_t>(task.source->base);
     for (size_t i = task.first; i < task.last; ++i) {
       const uint64_t h = hash_of(*task.source, i);
       const uint32_t to = slot.buckets == 1 ? place[0] + static_cast<uint32_t>(i - task.first) : place[top(h, bits)]++;
       hashes[to] = h;
-      scattered[to] = base + static_cast<uint32_t>(i);
+      to_position[to] = base + static_cast<uint32_t>(i);
     }
   });
   return tasks;
 }
 
 void KeyGroups::dedupe(uint32_t bucket) {
-  const uint32_t first = begin[bucket], count = begin[bucket + 1] - first;
-  uint32_t* const starts = start(bucket);
-  starts[0] = first;
-  if (count == 0) return;
-  // A small open-addressed map from hash to its number in this bucket, plus one; it lives in first-level cache.
-  thread_local std::vector<uint32_t> map_memory, number_memory;
-  const uint32_t size = std::bit_ceil(2 * count), mask = size - 1;
-  map_memory.assign(size, 0);
-  number_memory.resize(std::max<size_t>(number_memory.size(), count));
-  uint32_t *const map = map_memory.data(), *const number = number_memory.data();
+  const uint32_t first = begin[bucket], size = begin[bucket + 1] - first;
+  if (size == 0) return;
+  // A small open-addressed map from hash to its number in this bucket, plus one. Whether a key is new is a coin toss to
+  // the branch predictor, so nothing branches on it: new or not, the same stores are made.
+  thread_local std::vector<uint32_t> map_memory;
+  const uint32_t map_size = std::bit_ceil(2 * size), mask = map_size - 1;
+  map_memory.assign(map_size, 0);
+  uint32_t* const map = map_memory.data();
+  uint64_t* const hashes = hash.data() + first;  // compacted in place: a key's place never lies after its first position
+  uint32_t* const counts = count.data() + first;
+  uint32_t* const numbers = unique_at.data() + first;
+  const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket]));
   uint32_t uniques = 0;
-  uint64_t* const hashes = hash.data() + first;  // compacted in place: a key's place never lies after its first position's
-  for (uint32_t i = 0; i < count; ++i) {
+  for (uint32_t i = 0; i < size; ++i) {
     const uint64_t h = hashes[i];
     uint32_t at = static_cast<uint32_t>(h) & mask;
     while (map[at] != 0 && hashes[map[at] - 1] != h) at = (at + 1) & mask;
-    if (map[at] == 0) {
-      hashes[uniques] = h;
-      map[at] = ++uniques;
-      starts[uniques] = 0;
-    }
-    number[i] = map[at];
-    ++starts[map[at]];
+    const uint32_t found = map[at], is_new = found == 0;
+    const uint32_t number = is_new ? uniques : found - 1;
+    const uint32_t before = counts[number] & (is_new - 1);
+    hashes[number] = h;
+    map[at] = number + 1;
+    counts[number] = before + 1;
+    numbers[i] = offset + number;
+    uniques += is_new;
   }
   unique[bucket] = uniques;
-  // starts[k] holds the count of key k - 1: sum up, then place the positions, which moves each start to its end …
-  for (uint32_t k = 1; k <= uniques; ++k) starts[k] += starts[k - 1];
-  uint32_t* const mine = scattered_.data() + first;
-  uint32_t* const grouped = positions.data();
-  const uint32_t offset = first - static_cast<uint32_t>(first_index(slot_of[bucket])) - 1;
-  for (uint32_t i = count; i-- > 0;) {
-    grouped[--starts[number[i]]] = mine[i];
-    mine[i] = offset + number[i];
-  }
-  // … so that starts[k] is now the beginning of key k - 1: shift by one.
-  for (uint32_t k = 0; k < uniques; ++k) starts[k] = starts[k + 1];
-  starts[uniques] = first + count;
 }
 
 // The way back from buckets to positions, in the order of positions: threads write to places of their own.
@@ -153,11 +144,11 @@ void KeyGroups::spread(const Slot& slot, const std::vector<Task>& tasks) {
     const Task& task = tasks[t];
     uint32_t* const to = unique_of.data() + task.source->base;
     if (slot.buckets == 1) {
-      std::copy_n(scattered_.data() + task.place[0], task.last - task.first, to + task.first);
+      std::copy_n(unique_at.data() + task.place[0], task.last - task.first, to + task.first);
       return;
     }
     std::vector<uint32_t> place = task.place;
-    const uint32_t* const numbers = scattered_.data();
+    const uint32_t* const numbers = unique_at.data();
     for (size_t i = task.first; i < task.last; ++i)
       to[i] = numbers[place[top(hash_of(*task.source, i), slot.bits)]++];
   });

@@ -1,8 +1,8 @@
 // Positions of a batch grouped by key: the dedupe before every lookup and the order of every gradient sum.
 //
 // Keys are first spread over buckets by the top bits of their hash (a stable radix partition), small enough that the
-// uniques of a bucket are found in first-level cache. Order is fixed by the batch alone: buckets by hash, uniques by
-// first position, positions ascending. Neither threads nor shards change it.
+// uniques of a bucket are found in near cache. Order is fixed by the batch alone: buckets by hash, uniques by first
+// position, positions of a bucket ascending. Neither threads nor shards change it.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -46,12 +46,15 @@ class KeyGroups {
   std::vector<uint32_t> begin;     // by bucket, and one more: where its part of the arrays starts
   std::vector<uint32_t> unique;    // by bucket: how many distinct keys
   std::vector<uint32_t> slot_of;   // by bucket
-  Array<uint64_t> hash;            // a bucket's distinct hashes, from begin[bucket]
-  Array<uint32_t> positions;       // a bucket's positions, key by key
-  Array<uint32_t> unique_of;       // by position: its key's place in the slot, counted from first_index(slot)
+  // A bucket's part of these begins with its distinct keys:
+  Array<uint64_t> hash;
+  Array<uint32_t> count;           // how many positions have the key
+  // … and of these is filled with its positions, ascending:
+  Array<uint32_t> position;
+  Array<uint32_t> unique_at;       // the key's place in the slot, counted from first_index(slot)
+  // The same by position:
+  Array<uint32_t> unique_of;
 
-  // Where in `positions` each distinct key of a bucket starts; one more entry marks the end.
-  uint32_t* start(uint32_t bucket) const { return start_.data() + begin[bucket] + bucket; }
   uint32_t buckets() const { return static_cast<uint32_t>(unique.size()); }
   uint64_t unique_in(uint32_t slot) const;
   uint64_t first_index(uint32_t slot) const { return begin[slots[slot].first_bucket]; }
@@ -69,8 +72,6 @@ class KeyGroups {
   void group(const Slot& slot, bool alone);
 
   std::vector<KeySource> sources_;
-  Array<uint32_t> start_;
-  Array<uint32_t> scattered_;  // by bucket: positions, and after dedupe the numbers of their keys
 };
 
 }  // namespace karvan

@@ -167,7 +167,7 @@ void Plan::find(Unit& unit, bool training, uint32_t step) {
   uint32_t* const rows = row_.data();
   for (uint32_t bucket = unit.first; bucket < unit.last; ++bucket) {
     const uint32_t first = groups_.begin[bucket], count = groups_.unique[bucket];
-    const uint32_t* start = groups_.start(bucket);
+    const uint32_t* const counts = groups_.count.data() + first;
     for (uint32_t i = 0; i < std::min(kFindAhead, count); ++i) table.prefetch(hashes[first + i]);
     for (uint32_t i = 0; i < count; ++i) {
       if (i + kFindAhead < count) table.prefetch(hashes[first + i + kFindAhead]);
@@ -175,7 +175,7 @@ void Plan::find(Unit& unit, bool training, uint32_t step) {
       const Entry entry = table.find(hash);
       rows[first + i] = entry ? entry.row() : 0;
       if (!training) continue;
-      const uint32_t times = start[i + 1] - start[i];
+      const uint32_t times = counts[i];
       if (entry) {
         entry.count() = saturating_add(entry.count(), times);
         entry.last() = step;
@@ -206,8 +206,7 @@ void Plan::insert(const Unit& unit, uint32_t step) {
   const auto at = [&](size_t i) { return groups_.begin[unit.missing[i].first] + unit.missing[i].second; };
   for (size_t i = 0; i < unit.missing.size(); ++i) {
     if (i + kFindAhead < unit.missing.size()) table.prefetch(groups_.hash[at(i + kFindAhead)]);
-    const uint32_t* start = groups_.start(unit.missing[i].first) + unit.missing[i].second;
-    row_[at(i)] = table.insert(groups_.hash[at(i)], start[1] - start[0], step);
+    row_[at(i)] = table.insert(groups_.hash[at(i)], groups_.count[at(i)], step);
   }
   for (uint32_t bucket = unit.missing[0].first; bucket < unit.last; ++bucket) gather(bucket);
 }
@@ -284,10 +283,9 @@ void Plan::pool_slot(uint32_t slot) const {
 void Plan::unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const {
   const KeyGroups::Slot& s = groups_.slots[slot];
   for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b) {
-    const uint32_t* start = groups_.start(b);
-    for (uint32_t i = 0; i < groups_.unique[b]; ++i) {
-      *keys++ = unmix(groups_.hash[groups_.begin[b] + i]);
-      *counts++ = start[i + 1] - start[i];
+    for (uint32_t i = groups_.begin[b]; i < groups_.begin[b] + groups_.unique[b]; ++i) {
+      *keys++ = unmix(groups_.hash[i]);
+      *counts++ = groups_.count[i];
     }
   }
 }

@@ -340,12 +340,14 @@ void bind_store(nb::module_& m) {
            },
            "vectors"_a)
       .def("reduce",
-           [](std::shared_ptr<Plan> plan, const std::vector<uint64_t>& gradients) {
-             std::vector<const float*> raw;
-             for (uint64_t address : gradients) raw.push_back(reinterpret_cast<const float*>(address));
-             return operation([&] { return std::make_shared<Gradients>(std::move(plan), raw); });
+           [](std::shared_ptr<Plan> plan, const std::vector<uint64_t>& addresses, const std::vector<uint64_t>& strides) {
+             std::vector<OutputGradient> gradients;
+             for (size_t f = 0; f < addresses.size(); ++f)
+               gradients.push_back({reinterpret_cast<const float*>(addresses[f]), strides.at(f)});
+             return operation([&] { return std::make_shared<Gradients>(std::move(plan), gradients); });
            },
-           "gradients"_a, "Sums the gradients of the outputs by key; an address of 0 stands for no gradient.");
+           "addresses"_a, "strides"_a,
+           "Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.");
 
   m.def(
       "forward",

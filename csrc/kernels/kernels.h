@@ -39,6 +39,7 @@ struct PoolArgs {
 // Backward. Gradients of a feature's output, and how its positions find theirs.
 struct GradientSource {
   const float* gradient;      // rows of dim floats
+  uint64_t stride;            // floats from one row to the next
   uint64_t base;              // the feature's first position
   uint32_t stack;
   const uint32_t* out_row;    // by cell; null: the cell itself
@@ -53,11 +54,12 @@ struct ReduceArgs {
   uint32_t dim;
   const GradientSource* sources;
   const uint16_t* feature_of;
-  const uint32_t* positions;   // grouped by unique key
-  const uint32_t* start;       // by unique key: where its positions begin; ends with the next one's
-  uint32_t unique;
   bool one_source;             // all positions have the same source
-  float* out;                  // unique × dim
+  const uint32_t* position;    // ascending
+  const uint32_t* unique;      // of each: which sum it belongs to
+  uint32_t positions;
+  uint32_t first, count;       // the sums they belong to
+  float* out;                  // by sum, dim floats each; [first, first + count) is written
 };
 
 // The optimizers' rules; the names say the paper or system. All apply clip, decay, update, bound in that order.

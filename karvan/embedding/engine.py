@@ -123,9 +123,11 @@ class EmbeddingEngine(nn.Module):
         return plan
 
     def _collect(self, plan: Plan, gradients: tuple[Tensor | None, ...]) -> None:
-        kept = [g if g is None or g.is_contiguous() else g.contiguous() for g in gradients]
+        # Slices of one wide gradient, as torch.cat gives back, are read where they are if rows are contiguous.
+        kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in kept]
-        self._gradients.append((plan, plan.native.reduce(addresses)))
+        strides = [0 if g is None else g.stride(0) for g in kept]
+        self._gradients.append((plan, plan.native.reduce(addresses, strides)))
 
     def take_gradients(self) -> list[tuple[Plan, Gradients]]:
         """Hand over the gradients that wait to be applied, oldest first; none wait afterwards."""

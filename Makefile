@@ -1,0 +1,78 @@
+# Karvan's commands. Everything they install or build lies in .venv, build and out; `make clean` removes it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# Twice quiet: errors alone are shown.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+CHECKED := karvan tests benchmarks examples tools
+NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
+ARGS ?=
+
+# pip's cmake and ninja come before the system's.
+export PATH := $(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-native test-python test-slow lint stubs bench clean
+
+help:  ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.karvan  ## set everything up and learn a planted task; ARGS=--help for its options
+	@$(BIN)/python examples/planted.py $(ARGS)
+
+test: lint test-native test-python  ## set everything up and run all checks and tests
+
+test-native: $(VENV)/.tools  ## the C++ core's own tests: plain, with ASan + UBSan, with TSan
+	@tools/test_native.sh plain address,undefined thread
+
+test-python: $(VENV)/.karvan  ## the Python tests; ARGS go to pytest
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+test-slow: $(VENV)/.karvan  ## the Python tests with the slow ones and many more random examples
+	@$(BIN)/python -m pytest -q --thorough -m '' $(ARGS)
+
+lint: $(VENV)/.karvan  ## style and types
+	@echo "Checking style and types"
+	@$(BIN)/ruff check --quiet $(CHECKED)
+	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
+	@$(BIN)/mypy --no-error-summary
+
+stubs: $(VENV)/.karvan  ## write karvan/_native.pyi anew, after a change of csrc/bindings
+	@$(BIN)/python tools/stubs.py
+
+bench: $(VENV)/.bench  ## a sparse step beside FBGEMM and torch, to out/sparse_step.json; ARGS=--quick
+	@mkdir -p out
+	@$(BIN)/python benchmarks/sparse_step.py --json out/sparse_step.json $(ARGS)
+
+clean:  ## remove what was installed and built
+	@rm -rf $(VENV) build out .hypothesis .pytest_cache .ruff_cache .mypy_cache
+	@find karvan tests benchmarks examples tools -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.made:
+	@tools/check_system.sh $(PYTHON)
+	@echo "Making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first and alone: it is large, and a resolver that looks further may fetch it twice.
+$(VENV)/.torch: constraints.txt | $(VENV)/.made
+	@echo "Installing torch"
+	@$(PIP) torch numpy
+	@touch $@
+
+$(VENV)/.tools: $(VENV)/.torch
+	@echo "Installing build tools"
+	@$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.karvan: $(VENV)/.tools $(NATIVE) CMakeLists.txt pyproject.toml
+	@echo "Building and installing karvan (a minute or two the first time)"
+	@$(PIP) --no-build-isolation -e '.[dev]' -C build-dir=build/dev
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.karvan benchmarks/requirements.txt
+	@echo "Installing what the benchmarks are measured against"
+	@$(PIP) --no-deps -r benchmarks/requirements.txt
+	@touch $@

@@ -1,0 +1,103 @@
+// Keyed lookups and updates against a map of rows; what they share with plans is in test_plan.cpp.
+#include <map>
+
+#include "kernels/kernels.h"
+#include "table/table.h"
+#include "tests/check.h"
+#include "tests/tools.h"
+
+using namespace karvan;
+using namespace karvan::test;
+
+namespace {
+
+constexpr uint32_t kDim = 5;
+
+struct Reference {
+  TableConfig config;
+  Rows rows;
+  uint64_t dropped = 0;
+
+  std::vector<float> lookup(const std::vector<uint64_t>& keys, const std::vector<uint32_t>& counts, bool training,
+                            uint32_t step) {
+    std::vector<float> vectors;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      if (training) {
+        if (!rows.contains(keys[i])) rows[keys[i]] = {initial_vector(config, keys[i]), {}, 0, 0};
+        rows[keys[i]].count += counts[i];
+        rows[keys[i]].last = step;
+      }
+      const auto found = rows.find(keys[i]);
+      if (found == rows.end()) vectors.insert(vectors.end(), kDim, 0.0f);
+      else vectors.insert(vectors.end(), found->second.vector.begin(), found->second.vector.end());
+    }
+    return vectors;
+  }
+  void apply(const std::vector<uint64_t>& keys, const std::vector<float>& gradients, float lr,
+             const std::set<uint64_t>& gone) {
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const auto found = rows.find(keys[i]);
+      if (found == rows.end() || gone.contains(keys[i])) {
+        ++dropped;
+        continue;
+      }
+      for (uint32_t c = 0; c < kDim; ++c) found->second.vector[c] -= times(gradients[i * kDim + c], lr);
+    }
+  }
+};
+
+}  // namespace
+
+TEST(keyed_operations_do_what_a_map_of_rows_does) {
+  std::map<uint32_t, Rows> results;
+  for (const uint32_t shards : {1u, 8u, 256u}) {
+    for (const int threads : {1, 4}) {
+      const WithThreads with(threads);
+      Table table(table_config(kDim, shards));
+      Reference reference{table.config(), {}};
+      Random random(4);
+      for (uint32_t step = 1; step <= 40; ++step) {
+        const std::vector<uint64_t> keys = distinct_keys(random, 2 + below(random, 700));
+        std::vector<uint32_t> counts(keys.size());
+        for (uint32_t& count : counts) count = static_cast<uint32_t>(1 + below(random, 5));
+        const bool training = below(random, 4) != 0;
+        std::vector<float> got(keys.size() * kDim);
+        table.lookup(keys.data(), counts.data(), keys.size(), training, step, got.data());
+        CHECK(same_bits(got, reference.lookup(keys, counts, training, step)));
+        const uint64_t version = table.version();
+
+        std::set<uint64_t> gone;
+        if (below(random, 3) == 0) {  // some keys leave before the gradient comes, some of them return
+          for (size_t i = 0; i < keys.size(); i += 3)
+            if (reference.rows.erase(keys[i])) gone.insert(keys[i]);
+          const std::vector<uint64_t> leaving(gone.begin(), gone.end());
+          CHECK_EQ(table.erase_keys(leaving.data(), leaving.size()), leaving.size());
+          std::vector<uint64_t> returning(leaving.begin(), leaving.begin() + static_cast<ptrdiff_t>(leaving.size() / 2));
+          CHECK(same_bits(train(table, returning, step),
+                          reference.lookup(returning, std::vector<uint32_t>(returning.size(), 1), true, step)));
+        }
+        std::vector<float> gradients(keys.size() * kDim);
+        for (float& g : gradients) g = uniform(random, -1, 1);
+        const Rule rule{.kind = Rule::Kind::sgd, .lr = 0.1f};
+        table.apply(keys.data(), keys.size(), gradients.data(), version, rule, step);
+        reference.apply(keys, gradients, 0.1f, gone);
+        CHECK_EQ(table.stats().dropped_gradients, reference.dropped);
+        CHECK_EQ(table.rows(), reference.rows.size());
+      }
+      CHECK(contents(table) == reference.rows);
+    }
+  }
+}
+
+TEST(keyed_operations_take_no_keys_at_all) {
+  const WithThreads with(2);
+  Table table(table_config(kDim));
+  train(table, {}, 1);
+  const Rule rule{};
+  table.apply(nullptr, 0, nullptr, table.version(), rule, 1);
+  CHECK_EQ(table.rows(), 0u);
+  CHECK_EQ(table.snapshot().rows, 0u);
+  CHECK_EQ(table.erase_keys(nullptr, 0), 0u);
+  table.load(nullptr, 0, nullptr, nullptr, nullptr, nullptr);
+  CHECK_EQ(table.rows(), 0u);
+}

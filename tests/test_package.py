@@ -1,0 +1,123 @@
+"""The package as a whole: how it imports, and which of its modules may know which."""
+
+import ast
+import subprocess
+import sys
+import time
+from graphlib import TopologicalSorter
+from importlib import metadata
+from pathlib import Path
+
+import karvan
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "karvan"
+
+# An import may point to a layer above its own in this list, or stay within its part.
+LAYERS = [("_native",), ("ragged", "ids", "threads"), ("store",), ("embedding",), ("__init__",)]
+LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+
+def _modules():
+    """Module name → syntax tree."""
+    trees = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text())
+    return trees
+
+
+def _imports(tree):
+    """(module, name or None) of each import of karvan that happens at run time."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((a.name, None) for a in node.names if a.name.split(".")[0] == "karvan")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module.split(".")[0] == "karvan":
+                yield from ((node.module, a.name) for a in node.names)
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def _dependencies():
+    """Module → the karvan modules it imports."""
+    trees = _modules()
+    known = {*trees, "karvan._native"}
+    graph = {}
+    for module, tree in trees.items():
+        targets = {
+            f"{source}.{name}" if f"{source}.{name}" in known else source for source, name in _imports(tree)
+        }
+        graph[module] = targets
+    return graph
+
+
+def _part(module):
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def test_imports_point_down_the_layers():
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in _dependencies().items()
+        for target in targets
+        if _part(module) != _part(target) and LAYER_OF[_part(target)] >= LAYER_OF[_part(module)]
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_itself_through_others():
+    TopologicalSorter(_dependencies()).prepare()  # raises CycleError
+
+
+def test_no_module_imports_the_privates_of_another():
+    private = [
+        f"{module}: from {source} import {name}"
+        for module, tree in _modules().items()
+        for source, name in _imports(tree)
+        if name and name.startswith("_") and name != "_native"
+    ]
+    assert private == []
+
+
+def test_no_file_holds_two_ideas():
+    sources = [
+        *PACKAGE.rglob("*.py"),
+        *(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".cpp", ".inc")),
+    ]
+    assert [str(path) for path in sources if len(path.read_text().splitlines()) > 500] == []
+
+
+def test_public_names_are_listed_and_exist():
+    assert sorted(karvan.__all__) == sorted(set(karvan.__all__))
+    assert [name for name in karvan.__all__ if not hasattr(karvan, name)] == []
+    assert karvan.__version__ == metadata.version("karvan")
+    assert (PACKAGE / "py.typed").exists()
+
+
+def _seconds(statement):
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", statement], check=True)
+    return time.perf_counter() - begin
+
+
+def test_import_takes_less_than_two_seconds():
+    alone, whole = zip(
+        *((_seconds("import torch"), _seconds("import karvan")) for _ in range(3)), strict=True
+    )
+    # Where torch alone takes that long, karvan may add a quarter of a second to it.
+    assert min(whole) < max(2.0, min(alone) + 0.25)
+
+
+def test_import_needs_no_extra_and_leaves_cuda_alone():
+    extras = ["triton", "fbgemm_gpu", "pyarrow", "ray", "fastapi", "prometheus_client", "typer", "pydantic"]
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras}));"
+        "import karvan, torch; assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

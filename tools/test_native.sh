@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Builds and runs the C++ tests once for each kind given: test_native.sh plain address,undefined thread
+#
+# A kind is "plain" or the sanitizers to build with. One whose run-time library the compiler lacks is left out,
+# with a line that says so.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# A random layout of memory can leave the thread sanitizer without the addresses it needs.
+fixed_layout=()
+if setarch "$(uname -m)" -R true 2>/dev/null; then fixed_layout=(setarch "$(uname -m)" -R); fi
+
+has_sanitizer() {
+  local compiler=${CXX:-c++}
+  echo 'int main() {}' | $compiler -fsanitize="$1" -x c++ - -o "$2" 2>/dev/null && "${fixed_layout[@]}" "$2" 2>/dev/null
+}
+
+for kind in "$@"; do
+  build=build/tests-${kind//,/-}
+  mkdir -p "$build"
+  sanitize=""
+  if [ "$kind" != plain ]; then
+    sanitize=$kind
+    if ! has_sanitizer "$kind" "$build/probe"; then
+      echo "C++ tests with -fsanitize=$kind: left out, this system cannot run such programs"
+      continue
+    fi
+  fi
+  printf 'C++ tests, %s: ' "$kind"
+  log=$build/build.log
+  if ! { cmake -S . -B "$build" -G Ninja -DKARVAN_PYTHON=OFF -DKARVAN_TESTS=ON -DKARVAN_SANITIZE="$sanitize" &&
+    cmake --build "$build"; } >"$log" 2>&1; then
+    echo "does not build"
+    cat "$log" >&2
+    exit 1
+  fi
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 "${fixed_layout[@]}" \
+    ctest --test-dir "$build" --output-on-failure --stop-on-failure >"$log" 2>&1 || {
+    echo failed
+    cat "$log" >&2
+    exit 1
+  }
+  echo ok
+done
