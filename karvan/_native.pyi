@@ -196,9 +196,9 @@ class Plan:
     def __init__(self, program: Program, inputs: Sequence[int]) -> None: ...
     def unique(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.uint32]]: ...
     def pool_from(self, vectors: Sequence[NDArray[numpy.float32]]) -> None: ...
-    def reduce(self, gradients: Sequence[int]) -> Gradients:
+    def reduce(self, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """
-        Sums the gradients of the outputs by key; an address of 0 stands for no gradient.
+        Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.
         """
 
 def forward(

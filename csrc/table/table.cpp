@@ -14,7 +14,7 @@ namespace {
 // Loads of the index: growth starts at the soft one and goes on beside the insertions; a batch that would pass the hard
 // one grows first. New arrays are a fifth larger, so a row's share of the index is 28 to 34 bytes.
 constexpr double kSoftLoad = 0.75, kHardLoad = 0.85, kFreshLoad = 0.625;
-constexpr uint32_t kMovesPerInsert = 16, kMovesPerBatch = 256;
+constexpr uint32_t kMovesPerInsert = 8, kMovesPerBatch = 256;
 
 }  // namespace
 

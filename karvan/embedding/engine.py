@@ -8,7 +8,8 @@ in the engine until a `karvan.optim` optimizer applies them. Several backward pa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -41,7 +42,7 @@ class EmbeddingEngine(nn.Module):
         self.features = dict(features)
         self.step = 0
         self.store: Store = store if store is not None else MemoryStore()
-        self._gradients: list[tuple[Plan, Gradients]] = []
+        self._pending: list[_Pending] = []
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
         for feature, table in self.features.items():
@@ -52,7 +53,7 @@ class EmbeddingEngine(nn.Module):
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():
             self.store.add_table(table.spec(name, seed, shards))
-            self._handles[name] = TableHandle(self, name, table.dim, self._clock)
+            self._handles[name] = TableHandle(self, name, len(self._handles), table.dim, self._clock)
         self._program = Program(
             [
                 (
@@ -123,15 +124,25 @@ class EmbeddingEngine(nn.Module):
         return plan
 
     def _collect(self, plan: Plan, gradients: tuple[Tensor | None, ...]) -> None:
-        # Slices of one wide gradient, as torch.cat gives back, are read where they are if rows are contiguous.
+        waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
+        if not waiting:
+            return
+        # Slices of one wide gradient, as torch.cat gives back, are read where they are.
         kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in kept]
         strides = [0 if g is None else g.stride(0) for g in kept]
-        self._gradients.append((plan, plan.native.reduce(addresses, strides)))
+        self._pending.append(_Pending(plan, plan.native.reduce(addresses, strides), waiting))
 
-    def take_gradients(self) -> list[tuple[Plan, Gradients]]:
-        """Hand over the gradients that wait to be applied, oldest first; none wait afterwards."""
-        taken, self._gradients = self._gradients, []
+    def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[Plan, Gradients]]:
+        """Hand over the backward passes whose gradients wait for an optimizer of these tables, oldest first.
+
+        A pass is forgotten once every table that has an optimizer has been asked for.
+        """
+        names = {handle.name for handle in handles}
+        taken = [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
+        for pending in self._pending:
+            pending.waiting -= names
+        self._pending = [p for p in self._pending if p.waiting]
         return taken
 
     @property
@@ -160,6 +171,15 @@ class EmbeddingEngine(nn.Module):
             users = [f for f, t in self._names.items() if t == name]
             lines.append(f"{name}: dim={handle.dim}, rows={handle.rows}, features={users}")
         return "\n".join(lines)
+
+
+@dataclass
+class _Pending:
+    """A backward pass whose gradients have not been applied to the tables in `waiting`."""
+
+    plan: Plan
+    gradients: Gradients
+    waiting: set[str]
 
 
 class _Lookup(torch.autograd.Function):

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 class TableHandle:
     """One table of an engine's store; `engine.table("user")` gives it."""
 
-    def __init__(self, engine: EmbeddingEngine, name: str, dim: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: EmbeddingEngine, name: str, slot: int, dim: int, clock: Callable[[], float]
+    ) -> None:
         # The engine holds its handles: without a cycle the rows go with the engine at once.
         self._engine = weakref.ref(engine)
         self.name = name
+        self.slot = slot  # its place among the engine's tables
         self.dim = dim
         self._store = engine.store
         self._clock = clock
@@ -93,6 +96,11 @@ class TableHandle:
     def clear(self) -> None:
         """Remove all rows."""
         self._store.clear(self.name)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer was attached, and gradients are of use."""
+        return self._optimizer is not None
 
     def _as_keys(self, keys: Tensor | Sequence[int]) -> NDArray[np.int64]:
         tensor = torch.as_tensor(keys) if len(keys) else torch.empty(0, dtype=torch.int64)

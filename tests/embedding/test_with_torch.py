@@ -1,7 +1,9 @@
 """The engine and its optimizers inside ordinary PyTorch: autograd modes, schedulers, state, copies."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import reference as ref
@@ -137,12 +139,15 @@ def test_an_optimizer_attached_late_trains_rows_that_were_there_before(name):
     assert all(torch.equal(received[part], expected[part]) for part in expected)
 
 
-def test_a_gradient_may_arrive_before_the_optimizer_is_attached():
+def test_gradients_are_not_kept_for_tables_without_an_optimizer():
+    """A model whose embeddings nobody trains must not gather gradients for ever."""
     engine, handle = one(init=kv.init.Constant(0.0))
     engine({"f": ids(1)})["f"].sum().backward()
-    opt = kv.optim.SGD(lr=1.0)
-    opt.attach(engine)
-    opt.step()
+    optimizer = kv.optim.SGD(engine, lr=1.0)
+    optimizer.step()
+    assert handle.vectors(ids(1)).tolist() == [[0.0, 0.0]]
+    engine({"f": ids(1)})["f"].sum().backward()
+    optimizer.step()
     assert handle.vectors(ids(1)).tolist() == [[-1.0, -1.0]]
 
 
@@ -196,3 +201,61 @@ def test_a_copy_of_an_engine_is_independent_or_refused_clearly(duplicate):
     train(twin, kv.optim.SGD(twin, lr=1.0), f=ids(1, 3))
     assert keys_of(handle) == [1, 2]
     assert not torch.equal(twin.table("f").vectors(ids(1)), handle.vectors(ids(1)))
+
+
+def test_two_optimizers_share_the_tables_of_an_engine():
+    engine = kv.EmbeddingEngine({"user": kv.Table(4), "item": kv.Table(4)})
+    users = kv.optim.SGD(engine.table("user"), lr=1.0)
+    items = kv.optim.SGD(engine.table("item"), lr=0.5)
+    out = engine({"user": torch.tensor([1]), "item": torch.tensor([2])})
+    before = out["user"].detach().clone(), out["item"].detach().clone()
+    (out["user"].sum() + out["item"].sum()).backward()
+    users.step()
+    users.step()  # its gradients are used up, the other optimizer's are not
+    items.step()
+    torch.testing.assert_close(engine.table("user").vectors([1]), before[0] - 1.0)
+    torch.testing.assert_close(engine.table("item").vectors([2]), before[1] - 0.5)
+
+
+def test_outputs_joined_by_cat_train_like_separate_ones():
+    """torch.cat gives back slices of one gradient, which are read without a copy."""
+    ids = {"a": torch.arange(20) % 7, "b": torch.arange(20) % 5}
+    weight = torch.randn(20, 24)
+    joined, separate = (kv.EmbeddingEngine({"a": kv.Table(16), "b": kv.Table(8)}) for _ in range(2))
+    for engine in (joined, separate):
+        optimizer = kv.optim.Adagrad(engine, lr=0.1)
+        out = engine(ids)
+        if engine is joined:
+            loss = (torch.cat([out["a"], out["b"]], 1) * weight).sum()
+        else:
+            loss = (out["a"] * weight[:, :16]).sum() + (out["b"] * weight[:, 16:]).sum()
+        loss.backward()
+        optimizer.step()
+    for name in ("a", "b"):
+        assert (joined.table(name).snapshot().vectors == separate.table(name).snapshot().vectors).all()
+
+
+def test_outputs_can_be_changed_in_place():
+    engine = kv.EmbeddingEngine({"a": kv.Table(4)})
+    optimizer = kv.optim.SGD(engine, lr=1.0)
+    out = engine({"a": torch.tensor([3])})["a"]
+    before = out.detach().clone()
+    out.mul_(2.0)
+    out.sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(engine.table("a").vectors([3]), before - 2.0)
+
+
+def test_rows_are_released_with_their_engine():
+    engine = kv.EmbeddingEngine({"a": kv.Table(64)})
+    optimizer = kv.optim.Adagrad(engine)
+    out = engine({"a": torch.arange(1000)})["a"]
+    out.sum().backward()
+    optimizer.step()
+    alive = weakref.ref(engine.store)
+    gc.disable()
+    try:
+        del engine, optimizer, out
+        assert alive() is None, "the store should go with its last user, without the garbage collector"
+    finally:
+        gc.enable()

@@ -33,27 +33,28 @@ class SparseOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
         _check(defaults)
         self.defaults = defaults
-        self._tables: dict[Tensor, tuple[EmbeddingEngine, TableHandle]] = {}
-        self._engines: list[EmbeddingEngine] = []
+        self._tables: dict[EmbeddingEngine, list[TableHandle]] = {}
         if params is not None:
             self.attach(params)
 
     def attach(self, params: Targets) -> None:
         """Bind an optimizer that was made without tables."""
-        if self._engines:
+        if self._tables:
             raise ValueError(f"This {type(self).__name__} is attached to tables already.")
         groups = _groups(params)
-        found = [(engine, handle) for group in groups for engine, handle in _owned(group["params"])]
-        self._tables = {handle.anchor: (engine, handle) for engine, handle in found}
-        self._engines = list(dict.fromkeys(engine for engine, _ in found))
+        handles: dict[Tensor, TableHandle] = {}
         for group in groups:
             _check({k: v for k, v in group.items() if k != "params"})
-            group["params"] = [handle.anchor for _, handle in _owned(group["params"])]
+            owned = _owned(group["params"])
+            handles |= {handle.anchor: handle for handle in owned}
+            group["params"] = [handle.anchor for handle in owned]
         super().__init__(groups, self.defaults)
         for group in self.param_groups:
             for anchor in group["params"]:
-                handle = self._tables[anchor][1]
+                handle = handles[anchor]
                 handle.set_optimizer(self._kind(group), self._initial_state(group, handle.dim))
+        for handle in handles.values():
+            self._tables.setdefault(handle.engine, []).append(handle)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,40 +63,38 @@ class SparseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._engines:
+        if not self._tables:
             raise RuntimeError(
                 f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
             )
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
         made: dict[tuple[int, int], _native.Rule] = {}  # tables of a group at the same step share a rule
-        for engine in self._engines:
-            gradients = engine.take_gradients()
+        for engine, handles in self._tables.items():
+            gradients = engine.take_gradients(handles)
             if not gradients:
                 continue
             rules: dict[str, _native.Rule] = {}
             steps: dict[str, int] = {}
             touched = [any(bits) for bits in zip(*(g.touched() for _, g in gradients), strict=True)]
             finite = [all(bits) for bits in zip(*(g.finite() for _, g in gradients), strict=True)]
-            for slot, name in enumerate(engine.program.tables):
-                anchor = engine.table(name).anchor
-                group = groups.get(anchor)
-                if group is None or not touched[slot]:
+            for handle in handles:
+                if not touched[handle.slot]:
                     continue
-                state = self.state[anchor]
+                group, state = groups[handle.anchor], self.state[handle.anchor]
                 step = state.get("step", 0) + 1
-                if finite[slot]:  # a table whose update will be skipped has not made a step
+                if finite[handle.slot]:  # a table whose update will be skipped has not made a step
                     state["step"] = step
                 key = (id(group), step)
                 if key not in made:
                     made[key] = self._full_rule(group, step)
-                rules[name], steps[name] = made[key], step
+                rules[handle.name], steps[handle.name] = made[key], step
             engine.store.update(engine.program, gradients, rules, steps)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that have not been applied."""
-        for engine in self._engines:
-            engine.take_gradients()
+        """Forget gradients of these tables that have not been applied."""
+        for engine, handles in self._tables.items():
+            engine.take_gradients(handles)
 
     def _full_rule(self, group: Group, step: int) -> _native.Rule:
         rule = self._rule(group, step)
@@ -159,19 +158,19 @@ def _groups(params: Targets) -> list[Group]:
     return [{"params": listed}]
 
 
-def _owned(targets: Iterable[Any]) -> list[tuple[EmbeddingEngine, TableHandle]]:
-    found: list[tuple[EmbeddingEngine, TableHandle]] = []
+def _owned(targets: Iterable[Any]) -> list[TableHandle]:
+    found: list[TableHandle] = []
     for target in targets:
         if isinstance(target, TableHandle):
-            found.append((target.engine, target))
+            found.append(target)
         elif isinstance(target, nn.Module):
             engines = [m for m in target.modules() if isinstance(m, EmbeddingEngine)]
             if not engines:
                 raise ValueError(f"There is no EmbeddingEngine in this {type(target).__name__}.")
-            found += [(engine, handle) for engine in engines for handle in engine.tables()]
+            found += [handle for engine in engines for handle in engine.tables()]
         else:
             raise TypeError(
-                "Expected an EmbeddingEngine, a module that holds one, or a table, got "
-                f"{type(target).__name__}; tensors belong to a torch.optim optimizer."
+                f"Expected an EmbeddingEngine, a module that holds one, or a table, "
+                f"got {type(target).__name__}; tensors belong to a torch.optim optimizer."
             )
     return found
