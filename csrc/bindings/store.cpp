@@ -164,14 +164,16 @@ auto lookup(Table& table, const Keys& keys, const Counts& counts, bool training,
   return nb::make_tuple(to_numpy<float>(std::move(vectors), {n, dim}), version);
 }
 
-void apply(Table& table, const Keys& keys, const Floats& gradients, uint64_t version, const Rule& rule, uint64_t step) {
-  const size_t n = keys.shape(0);
-  expect(table, "gradients", gradients.shape(0), n);
-  expect(table, "columns of gradients", gradients.shape(1), table.layout().dim);
+void apply(Table& table, const std::vector<std::tuple<Keys, Floats, uint64_t>>& pushes, const Rule& rule,
+           uint64_t step) {
   expect(table, "floats of optimizer state", state_floats(rule.kind, table.layout().dim), table.layout().state);
-  operation([&] {
-    table.apply(reinterpret_cast<const uint64_t*>(keys.data()), n, gradients.data(), version, rule, step);
-  });
+  std::vector<Table::Push> raw;
+  for (const auto& [keys, gradients, version] : pushes) {
+    expect(table, "gradients", gradients.shape(0), keys.shape(0));
+    expect(table, "columns of gradients", gradients.shape(1), table.layout().dim);
+    raw.push_back({reinterpret_cast<const uint64_t*>(keys.data()), keys.shape(0), gradients.data(), version});
+  }
+  operation([&] { table.apply(raw, rule, step); });
 }
 
 void bind_table(nb::module_& m) {
@@ -202,7 +204,7 @@ void bind_table(nb::module_& m) {
            },
            "initial"_a, "fresh"_a)
       .def("lookup", &lookup, "keys"_a, "counts"_a, "training"_a, "step"_a, "now"_a)
-      .def("apply", &apply, "keys"_a, "gradients"_a, "version"_a, "rule"_a, "step"_a)
+      .def("apply", &apply, "pushes"_a, "rule"_a, "step"_a)
       .def("count_skipped", [](Table& t) { t.skipped_updates.fetch_add(1); })
       .def("evict", [](Table& t, uint64_t step, double now) { return operation([&] { return t.evict(step, now); }); },
            "step"_a, "now"_a)

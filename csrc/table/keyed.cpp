@@ -1,4 +1,6 @@
 // Distinct keys of one table: lookups and updates for callers that are not in this process.
+#include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "kernels/kernels.h"
@@ -7,6 +9,11 @@
 #include "threads/pool.h"
 
 namespace karvan {
+namespace {
+
+constexpr size_t kPerTask = 512;  // keys
+
+}  // namespace
 
 std::vector<std::vector<uint32_t>> Table::by_shard(const uint64_t* keys, size_t count) const {
   std::vector<std::vector<uint32_t>> places(shards());
@@ -49,22 +56,53 @@ void Table::lookup(const uint64_t* keys, const uint32_t* counts, size_t count, b
   }
 }
 
-void Table::apply(const uint64_t* keys, size_t count, const float* gradients, uint64_t version, const Rule& rule,
-                  uint64_t step) {
+std::vector<uint32_t> Table::rows_of(const Push& push, std::vector<uint64_t>& hashes) {
   std::unordered_set<uint64_t> gone;
-  evictions_.each_since(version, [&](uint64_t hash) { gone.insert(hash); });
-  constexpr size_t kPerTask = 512;
-  std::vector<uint64_t> hash(count);
-  std::vector<uint32_t> row(count);
-  parallel(static_cast<uint32_t>((count + kPerTask - 1) / kPerTask), [&](uint32_t task) {
-    const size_t first = task * kPerTask, last = std::min(count, first + kPerTask);
-    for (size_t i = first; i < last; ++i) {
-      hash[i] = mix(keys[i]);
-      const Entry entry = gone.contains(hash[i]) ? Entry{} : find(hash[i]);
-      row[i] = entry ? entry.row() : 0;
+  evictions_.each_since(push.version, [&](uint64_t hash) { gone.insert(hash); });
+  std::vector<uint32_t> rows(push.count);
+  hashes.resize(push.count);
+  parallel(static_cast<uint32_t>((push.count + kPerTask - 1) / kPerTask), [&](uint32_t task) {
+    const size_t last = std::min<size_t>(push.count, (task + 1) * kPerTask);
+    for (size_t i = task * kPerTask; i < last; ++i) {
+      hashes[i] = mix(push.keys[i]);
+      const Entry entry = gone.contains(hashes[i]) ? Entry{} : find(hashes[i]);
+      rows[i] = entry ? entry.row() : 0;
       if (!entry) dropped_gradients.fetch_add(1, std::memory_order_relaxed);
     }
-    kernels().apply({view(), layout_, &rule, row.data() + first, hash.data() + first, gradients + first * layout_.dim,
+  });
+  return rows;
+}
+
+void Table::apply(const std::vector<Push>& pushes, const Rule& rule, uint64_t step) {
+  std::vector<uint64_t> hashes;
+  std::vector<uint32_t> rows;
+  std::vector<float> sums;
+  const float* gradients = nullptr;
+  if (pushes.size() == 1) {
+    rows = rows_of(pushes[0], hashes);
+    gradients = pushes[0].gradients;
+  } else {
+    std::unordered_map<uint64_t, size_t> place;
+    for (const Push& push : pushes) {
+      std::vector<uint64_t> its_hashes;
+      const std::vector<uint32_t> its_rows = rows_of(push, its_hashes);
+      for (size_t i = 0; i < push.count; ++i) {
+        if (its_rows[i] == 0) continue;
+        const auto [at, is_new] = place.try_emplace(its_hashes[i], rows.size());
+        if (is_new) {
+          hashes.push_back(its_hashes[i]);
+          rows.push_back(its_rows[i]);
+          sums.resize(sums.size() + layout_.dim, 0.0f);
+        }
+        for (uint32_t c = 0; c < layout_.dim; ++c)
+          sums[at->second * layout_.dim + c] += push.gradients[i * layout_.dim + c];
+      }
+    }
+    gradients = sums.data();
+  }
+  parallel(static_cast<uint32_t>((rows.size() + kPerTask - 1) / kPerTask), [&](uint32_t task) {
+    const size_t first = task * kPerTask, last = std::min(rows.size(), first + kPerTask);
+    kernels().apply({view(), layout_, &rule, rows.data() + first, hashes.data() + first, gradients + first * layout_.dim,
                      static_cast<uint32_t>(last - first), step});
   });
   next_version();

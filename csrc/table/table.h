@@ -60,10 +60,16 @@ class Table {
   bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
 
-  // Distinct keys in, vectors out, gradients back: what a store behind a wire does. `version` is that of the lookup.
+  // Distinct keys in, vectors out, gradients back: what a store behind a wire does. Gradients of several lookups are
+  // summed by key, without those of rows that have left since their lookup.
+  struct Push {
+    const uint64_t* keys;
+    size_t count;
+    const float* gradients;
+    uint64_t version;  // of the table, at the lookup
+  };
   void lookup(const uint64_t* keys, const uint32_t* counts, size_t count, bool training, uint32_t step, float* vectors);
-  void apply(const uint64_t* keys, size_t count, const float* gradients, uint64_t version, const Rule& rule,
-             uint64_t step);
+  void apply(const std::vector<Push>& pushes, const Rule& rule, uint64_t step);
 
   // Around the insertions of a batch: room for so many new keys in each shard, then the end of the batch.
   void reserve(const std::vector<uint32_t>& new_keys_per_shard);
@@ -103,6 +109,7 @@ class Table {
   void write_row(char* row, const float* vector, const float* state);
   template <class F>
   uint64_t erase_where(F&& doomed);        // doomed(Entry) -> bool
+  std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: has left since the lookup
   uint64_t evict_least(uint64_t count, bool by_use_count);
   uint64_t note_evicted(std::vector<uint64_t> hashes);  // returns how many
 

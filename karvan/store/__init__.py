@@ -1,6 +1,6 @@
 """Where rows live: the `Store` protocol and its implementations, one file each."""
 
 from karvan.store.memory import MemoryStore
-from karvan.store.protocol import Found, Plan, Program, Rows, Store, TableSpec
+from karvan.store.protocol import Found, Plan, Program, Push, Rows, Store, TableSpec
 
-__all__ = ["Found", "MemoryStore", "Plan", "Program", "Rows", "Store", "TableSpec"]
+__all__ = ["Found", "MemoryStore", "Plan", "Program", "Push", "Rows", "Store", "TableSpec"]

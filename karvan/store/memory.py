@@ -14,12 +14,11 @@ from karvan.store.protocol import (
     Keys,
     Plan,
     Program,
+    Push,
     Rows,
     Rule,
     Store,
     TableSpec,
-    Vectors,
-    merge,
 )
 
 
@@ -59,13 +58,13 @@ class MemoryStore(Store):
 
     def apply(
         self,
-        gradients: Mapping[str, tuple[Keys, Vectors, int]],
+        pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
         """See `Store.apply`."""
-        for name, (keys, values, version) in gradients.items():
-            self._tables[name].apply(keys, values, version, rules[name], steps[name])
+        for name, its_pushes in pushes.items():
+            self._tables[name].apply(list(its_pushes), rules[name], steps[name])
 
     def skip(self, table: str) -> None:
         """See `Store.skip`."""
@@ -120,6 +119,8 @@ class MemoryStore(Store):
         steps: Mapping[str, int],
     ) -> None:
         """See `Store.update`: the rows are found again by their places, not by their keys."""
-        merge(gradients).apply(
+        passes = [g for _, g in gradients]
+        total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
+        total.apply(
             [rules.get(name) for name in program.tables], [steps.get(name, 0) for name in program.tables]
         )

@@ -60,6 +60,14 @@ class Found(NamedTuple):
     version: int
 
 
+class Push(NamedTuple):
+    """Gradients of one lookup's distinct keys, and the table's version at that lookup."""
+
+    keys: Keys
+    gradients: Vectors
+    version: int
+
+
 class Program:
     """The features of an engine in the form the native core wants, made once.
 
@@ -108,11 +116,11 @@ class Store(ABC):
     @abstractmethod
     def apply(
         self,
-        gradients: Mapping[str, tuple[Keys, Vectors, int]],
+        pushes: Mapping[str, Sequence[Push]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """Update the rows of distinct keys; each table's gradients come with the version of their lookup."""
+        """Update each table once with the sum of its pushes, less the gradients of rows that have left."""
 
     @abstractmethod
     def skip(self, table: str) -> None:
@@ -166,21 +174,12 @@ class Store(ABC):
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of some backward passes' gradients to the tables that have a rule."""
-        total = merge(gradients)
-        pushes: dict[str, tuple[Keys, Vectors, int]] = {}
+        pushes: dict[str, list[Push]] = {}
         for slot, table in enumerate(program.tables):
             if table not in rules:
                 continue
-            if not total.finite()[slot]:
+            if not all(g.finite()[slot] for _, g in gradients):
                 self.skip(table)
                 continue
-            # Summed gradients count from the oldest of their lookups.
-            pushes[table] = (*total.keys_and_values(slot), min(plan.versions[table] for plan, _ in gradients))
+            pushes[table] = [Push(*g.keys_and_values(slot), plan.versions[table]) for plan, g in gradients]
         self.apply(pushes, rules, steps)
-
-
-def merge(gradients: Sequence[tuple[Plan, Gradients]]) -> Gradients:
-    """The sum of some backward passes' gradients, key by key, in their order."""
-    if len(gradients) == 1:
-        return gradients[0][1]
-    return _native.Gradients.merge([g for _, g in gradients])
