@@ -77,9 +77,7 @@ class Table:
     ) -> tuple[NDArray[numpy.float32], int]: ...
     def apply(
         self,
-        keys: NDArray[numpy.int64],
-        gradients: NDArray[numpy.float32],
-        version: int,
+        pushes: Sequence[tuple[NDArray[numpy.int64], NDArray[numpy.float32], int]],
         rule: Rule,
         step: int,
     ) -> None: ...

@@ -72,11 +72,16 @@ std::vector<Group> got_groups(const KeyGroups& g, uint32_t slot) {
   const KeyGroups::Slot& s = g.slots[slot];
   for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b) {
     CHECK_EQ(g.slot_of[b], slot);
-    const uint32_t* start = g.start(b);
-    CHECK_EQ(start[0], g.begin[b]);
-    CHECK_EQ(start[g.unique[b]], g.begin[b + 1]);
-    for (uint32_t i = 0; i < g.unique[b]; ++i)
-      groups.push_back({g.hash[g.begin[b] + i], {g.positions.data() + start[i], g.positions.data() + start[i + 1]}});
+    const size_t first = groups.size();
+    for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) groups.push_back({g.hash[i], {}});
+    const uint64_t before = g.begin[b] - g.first_index(slot);  // unique_at counts from the slot's start
+    bool ascending = true;
+    for (uint32_t i = g.begin[b]; i < g.begin[b + 1]; ++i) {
+      ascending &= i == g.begin[b] || g.position[i] > g.position[i - 1];
+      groups.at(first + g.unique_at[i] - before).second.push_back(g.position[i]);
+    }
+    CHECK(ascending);
+    for (uint32_t i = 0; i < g.unique[b]; ++i) CHECK_EQ(g.count[g.begin[b] + i], groups[first + i].second.size());
   }
   return groups;
 }

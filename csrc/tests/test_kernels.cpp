@@ -271,34 +271,36 @@ TEST(gather_lays_vectors_side_by_side) {
 TEST(reduce_sums_gradients_in_order_and_tells_of_bad_ones) {
   for (const uint32_t dim : kDims) {
     Random random(dim);
-    std::vector<float> gradient(40 * dim);
-    for (float& g : gradient) g = uniform(random, -1, 1);
-    const GradientSource source{gradient.data(), 256, 1, nullptr, nullptr, nullptr};
+    const uint64_t stride = dim + 3;  // gradients may be columns of something wider
+    std::vector<float> gradient(40 * stride, NAN);
+    for (size_t i = 0; i < gradient.size(); ++i)
+      if (i % stride < dim) gradient[i] = uniform(random, -1, 1);
+    const GradientSource source{gradient.data(), stride, 256, 1, nullptr, nullptr, nullptr};
     const std::vector<uint16_t> feature_of{0, 0};
-    const std::vector<uint32_t> positions{256, 257, 290, 258, 295, 260}, start{0, 3, 4, 6};
-    const auto run = [&](bool one_source, std::vector<float>& out) {
-      return kernels().reduce({dim, &source, feature_of.data(), positions.data(), start.data(), 3, one_source, out.data()});
+    const std::vector<uint32_t> position{256, 257, 258, 260, 290, 295}, unique{2, 3, 2, 2, 4, 3};
+    const auto run = [&](bool one_source) {
+      std::vector<float> out(6 * dim, 5.0f);
+      const bool finite = kernels().reduce({.dim = dim, .sources = &source, .feature_of = feature_of.data(),
+                                            .one_source = one_source, .position = position.data(),
+                                            .unique = unique.data(), .positions = 6, .first = 2, .count = 3,
+                                            .out = out.data()});
+      return std::pair(finite, out);
     };
+    std::vector<float> expected(6 * dim, 5.0f);
+    std::fill_n(expected.begin() + 2 * dim, 3 * dim, 0.0f);
+    for (size_t i = 0; i < position.size(); ++i)
+      for (uint32_t c = 0; c < dim; ++c) expected[unique[i] * dim + c] += gradient[(position[i] - 256) * stride + c];
     for (const bool one_source : {true, false}) {
       same_for_all_kernels([&] {
-        std::vector<float> out(3 * dim);
-        CHECK(run(one_source, out));
-        bool right = true;
-        for (uint32_t u = 0; u < 3; ++u) {
-          for (uint32_t c = 0; c < dim; ++c) {
-            float sum = 0;
-            for (uint32_t i = start[u]; i < start[u + 1]; ++i) sum += gradient[(positions[i] - 256) * dim + c];
-            right &= out[u * dim + c] == sum;
-          }
-        }
-        CHECK(right);
+        const auto [finite, out] = run(one_source);
+        CHECK(finite);
+        CHECK(out == expected);  // and nothing outside of [first, first + count) is written
         return as_bytes(out);
       });
       for (const float bad : {NAN, INFINITY, -INFINITY}) {
-        const float kept = std::exchange(gradient[39 * dim + dim - 1], bad);
-        std::vector<float> out(3 * dim);
-        CHECK(!run(one_source, out));
-        gradient[39 * dim + dim - 1] = kept;
+        const float kept = std::exchange(gradient[39 * stride + dim - 1], bad);
+        CHECK(!run(one_source).first);
+        gradient[39 * stride + dim - 1] = kept;
       }
     }
   }

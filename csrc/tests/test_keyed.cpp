@@ -1,4 +1,5 @@
 // Keyed lookups and updates against a map of rows; what they share with plans is in test_plan.cpp.
+#include <cmath>
 #include <map>
 
 #include "kernels/kernels.h"
@@ -79,7 +80,7 @@ TEST(keyed_operations_do_what_a_map_of_rows_does) {
         std::vector<float> gradients(keys.size() * kDim);
         for (float& g : gradients) g = uniform(random, -1, 1);
         const Rule rule{.kind = Rule::Kind::sgd, .lr = 0.1f};
-        table.apply(keys.data(), keys.size(), gradients.data(), version, rule, step);
+        table.apply({{keys.data(), keys.size(), gradients.data(), version}}, rule, step);
         reference.apply(keys, gradients, 0.1f, gone);
         CHECK_EQ(table.stats().dropped_gradients, reference.dropped);
         CHECK_EQ(table.rows(), reference.rows.size());
@@ -89,12 +90,39 @@ TEST(keyed_operations_do_what_a_map_of_rows_does) {
   }
 }
 
+// Two lookups, their gradients in one update: summed by key, in their order, and each dropped by its own version.
+TEST(pushes_of_several_lookups_are_summed_by_key) {
+  const WithThreads with(2);
+  Table table(table_config(1));
+  const std::vector<uint64_t> first{1, 2, 3, 4}, second{5, 4, 3, 2};
+  std::map<uint64_t, float> expected;
+  train(table, first, 1);
+  const uint64_t before = table.version();
+  const uint64_t leaving[] = {3, 4};
+  table.erase_keys(leaving, 2);
+  train(table, second, 2);  // 3 and 4 come back
+  const uint64_t after = table.version();
+  table.erase_keys(leaving + 1, 1);
+  for (const auto& [key, row] : contents(table)) expected[key] = row.vector[0];
+  const std::vector<float> gradients{0.1f, 0.2f, 0.4f, 0.8f}, more{1.6f, 3.2f, 6.4f, 12.8f};
+  const Rule rule{.kind = Rule::Kind::adagrad_row, .lr = 0.5f, .beta1 = 1.0f, .eps = 1.0f};
+  table.set_state({0.0f});
+  table.apply({{first.data(), 4, gradients.data(), before}, {second.data(), 4, more.data(), after}}, rule, 3);
+  const std::map<uint64_t, double> sums{{1, 0.1}, {2, 0.2 + 12.8}, {3, 6.4}, {5, 1.6}};
+  const Rows rows = contents(table);
+  CHECK_EQ(rows.size(), sums.size());
+  for (const auto& [key, sum] : sums)
+    CHECK(std::fabs(rows.at(key).vector[0] - (expected[key] - 0.5 * sum / (sum + 1))) < 1e-5);
+  CHECK_EQ(table.stats().dropped_gradients, 3u);  // 3 and 4 of the first, 4 of the second
+}
+
 TEST(keyed_operations_take_no_keys_at_all) {
   const WithThreads with(2);
   Table table(table_config(kDim));
   train(table, {}, 1);
   const Rule rule{};
-  table.apply(nullptr, 0, nullptr, table.version(), rule, 1);
+  table.apply({{nullptr, 0, nullptr, table.version()}}, rule, 1);
+  table.apply({}, rule, 1);
   CHECK_EQ(table.rows(), 0u);
   CHECK_EQ(table.snapshot().rows, 0u);
   CHECK_EQ(table.erase_keys(nullptr, 0), 0u);

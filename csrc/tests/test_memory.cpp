@@ -141,8 +141,10 @@ TEST(buffers_are_shared_safely_between_threads) {
 }
 
 TEST(rows_are_distinct_zeroed_and_never_move) {
-  // Strides that make a chunk hold few and many rows, down to one row that is larger than a chunk.
+  // Strides that make a chunk hold many and few rows, down to one row that is larger than a chunk, whose directory is too
+  // much address space for TSan.
   for (uint32_t stride : {16u, 48u, 4u << 20, 40u << 20}) {
+    if (KARVAN_TSAN && stride > 100) continue;
     RowArena arena(stride);
     CHECK_EQ(arena.taken(), 1u);  // row 0
     const uint32_t chunk = arena.view().mask + 1;

@@ -1,4 +1,4 @@
-"""The store protocol: an engine over a store that only answers for distinct keys trains the same rows, bit for bit."""
+"""The store protocol: a store that only answers for distinct keys trains the same rows, bit for bit."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,9 @@ def outputs(out):
 
 @pytest.mark.parametrize("optimizer", [kv.optim.SGD, kv.optim.Adagrad, kv.optim.Adam, kv.optim.FTRL])
 def test_a_store_of_distinct_keys_gives_the_same_bits_as_the_fused_one(optimizer):
-    engines = [kv.EmbeddingEngine(TABLES, seed=3, store=store()) for store in (MemoryStore, DistinctKeysStore)]
+    engines = [
+        kv.EmbeddingEngine(TABLES, seed=3, store=store()) for store in (MemoryStore, DistinctKeysStore)
+    ]
     optimizers = [optimizer(engine, lr=0.1) for engine in engines]
     rng = np.random.default_rng(0)
     for step in range(12):
@@ -60,7 +62,11 @@ def test_a_store_of_distinct_keys_gives_the_same_bits_as_the_fused_one(optimizer
             for batch, factor in zip(batches, factors, strict=True):
                 out = engine(batch)
                 loss = sum(
-                    (o.reshape(len(o), -1) * f[: len(o) % 200 or 1].mean() * (1 + o.detach().reshape(len(o), -1))).sum()
+                    (
+                        o.reshape(len(o), -1)
+                        * f[: len(o) % 200 or 1].mean()
+                        * (1 + o.detach().reshape(len(o), -1))
+                    ).sum()
                     for o, f in zip(outputs(out), factor, strict=True)
                 )
                 loss.backward()
