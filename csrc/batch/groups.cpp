@@ -69,12 +69,17 @@ void KeyGroups::group_large() {
 void KeyGroups::group_small(uint32_t slot) { group(slots[slot], true); }
 
 void KeyGroups::group(const Slot& slot, bool alone) {
-  const std::vector<Task> tasks = partition(slot, alone);
+  partition(slot, alone);
   parallel(slot.buckets, [&](uint32_t b) { dedupe(slot.first_bucket + b); });
-  spread(slot, tasks);
+  spread(slot);
 }
 
-std::vector<KeyGroups::Task> KeyGroups::partition(const Slot& slot, bool alone) {
+void KeyGroups::partition(const Slot& slot, bool alone) {
+  struct Task {
+    const KeySource* source;
+    size_t first, last;
+    std::vector<uint32_t> place;  // by bucket: how many of its keys, then where the next one goes
+  };
   const size_t per_task = alone ? SIZE_MAX / 2 : kPositionsPerTask;
   const int bits = slot.bits;
   std::vector<Task> tasks;
@@ -93,19 +98,19 @@ std::vector<KeyGroups::Task> KeyGroups::partition(const Slot& slot, bool alone) 
     for (Task& task : tasks) at += std::exchange(task.place[b], at);
   }
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
-    const Task& task = tasks[t];
-    std::vector<uint32_t> place = task.place;
+    Task& task = tasks[t];
     uint64_t* const hashes = hash.data();
-    uint32_t* const to_position = position.data();
+    uint32_t *const to_position = position.data(), *const place_of = unique_of.data() + task.source->base;
+    uint32_t* const place = task.place.data();
     const auto base = static_cast<uint32_t>(task.source->base);
     for (size_t i = task.first; i < task.last; ++i) {
       const uint64_t h = hash_of(*task.source, i);
-      const uint32_t to = slot.buckets == 1 ? place[0] + static_cast<uint32_t>(i - task.first) : place[top(h, bits)]++;
+      const uint32_t to = place[top(h, bits)]++;
       hashes[to] = h;
       to_position[to] = base + static_cast<uint32_t>(i);
+      place_of[i] = to;  // until spread() puts the key's number there
     }
   });
-  return tasks;
 }
 
 void KeyGroups::dedupe(uint32_t bucket) {
@@ -139,19 +144,15 @@ void KeyGroups::dedupe(uint32_t bucket) {
 }
 
 // The way back from buckets to positions, in the order of positions: threads write to places of their own.
-void KeyGroups::spread(const Slot& slot, const std::vector<Task>& tasks) {
-  parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {
-    const Task& task = tasks[t];
-    uint32_t* const to = unique_of.data() + task.source->base;
-    if (slot.buckets == 1) {
-      std::copy_n(unique_at.data() + task.place[0], task.last - task.first, to + task.first);
-      return;
-    }
-    std::vector<uint32_t> place = task.place;
-    const uint32_t* const numbers = unique_at.data();
-    for (size_t i = task.first; i < task.last; ++i)
-      to[i] = numbers[place[top(hash_of(*task.source, i), slot.bits)]++];
-  });
+void KeyGroups::spread(const Slot& slot) {
+  for (const KeySource& source : slot.sources) {
+    parallel(static_cast<uint32_t>((source.count + kPositionsPerTask - 1) / kPositionsPerTask), [&](uint32_t task) {
+      const size_t last = std::min(source.count, (task + 1) * kPositionsPerTask);
+      uint32_t* const of = unique_of.data() + source.base;
+      const uint32_t* const at = unique_at.data();
+      for (size_t i = task * kPositionsPerTask; i < last; ++i) of[i] = at[of[i]];
+    });
+  }
 }
 
 uint64_t KeyGroups::unique_in(uint32_t slot) const {

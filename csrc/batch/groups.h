@@ -60,15 +60,9 @@ class KeyGroups {
   uint64_t first_index(uint32_t slot) const { return begin[slots[slot].first_bucket]; }
 
  private:
-  // A run of a source's keys, and the places in the arrays where its first key of each bucket goes.
-  struct Task {
-    const KeySource* source;
-    size_t first, last;
-    std::vector<uint32_t> place;
-  };
-  std::vector<Task> partition(const Slot& slot, bool alone);
+  void partition(const Slot& slot, bool alone);
   void dedupe(uint32_t bucket);
-  void spread(const Slot& slot, const std::vector<Task>& tasks);
+  void spread(const Slot& slot);
   void group(const Slot& slot, bool alone);
 
   std::vector<KeySource> sources_;

@@ -24,7 +24,9 @@ struct FeatureData {
   uint64_t stride = 0;
   bool has_gradient = true;
 
-  uint64_t first(uint64_t sample) const { return offsets.empty() ? sample : static_cast<uint64_t>(offsets[sample]); }
+  uint64_t first(uint64_t sample) const {
+    return offsets.empty() ? sample : static_cast<uint64_t>(offsets[sample]);
+  }
   uint64_t out_rows() const {
     return spec.mode == Mode::cells ? cells : spec.mode == Mode::padded ? samples * length : samples;
   }
@@ -45,15 +47,17 @@ struct FeatureData {
       if (spec.combiner == Combiner::sqrtn) size = std::sqrt(size);
       for (uint64_t c = first(sample); c < first(sample + 1); ++c) {
         const uint64_t inside = c - first(sample);
+        if (spec.mode == Mode::padded && inside >= length) continue;
         if (spec.mode == Mode::cells) f(c, c, double{weight(c)});
-        else if (spec.mode == Mode::padded) inside < length ? f(c, sample * length + inside, double{weight(c)}) : void();
+        else if (spec.mode == Mode::padded) f(c, sample * length + inside, double{weight(c)});
         else f(c, sample, weight(c) * (spec.combiner == Combiner::sum ? 1.0 : size == 0 ? 0.0 : 1 / size));
       }
     }
   }
 };
 
-inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, uint64_t samples, uint64_t distinct) {
+inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, uint64_t samples,
+                                  uint64_t distinct) {
   FeatureData f;
   f.spec.name = "feature";
   f.spec.table_name = "table" + std::to_string(slot);
@@ -66,7 +70,8 @@ inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, u
   f.length = static_cast<uint32_t>(1 + below(random, 4));
   if (below(random, 3)) {
     f.offsets.push_back(0);
-    for (uint64_t i = 0; i < samples; ++i) f.offsets.push_back(f.offsets.back() + static_cast<int64_t>(below(random, 7)));
+    for (uint64_t i = 0; i < samples; ++i)
+      f.offsets.push_back(f.offsets.back() + static_cast<int64_t>(below(random, 7)));
     f.cells = static_cast<uint64_t>(f.offsets.back());
   }
   for (uint64_t i = 0; i < f.cells * f.spec.stack; ++i) {
@@ -74,7 +79,8 @@ inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, u
     f.values.push_back(kind == 0 ? ~uint64_t{0} : kind < 4 ? 3 : below(random, distinct));
   }
   if (below(random, 2))
-    for (uint64_t i = 0; i < f.cells; ++i) f.weights.push_back(below(random, 9) ? uniform(random, 0.1f, 2.0f) : 0.0f);
+    for (uint64_t i = 0; i < f.cells; ++i)
+      f.weights.push_back(below(random, 9) ? uniform(random, 0.1f, 2.0f) : 0.0f);
   f.stride = dim + below(random, 2) * 3;
   for (uint64_t i = 0; i < f.out_rows() * f.stride; ++i) f.gradient.push_back(uniform(random, -1, 1));
   return f;
@@ -85,7 +91,8 @@ struct Batch {
   std::vector<FeatureData> features;
   std::vector<uint32_t> dims;
 
-  Batch(uint64_t seed, std::vector<uint32_t> dims_, uint64_t samples, uint64_t distinct) : dims(std::move(dims_)) {
+  Batch(uint64_t seed, std::vector<uint32_t> dims_, uint64_t samples, uint64_t distinct)
+      : dims(std::move(dims_)) {
     Random random(seed);
     for (uint32_t slot = 0; slot < dims.size(); ++slot)
       for (uint64_t n = 2 + below(random, 2); n > 0; --n)
@@ -99,7 +106,8 @@ struct Batch {
   }
   std::vector<OutputGradient> gradients() const {
     std::vector<OutputGradient> all;
-    for (const FeatureData& f : features) all.push_back({f.has_gradient ? f.gradient.data() : nullptr, f.stride});
+    for (const FeatureData& f : features)
+      all.push_back({f.has_gradient ? f.gradient.data() : nullptr, f.stride});
     return all;
   }
   std::vector<std::vector<float>> outputs() const {

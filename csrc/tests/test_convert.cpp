@@ -23,7 +23,8 @@ struct Format {
   uint16_t (*round)(float, uint32_t);
 
   double value(uint16_t half) const {
-    const int magnitude = half & 0x7fff, fraction = magnitude & ((1 << mantissa) - 1), exponent = magnitude >> mantissa;
+    const int magnitude = half & 0x7fff, exponent = magnitude >> mantissa;
+    const int fraction = magnitude & ((1 << mantissa) - 1);
     const double size = exponent == 0 ? std::ldexp(fraction, 1 - bias - mantissa)
                                       : std::ldexp(fraction + (1 << mantissa), exponent - bias - mantissa);
     return half & 0x8000 ? -size : size;
@@ -48,14 +49,16 @@ struct Format {
 };
 
 const Format kFormats[] = {
-    {"f16", 10, 15, 0x7bff, [](uint16_t h) { return f16_to_float(h); }, [](float x) { return nearest_f16(x); },
+    {"f16", 10, 15, 0x7bff, [](uint16_t h) { return f16_to_float(h); },
+     [](float x) { return nearest_f16(x); },
      [](float x, uint32_t noise) { return float_to_f16(x, noise); }},
-    {"bf16", 7, 127, 0x7f7f, [](uint16_t h) { return bf16_to_float(h); }, [](float x) { return nearest_bf16(x); },
+    {"bf16", 7, 127, 0x7f7f, [](uint16_t h) { return bf16_to_float(h); },
+     [](float x) { return nearest_bf16(x); },
      [](float x, uint32_t noise) { return float_to_bf16(x, noise); }},
 };
 
-// Around every finite half: itself, the middle to the next one, and their neighbours in float. These are all the
-// places where rounding can go wrong.
+// Around every finite half: itself, the middle to the next one, and their neighbours in float. These are all
+// the places where rounding can go wrong.
 void each_hard_value(const Format& format, const std::function<void(float)>& f) {
   for (uint32_t half = 0; half <= format.largest; ++half) {
     const double here = format.value(static_cast<uint16_t>(half));
@@ -89,10 +92,11 @@ TEST(halves_come_back_exactly) {
     int wrong = 0;
     for (uint32_t half = 0; half < 65536; ++half) {
       const float wide = format.widen(static_cast<uint16_t>(half));
-      const uint16_t sign = half & 0x8000, magnitude = half & 0x7fff, infinite = (format.largest >> format.mantissa) + 1
-                                                                                 << format.mantissa;
+      const uint16_t sign = half & 0x8000, magnitude = half & 0x7fff;
+      const int infinite = ((format.largest >> format.mantissa) + 1) << format.mantissa;
       const uint16_t back = format.nearest(wide);
-      if (magnitude < infinite) wrong += back != half || format.round(wide, 0) != half || format.round(wide, 0xffff) != half;
+      if (magnitude < infinite)
+        wrong += back != half || format.round(wide, 0) != half || format.round(wide, 0xffff) != half;
       else if (magnitude == infinite) wrong += !std::isinf(wide) || back != (sign | format.largest);
       else wrong += !std::isnan(wide) || !std::isnan(format.widen(back)) || (back & 0x8000) != sign;
     }
@@ -140,7 +144,7 @@ TEST(stochastic_rounding_gives_one_of_the_two_neighbours) {
 // Over all 65536 noises the average is the value itself, down to the bits the noise cannot see.
 TEST(stochastic_rounding_is_unbiased) {
   for (const Format& format : kFormats) {
-    for (const float x : {1.0f / 3, -2.7182818f, 1e-3f, 12345.678f, 3.3e-5f, -1e-6f, 2.5e-7f, 6.0e-8f, 1.7e-8f}) {
+    for (const float x : {1.0f / 3, -2.7182818f, 1e-3f, 12345.678f, 3.3e-5f, -1e-6f, 2.5e-7f, 6e-8f, 1.7e-8f}) {
       const uint16_t low = format.towards_zero(x);
       const double ulp = format.value(static_cast<uint16_t>(low + 1)) - format.value(low);
       double sum = 0;

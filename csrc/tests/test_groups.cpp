@@ -19,17 +19,23 @@ struct Keys {
   bool hashed = false;
 };
 
-uint64_t hash_at(const Keys& source, size_t i) { return source.hashed ? source.keys[i] : mix(source.keys[i]); }
+uint64_t hash_at(const Keys& source, size_t i) {
+  return source.hashed ? source.keys[i] : mix(source.keys[i]);
+}
 
-// Sources one after the other, positions with gaps between them as plans leave them. `hot` in 100 keys are the same.
-std::vector<Keys> make_sources(const std::vector<std::pair<uint32_t, size_t>>& sizes, uint64_t distinct, uint64_t hot) {
+// Sources one after the other, with gaps between their positions as plans leave them. `hot` in 100 keys are the
+// same.
+std::vector<Keys> make_sources(const std::vector<std::pair<uint32_t, size_t>>& sizes, uint64_t distinct,
+                               uint64_t hot) {
   Random random(distinct);
   std::vector<Keys> all;
   uint64_t base = 0;
   for (const auto& [slot, size] : sizes) {
     Keys source{slot, base, {}, below(random, 4) == 0};
     for (size_t i = 0; i < size; ++i) {
-      const uint64_t key = below(random, 100) < hot ? 7 : below(random, 50) == 0 ? ~below(random, 3) : below(random, distinct);
+      uint64_t key = below(random, distinct);
+      if (below(random, 100) < hot) key = 7;
+      else if (below(random, 50) == 0) key = ~below(random, 3);
       source.keys.push_back(source.hashed ? mix(key) : key);
     }
     base = (base + size + 255) / 256 * 256;
@@ -50,7 +56,7 @@ KeyGroups group(const std::vector<Keys>& all, uint32_t slots) {
   return groups;
 }
 
-// What the groups of one slot must be: its keys in order of bucket and first position, each with its positions.
+// What the groups of one slot must be: its keys by bucket and first position, each with its positions.
 using Group = std::pair<uint64_t, std::vector<uint32_t>>;
 
 std::vector<Group> slow_groups(const std::vector<Keys>& all, uint32_t slot, int bits) {
@@ -81,16 +87,19 @@ std::vector<Group> got_groups(const KeyGroups& g, uint32_t slot) {
       groups.at(first + g.unique_at[i] - before).second.push_back(g.position[i]);
     }
     CHECK(ascending);
-    for (uint32_t i = 0; i < g.unique[b]; ++i) CHECK_EQ(g.count[g.begin[b] + i], groups[first + i].second.size());
+    for (uint32_t i = 0; i < g.unique[b]; ++i)
+      CHECK_EQ(g.count[g.begin[b] + i], groups[first + i].second.size());
   }
   return groups;
 }
 
 // unique_of leads from a position to its key.
 bool positions_find_their_key(const KeyGroups& g, const std::vector<Keys>& all) {
-  for (const Keys& source : all)
+  for (const Keys& source : all) {
+    const uint64_t* const hashes = g.hash.data() + g.first_index(source.slot);
     for (size_t i = 0; i < source.keys.size(); ++i)
-      if (g.hash[g.first_index(source.slot) + g.unique_of[source.base + i]] != hash_at(source, i)) return false;
+      if (hashes[g.unique_of[source.base + i]] != hash_at(source, i)) return false;
+  }
   return true;
 }
 

@@ -22,7 +22,8 @@ struct Value {
 // A shard's index beside a map that holds the same; every change goes to both.
 class Twins {
  public:
-  Twins(int shard_bits, uint32_t homes, uint64_t seed) : shard_bits_(shard_bits), homes_(homes), random_(seed) {
+  Twins(int shard_bits, uint32_t homes, uint64_t seed)
+      : shard_bits_(shard_bits), homes_(homes), random_(seed) {
     index.set_shift(shard_bits);
     memory_ = Pages(bytes(homes));
     index.attach(buckets(memory_), homes);
@@ -44,7 +45,8 @@ class Twins {
 
   void insert(uint64_t h) {
     if (map.contains(h)) return;
-    const Value value{static_cast<uint32_t>(random_()), static_cast<uint32_t>(random_()), static_cast<uint32_t>(random_())};
+    const auto any = [&] { return static_cast<uint32_t>(random_()); };
+    const Value value{any(), any(), any()};
     const Entry entry = index.insert(h, value.row, value.count, value.last);
     CHECK_EQ(entry.hash(), h);
     map.emplace(h, value);
@@ -140,7 +142,8 @@ TEST(index_holds_what_a_map_holds_over_random_operations) {
         else if (what < 75) CHECK(twins.finds(twins.hash()));
         else if (what < 88) twins.index.advance(static_cast<uint32_t>(below(random, 8)));
         else if (what < 96) twins.erase(below(random, 2) ? twins.any_key() : twins.hash());
-        else if (what < 97 && twins.map.size() > 50) twins.erase_if(5, static_cast<uint32_t>(below(random, 5)));
+        else if (what < 97 && twins.map.size() > 50)
+          twins.erase_if(5, static_cast<uint32_t>(below(random, 5)));
         else if (what < 98 && below(random, 4) == 0) twins.grow();
         if (i % 50 == 0) CHECK(twins.same());
       }
@@ -203,7 +206,7 @@ TEST(entries_can_be_changed_through_find) {
   CHECK_EQ(twins.index.find(h).last(), 78u);
 }
 
-// Many keys whose home is the last one run over into the tail; past the tail it is an error, not a wild write.
+// Keys whose home is the last one run over into the tail; past the tail it is an error, not a wild write.
 TEST(index_tail_takes_keys_pushed_over_the_end) {
   const uint32_t homes = 50;
   const Pages memory((homes + ShardIndex::tail(homes)) * sizeof(Bucket));
@@ -222,7 +225,10 @@ TEST(index_tail_takes_keys_pushed_over_the_end) {
   CHECK(refused);
   CHECK_EQ(held, 3 * ShardIndex::tail(homes));
   bool found = true;
-  for (uint32_t i = 0; i < held; ++i) found &= index.find(~uint64_t{i}) && index.find(~uint64_t{i}).row() == i;
+  for (uint32_t i = 0; i < held; ++i) {
+    const Entry entry = index.find(~uint64_t{i});
+    found &= entry && entry.row() == i;
+  }
   CHECK(found);
   CHECK(!index.find(~uint64_t{held}));
 }

@@ -15,7 +15,8 @@ using namespace karvan::test;
 namespace {
 
 using Kind = Rule::Kind;
-constexpr Kind kKinds[] = {Kind::sgd, Kind::momentum, Kind::adagrad, Kind::adagrad_row, Kind::adam, Kind::adamw, Kind::ftrl};
+constexpr Kind kKinds[] = {Kind::sgd,  Kind::momentum, Kind::adagrad, Kind::adagrad_row,
+                           Kind::adam, Kind::adamw,    Kind::ftrl};
 constexpr uint32_t kDims[] = {1, 3, 4, 8, 15, 16, 17, 32, 33, 64, 100};
 constexpr VectorType kTypes[] = {VectorType::f32, VectorType::bf16, VectorType::f16};
 
@@ -104,7 +105,8 @@ struct Bench {
   std::vector<uint64_t> hash;
   std::vector<float> gradient;
 
-  Bench(VectorType type, uint32_t dim, uint32_t state, uint64_t seed) : layout{type, dim, state}, arena(layout.stride()) {
+  Bench(VectorType type, uint32_t dim, uint32_t state, uint64_t seed)
+      : layout{type, dim, state}, arena(layout.stride()) {
     Random random(seed);
     arena.take(kRows);
     for (uint32_t i = 0; i < kRows; ++i) {
@@ -193,14 +195,17 @@ TEST(updates_follow_the_published_rules) {
             bench.apply(rule, step);
             for (uint32_t i = 0; i < Bench::kRows; ++i) {
               const std::vector<float> now = bench.vector_of(i);
-              for (uint32_t c = 0; c < dim; ++c) wrong += !near(now[c], vectors[i][c], half_ulp(type, vectors[i][c]));
-              for (uint32_t s = 0; s < bench.layout.state; ++s) wrong += !near(bench.state_of(i)[s], states[i][s], 0);
+              for (uint32_t c = 0; c < dim; ++c)
+                wrong += !near(now[c], vectors[i][c], half_ulp(type, vectors[i][c]));
+              for (uint32_t s = 0; s < bench.layout.state; ++s)
+                wrong += !near(bench.state_of(i)[s], states[i][s], 0);
             }
           }
           if (wrong) {
-            fail(__FILE__, __LINE__, "rule " + std::to_string(static_cast<int>(kind)) + " dim " + std::to_string(dim) +
-                                         " type " + std::to_string(static_cast<int>(type)) + " variant " +
-                                         std::to_string(variant) + ": " + std::to_string(wrong) + " wrong values");
+            std::ostringstream text;
+            text << "rule " << static_cast<int>(kind) << " dim " << dim << " type " << static_cast<int>(type)
+                 << " variant " << variant << ": " << wrong << " wrong values";
+            fail(__FILE__, __LINE__, text.str());
           }
         }
       }
@@ -289,7 +294,8 @@ TEST(reduce_sums_gradients_in_order_and_tells_of_bad_ones) {
     std::vector<float> expected(6 * dim, 5.0f);
     std::fill_n(expected.begin() + 2 * dim, 3 * dim, 0.0f);
     for (size_t i = 0; i < position.size(); ++i)
-      for (uint32_t c = 0; c < dim; ++c) expected[unique[i] * dim + c] += gradient[(position[i] - 256) * stride + c];
+      for (uint32_t c = 0; c < dim; ++c)
+        expected[unique[i] * dim + c] += gradient[(position[i] - 256) * stride + c];
     for (const bool one_source : {true, false}) {
       same_for_all_kernels([&] {
         const auto [finite, out] = run(one_source);

@@ -19,8 +19,8 @@ struct Reference {
   Rows rows;
   uint64_t dropped = 0;
 
-  std::vector<float> lookup(const std::vector<uint64_t>& keys, const std::vector<uint32_t>& counts, bool training,
-                            uint32_t step) {
+  std::vector<float> lookup(const std::vector<uint64_t>& keys, const std::vector<uint32_t>& counts,
+                            bool training, uint32_t step) {
     std::vector<float> vectors;
     for (size_t i = 0; i < keys.size(); ++i) {
       if (training) {
@@ -73,9 +73,10 @@ TEST(keyed_operations_do_what_a_map_of_rows_does) {
             if (reference.rows.erase(keys[i])) gone.insert(keys[i]);
           const std::vector<uint64_t> leaving(gone.begin(), gone.end());
           CHECK_EQ(table.erase_keys(leaving.data(), leaving.size()), leaving.size());
-          std::vector<uint64_t> returning(leaving.begin(), leaving.begin() + static_cast<ptrdiff_t>(leaving.size() / 2));
-          CHECK(same_bits(train(table, returning, step),
-                          reference.lookup(returning, std::vector<uint32_t>(returning.size(), 1), true, step)));
+          std::vector<uint64_t> returning = leaving;
+          returning.resize(leaving.size() / 2);
+          const std::vector<uint32_t> once(returning.size(), 1);
+          CHECK(same_bits(train(table, returning, step), reference.lookup(returning, once, true, step)));
         }
         std::vector<float> gradients(keys.size() * kDim);
         for (float& g : gradients) g = uniform(random, -1, 1);
@@ -90,7 +91,7 @@ TEST(keyed_operations_do_what_a_map_of_rows_does) {
   }
 }
 
-// Two lookups, their gradients in one update: summed by key, in their order, and each dropped by its own version.
+// Two lookups, their gradients in one update: summed by key, and each dropped by its own version.
 TEST(pushes_of_several_lookups_are_summed_by_key) {
   const WithThreads with(2);
   Table table(table_config(1));

@@ -20,7 +20,8 @@ FeatureSpec spec(Mode mode = Mode::pooled) {
   return s;
 }
 
-std::string refusal(const std::vector<uint64_t>& values, const std::vector<int64_t>& offsets, uint64_t samples) {
+std::string refusal(const std::vector<uint64_t>& values, const std::vector<int64_t>& offsets,
+                    uint64_t samples) {
   FeatureInput input;
   input.values = values.data();
   input.cells = values.size();

@@ -97,7 +97,7 @@ TEST(lookups_count_uses_in_training_only) {
   CHECK_EQ(table.find(mix(3)).count(), UINT32_MAX);  // does not wrap around
 }
 
-// The old index is given back in a later batch than the one that asked for the new one, so no batch moved everything.
+// The old index is given back in a later batch than the one that asked for the new one: no batch moved all.
 TEST(growth_is_spread_over_batches) {
   const WithThreads with(2);
   const TableConfig config = table_config(16);
@@ -111,7 +111,8 @@ TEST(growth_is_spread_over_batches) {
     train(table, first_keys(batch * kBatch, (batch + 1) * kBatch), static_cast<uint32_t>(batch));
     spread += table.bytes() < before;
     if (batch % 20 == 19)
-      for (uint64_t key = 0; key < (batch + 1) * kBatch; key += 7) complete &= static_cast<bool>(table.find(mix(key)));
+      for (uint64_t key = 0; key < (batch + 1) * kBatch; key += 7)
+        complete &= static_cast<bool>(table.find(mix(key)));
   }
   CHECK(spread >= 4);
   CHECK(complete);
@@ -124,8 +125,8 @@ TEST(growth_is_spread_over_batches) {
   const RowSet set = table.snapshot();
   for (size_t i = 0; i < set.rows; ++i) {
     seen += set.keys[i] < kBatch * kBatches && set.last_steps[i] == set.keys[i] / kBatch;
-    if (i % 50 == 0)
-      right &= same_bits(initial_vector(config, set.keys[i]), {set.vectors.data() + 16 * i, set.vectors.data() + 16 * i + 16});
+    const float* const vector = set.vectors.data() + 16 * i;
+    if (i % 50 == 0) right &= same_bits(initial_vector(config, set.keys[i]), {vector, vector + 16});
   }
   CHECK_EQ(seen, kBatch * kBatches);
   CHECK(right);
@@ -164,7 +165,8 @@ TEST(freed_rows_are_reset_and_used_again) {
   CHECK_EQ(table.bytes(), bytes);
   bool reused = true, reset = true;
   for (uint64_t key : keys) reused &= before.contains(table.find(mix(key)).row());
-  for (const auto& [key, row] : contents(table)) reset &= row == Row{initial_vector(config, key), {1.0f}, 1, 2};
+  for (const auto& [key, row] : contents(table))
+    reset &= row == Row{initial_vector(config, key), {1.0f}, 1, 2};
   CHECK(reused);
   CHECK(reset);
 }
@@ -232,13 +234,14 @@ TEST(load_inserts_and_overwrites) {
     std::vector<float> vectors, state;
     std::vector<uint32_t> counts, last;
     for (uint64_t key : keys) {
-      for (int c = 0; c < 3; ++c) vectors.push_back(static_cast<float>(key % 2048) + 0.25f * static_cast<float>(c == 0));
+      for (const float add : {0.25f, 0.0f, 0.0f}) vectors.push_back(static_cast<float>(key % 2048) + add);
       for (int c = 0; c < 2; ++c) state.push_back(static_cast<float>(key + c));
       counts.push_back(static_cast<uint32_t>(key * 3));
       last.push_back(static_cast<uint32_t>(key * 5));
     }
     for (const bool with_state : {true, false}) {
-      table.load(keys.data(), keys.size(), vectors.data(), with_state ? state.data() : nullptr, counts.data(), last.data());
+      table.load(keys.data(), keys.size(), vectors.data(), with_state ? state.data() : nullptr, counts.data(),
+                 last.data());
       const Rows rows = contents(table);
       CHECK_EQ(rows.size(), 5000u);
       bool right = true;
@@ -255,7 +258,8 @@ TEST(load_inserts_and_overwrites) {
     const RowSet set = table.snapshot();
     Table copy(config);
     copy.set_state({0, 0});
-    copy.load(set.keys.data(), set.rows, set.vectors.data(), set.state.data(), set.counts.data(), set.last_steps.data());
+    copy.load(set.keys.data(), set.rows, set.vectors.data(), set.state.data(), set.counts.data(),
+              set.last_steps.data());
     CHECK(contents(copy) == contents(table));
   }
 }
@@ -281,7 +285,7 @@ TEST(set_state_keeps_vectors_and_starts_state_anew) {
     change({4, 5, 6}, false, false);  // same size: existing rows keep theirs …
     const uint64_t fresh_key = 1ull << 50;
     train(table, {fresh_key}, 77);
-    CHECK(contents(table).at(fresh_key).state == (std::vector<float>{4, 5, 6}));  // … new rows have the new values
+    CHECK(contents(table).at(fresh_key).state == (std::vector<float>{4, 5, 6}));  // … new rows have the new
     expected[fresh_key] = contents(table).at(fresh_key);
     change({4, 5, 6}, true, true);
     change(std::vector<float>(40, 0.5f), false, true);

@@ -18,8 +18,8 @@ using namespace karvan::test;
 
 namespace {
 
-// Before main, so that the pool's fork handlers are always the first to be registered, as in a program that sets its
-// thread count when it starts.
+// Before main, so that the pool's fork handlers are always the first to be registered, as in a program that
+// sets its thread count when it starts.
 const int kDefaultThreads = thread_count();
 
 // Each task once? Returns how many were not.
@@ -123,8 +123,8 @@ TEST(an_exception_comes_out_after_the_other_tasks_ended) {
   CHECK(caught);
 }
 
-// Sizes change from job to job: a worker that is late for a small job must not take a task of the larger one that
-// follows while that is being set up.
+// Sizes change from job to job: a worker that is late for a small job must not take a task of the larger one
+// that follows while that is being set up.
 TEST(many_tiny_jobs_finish_with_each_task_run_once) {
   for (int threads : {2, 4}) {
     const WithThreads with(threads);
