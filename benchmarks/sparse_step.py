@@ -61,6 +61,14 @@ class Karvan:
         """Return the handles of all tables."""
         return [self.engine.table(name) for name in self.names]
 
+    def bytes(self) -> int:
+        """Return the memory of all tables."""
+        return sum(handle.bytes for handle in self.tables())
+
+    def look_up(self, ids: Ids) -> None:
+        """Run a training lookup whose gradient never comes."""
+        self.engine(self._batch(ids))
+
     def stepper(self, batches: list[Ids]) -> Callable[[], None]:
         """Return a function that runs one step on the next batch."""
         ready = cycle([(self._batch(ids), ids.gradients) for ids in batches])
@@ -147,9 +155,13 @@ def w1(report: Report) -> None:
     before = resident()
     karvan = Karvan(shape)
     record_fill(report, "w1", shape, karvan.fill(chunk=shape.batch))
+    report.figures["w1_row_bytes_while_the_index_may_grow"] = karvan.bytes() / shape.rows
+    lookups = cycle(batches)
+    for _ in range(40):  # an index that was growing when the fill ended has its new size after these
+        karvan.look_up(next(lookups))
     release()
     grown = resident() - before
-    row_bytes = sum(handle.bytes for handle in karvan.tables()) / shape.rows
+    row_bytes = karvan.bytes() / shape.rows
     own = shape.dim * 4 * 2  # the vector and Adagrad's state
     report.ratios["row_bytes_vs_own"] = row_bytes / own
     report.figures["w1_row_bytes"] = row_bytes

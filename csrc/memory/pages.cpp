@@ -29,6 +29,18 @@ Pages::Pages(size_t bytes, bool small_head) {
   }
 }
 
+void Pages::shrink(size_t bytes) {
+  bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (bytes >= size_) {
+    Pages().swap(*this);
+    return;
+  }
+  size_ = (size_ - bytes + kHugePage - 1) / kHugePage * kHugePage;
+  const size_t kept = static_cast<size_t>(data_ - static_cast<char*>(map_)) + size_;
+  munmap(static_cast<char*>(map_) + kept, map_size_ - kept);
+  map_size_ = kept;
+}
+
 Pages::~Pages() {
   if (map_) munmap(map_, map_size_);
 }

@@ -21,6 +21,7 @@ class Pages {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
+  void shrink(size_t bytes);  // gives that much back from the end; nothing is left when there is no more
   void swap(Pages& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);

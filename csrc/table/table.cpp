@@ -14,7 +14,9 @@ namespace {
 // Loads of the index: growth starts at the soft one and goes on beside the insertions; a batch that would pass the hard
 // one grows first. New arrays are a fifth larger, so a row's share of the index is 28 to 34 bytes.
 constexpr double kSoftLoad = 0.75, kHardLoad = 0.85, kFreshLoad = 0.625;
-constexpr uint32_t kMovesPerInsert = 8, kMovesPerBatch = 256;
+constexpr uint32_t kMovesPerInsert = 8;
+constexpr uint64_t kBatchesToMove = 32, kLeastMoves = 256, kMostMoves = 4096;  // of a shard, in a batch
+constexpr size_t kReleasedPerBatch = size_t{32} << 20;  // giving back gigabytes takes the system a while
 
 }  // namespace
 
@@ -144,12 +146,13 @@ void Table::reserve(const std::vector<uint32_t>& new_keys_per_shard) {
 
 void Table::end_batch() {
   if (!old_buckets_.data()) return;
-  bool growing = false;
-  for (Shard& shard : shards_) {
-    shard.index.advance(kMovesPerBatch);  // growth ends even if nothing is inserted any more
-    growing |= shard.index.growing();
-  }
-  if (!growing) old_buckets_ = Pages();
+  // Growth ends soon even if nothing is inserted any more, and takes no batch long.
+  parallel(shards(), [&](uint32_t s) {
+    const uint64_t moves = std::clamp(shards_[s].rows / kBatchesToMove, kLeastMoves, kMostMoves);
+    shards_[s].index.advance(static_cast<uint32_t>(moves));
+  });
+  const bool growing = std::any_of(shards_.begin(), shards_.end(), [](const Shard& s) { return s.index.growing(); });
+  if (!growing) old_buckets_.shrink(kReleasedPerBatch);
 }
 
 void Table::set_state(const std::vector<float>& initial, bool fresh) {

@@ -144,7 +144,7 @@ TEST(stochastic_rounding_gives_one_of_the_two_neighbours) {
 // Over all 65536 noises the average is the value itself, down to the bits the noise cannot see.
 TEST(stochastic_rounding_is_unbiased) {
   for (const Format& format : kFormats) {
-    for (const float x : {1.0f / 3, -2.7182818f, 1e-3f, 12345.678f, 3.3e-5f, -1e-6f, 2.5e-7f, 6e-8f, 1.7e-8f}) {
+    for (const float x : {1.0f / 3, -2.7182818f, 1e-3f, 12345.678f, 3e-5f, -1e-6f, 2.5e-7f, 6e-8f, 2e-8f}) {
       const uint16_t low = format.towards_zero(x);
       const double ulp = format.value(static_cast<uint16_t>(low + 1)) - format.value(low);
       double sum = 0;

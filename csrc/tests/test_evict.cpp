@@ -83,7 +83,7 @@ TEST(a_large_capacity_frees_a_sixteenth_at_once) {
   check_capacity(70000, 90000, 16, {5, 1u << 20});
 }
 
-// More rows than are sorted at once: the limit is found digit by digit, because of the ties down into the hash.
+// More rows than are sorted at once: the limit is found digit by digit, down into the hash for the ties.
 TEST(a_very_large_table_is_narrowed_down_by_digits) {
   const WithThreads with(2);
   check_capacity(900000, (1 << 20) + 5000, 16, {(7u << 16) + 9}, {false});

@@ -23,8 +23,8 @@ uint64_t hash_at(const Keys& source, size_t i) {
   return source.hashed ? source.keys[i] : mix(source.keys[i]);
 }
 
-// Sources one after the other, with gaps between their positions as plans leave them. `hot` in 100 keys are the
-// same.
+// Sources one after the other, with gaps between their positions as plans leave them. `hot` in 100 keys are
+// the same.
 std::vector<Keys> make_sources(const std::vector<std::pair<uint32_t, size_t>>& sizes, uint64_t distinct,
                                uint64_t hot) {
   Random random(distinct);
