@@ -57,10 +57,10 @@ static inline uint16_t nearest_bf16(float value) {
   return float_to_bf16(value, 0x7fffu + (float_to_bits(value) >> 16 & 1));
 }
 static inline uint16_t nearest_f16(float value) {
-  const uint32_t magnitude = float_to_bits(value) & 0x7fffffffu;
-  if (magnitude < 0x38800000u) {
-    const auto fixed = static_cast<uint64_t>(bits_to_float(magnitude) * 0x1p40f);
-    return float_to_f16(value, 0x7fffu + (fixed >> 16 & 1));
+  const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffffu;
+  if (magnitude < 0x38800000u) {  // subnormal in fp16: adding 2^23 rounds to a whole number of units of 2^-24
+    const float units = (bits_to_float(magnitude) * 0x1p24f + 0x1p23f) - 0x1p23f;
+    return static_cast<uint16_t>((bits >> 16 & 0x8000u) | static_cast<uint32_t>(units));
   }
   return float_to_f16(value, (0xfffu + (magnitude >> 13 & 1)) << 3);
 }

@@ -1,7 +1,5 @@
 #include "memory/buffer.h"
 
-#include <pthread.h>
-
 #include <bit>
 #include <map>
 #include <mutex>
@@ -26,12 +24,7 @@ struct FreeBuffers {
 };
 
 FreeBuffers& free_buffers() {  // never destroyed: tensors may outlive static objects
-  static FreeBuffers* const instance = [] {
-    auto* fresh = new FreeBuffers;
-    pthread_atfork([] { free_buffers().mutex.lock(); }, [] { free_buffers().mutex.unlock(); },
-                   [] { free_buffers().mutex.unlock(); });
-    return fresh;
-  }();
+  static auto* const instance = new FreeBuffers;
   return *instance;
 }
 
@@ -63,6 +56,10 @@ Buffer::~Buffer() {
   const size_t size = pages_.size();
   pool.by_size[size].push_back(std::move(pages_));
 }
+
+void lock_buffers() { free_buffers().mutex.lock(); }
+
+void unlock_buffers() { free_buffers().mutex.unlock(); }
 
 size_t pooled_bytes() {
   std::lock_guard guard(free_buffers().mutex);

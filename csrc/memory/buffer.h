@@ -43,6 +43,10 @@ class Array {
   size_t count_ = 0;
 };
 
+// Around a fork (see threads/pool.cpp): nobody may be inside the pool of buffers.
+void lock_buffers();
+void unlock_buffers();
+
 size_t pooled_bytes();         // held by the pool and free to be used again
 void release_pooled_bytes();   // gives them back to the system
 

@@ -26,7 +26,7 @@ class CountingFilter {
       places[i] = hash >> (6 * i) & 63;
       bool again = false;  // two of the four places may coincide: count once
       for (int j = 0; j < i; ++j) again |= places[j] == places[i];
-      if (!again) counters[places[i]] = static_cast<uint8_t>(std::min<uint64_t>(255, counters[places[i]] + times));
+      if (!again) counters[places[i]] = static_cast<uint8_t>(std::min<uint64_t>(255, uint64_t{counters[places[i]]} + times));
     }
     for (uint32_t place : places) least = std::min<uint32_t>(least, counters[place]);
     return least;

@@ -18,18 +18,23 @@ constexpr uint32_t kMovesPerInsert = 8;
 constexpr uint64_t kBatchesToMove = 32, kLeastMoves = 256, kMostMoves = 4096;  // of a shard, in a batch
 constexpr size_t kReleasedPerBatch = size_t{32} << 20;  // giving back gigabytes takes the system a while
 
+TableConfig checked(TableConfig config) {
+  if (!std::has_single_bit(config.shards) || config.shards > 256)
+    throw std::invalid_argument("shards must be a power of two up to 256, got " + std::to_string(config.shards));
+  if (config.dim == 0) throw std::invalid_argument("dim must be at least 1, got 0");
+  if (config.evict.every == 0) throw std::invalid_argument("a policy must look every 1 or more steps, got 0");
+  return config;
+}
+
 }  // namespace
 
 Table::Table(TableConfig config)
-    : config_(std::move(config)),
+    : config_(checked(std::move(config))),
       layout_{config_.type, config_.dim, 0},
       stream_(table_stream(config_.seed, config_.name)),
       shard_bits_(std::countr_zero(config_.shards)),
       arena_(std::make_unique<RowArena>(layout_.stride())),
       shards_(config_.shards) {
-  if (!std::has_single_bit(config_.shards) || config_.shards > 256)
-    throw std::invalid_argument("shards must be a power of two up to 256, got " + std::to_string(config_.shards));
-  if (config_.dim == 0) throw std::invalid_argument("dim must be at least 1, got 0");
   if (config_.admit.kind == Admission::Kind::min_count) filter_ = CountingFilter(config_.admit.slots);
   for (Shard& shard : shards_) shard.index.set_shift(shard_bits_);
   allocate(1);
@@ -174,7 +179,7 @@ void Table::set_state(const std::vector<float>& initial, bool fresh) {
       const uint32_t row = take_row(shard);
       char* place = arena_->view().at(row);
       std::memcpy(place, old->view().at(entry.row()), before.vector_bytes());
-      std::memcpy(place + layout_.vector_bytes(), initial_state_.data(), 4 * layout_.state);
+      std::copy(initial_state_.begin(), initial_state_.end(), reinterpret_cast<float*>(place + layout_.vector_bytes()));
       entry.bucket->row[entry.slot] = row;
     });
   });

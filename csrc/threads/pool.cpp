@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "memory/buffer.h"
+
 namespace karvan {
 namespace {
 
@@ -125,18 +127,32 @@ struct Process {
   Pool* pool = nullptr;
 };
 
+Process& process();
+
+void before_fork() {  // in the order in which an operation takes them
+  process().running.lock();
+  lock_buffers();
+}
+
+void after_fork() {
+  unlock_buffers();
+  process().running.unlock();
+}
+
+void after_fork_in_child() {
+  process().pool = nullptr;  // its threads do not exist here
+  after_fork();
+}
+
 Process& process() {
   static Process* const instance = [] {
-    auto* fresh = new Process;
-    pthread_atfork([] { process().running.lock(); }, [] { process().running.unlock(); },
-                   [] {
-                     process().pool = nullptr;  // its threads do not exist in the child
-                     process().running.unlock();
-                   });
-    return fresh;
+    pthread_atfork(before_fork, after_fork, after_fork_in_child);
+    return new Process;
   }();
   return *instance;
 }
+
+[[maybe_unused]] const bool registered = (process(), true);  // before the first fork, whoever makes it
 
 }  // namespace
 
