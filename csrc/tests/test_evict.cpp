@@ -11,19 +11,19 @@ using namespace karvan::test;
 namespace {
 
 using Use = std::pair<uint32_t, uint32_t>;  // (count, last step)
+using Uses = std::vector<std::pair<uint64_t, Use>>;  // by key
 
 // Rows with few different counts and steps, so that ties are the rule.
-std::map<uint64_t, Use> load_uses(Table& table, uint64_t rows, uint32_t counts,
-                                  const std::vector<uint32_t>& steps) {
+Uses load_uses(Table& table, uint64_t rows, uint32_t counts, const std::vector<uint32_t>& steps) {
   Random random(rows);
   std::vector<uint64_t> keys;
   std::vector<uint32_t> count, last;
-  std::map<uint64_t, Use> uses;
+  Uses uses;
   for (uint64_t key = 0; key < rows; ++key) {
     keys.push_back(key);
     count.push_back(static_cast<uint32_t>(1 + below(random, counts)));
     last.push_back(steps[below(random, steps.size())]);
-    uses.emplace_hint(uses.end(), key, Use{count.back(), last.back()});
+    uses.push_back({key, {count.back(), last.back()}});
   }
   const std::vector<float> vectors(rows * table.layout().dim, 1.0f);
   table.load(keys.data(), keys.size(), vectors.data(), nullptr, count.data(), last.data());
@@ -38,7 +38,7 @@ std::vector<uint64_t> remaining(Table& table) {
 }
 
 // By sorting everything.
-std::vector<uint64_t> slow_remaining(const std::map<uint64_t, Use>& uses, uint64_t evicted, bool by_count) {
+std::vector<uint64_t> slow_remaining(const Uses& uses, uint64_t evicted, bool by_count) {
   std::vector<std::tuple<uint32_t, uint32_t, uint64_t>> order;
   for (const auto& [key, use] : uses)
     order.emplace_back(by_count ? use.first : use.second, by_count ? use.second : use.first, mix(key));

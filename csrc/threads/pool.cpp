@@ -25,10 +25,12 @@ inline void relax() {
 }
 
 constexpr int kSpins = 1500;
+constexpr uint32_t kClosed = UINT32_MAX;  // past the last task of any job
 thread_local bool inside_task = false;
 
 // One job at a time. `ticket` packs (job number, next task): a worker claims a task by advancing the ticket, which
-// fails once the job has changed, so a worker that wakes late can neither run nor disturb a later job.
+// fails once the job has changed, so a worker that wakes late can neither run nor disturb a later job. The ticket is
+// closed before the next job's fields are written: whoever has seen one of them can no longer claim on the old ticket.
 class Pool {
  public:
   explicit Pool(int threads) {
@@ -45,10 +47,12 @@ class Pool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   void run(uint32_t tasks, const TaskRef& task) {
-    task_.store(&task, std::memory_order_relaxed);
-    tasks_.store(tasks, std::memory_order_relaxed);
-    done_.store(0, std::memory_order_relaxed);
-    ticket_.store(static_cast<uint64_t>(++job_) << 32, std::memory_order_release);
+    const uint64_t job = static_cast<uint64_t>(++job_) << 32;
+    ticket_.store(job | kClosed, std::memory_order_release);
+    task_.store(&task, std::memory_order_release);
+    tasks_.store(tasks, std::memory_order_release);
+    done_.store(0, std::memory_order_release);
+    ticket_.store(job, std::memory_order_release);
     wake_.fetch_add(1, std::memory_order_release);
     wake_.notify_all();
     help();
@@ -64,8 +68,8 @@ class Pool {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     const uint32_t job = ticket >> 32;
     for (;;) {
-      const TaskRef* task = task_.load(std::memory_order_relaxed);
-      const uint32_t tasks = tasks_.load(std::memory_order_relaxed);
+      const TaskRef* task = task_.load(std::memory_order_acquire);
+      const uint32_t tasks = tasks_.load(std::memory_order_acquire);
       const uint32_t next = static_cast<uint32_t>(ticket);
       if (next >= tasks || ticket >> 32 != job) return;
       if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel,
