@@ -102,7 +102,9 @@ void Gradients::resolve() {
       for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
         if (row()[i] == 0) continue;
         // A key that left and came back has a new row, which this gradient was not computed from.
-        const Entry entry = gone.contains(g.hash[i]) ? Entry{} : table.find(g.hash[i]);
+        // Where the log has forgotten that time, nothing is known of any key, and all are dropped.
+        const bool left = !table.evictions().knows(version_[s]) || gone.contains(g.hash[i]);
+        const Entry entry = left ? Entry{} : table.find(g.hash[i]);
         dropped += !entry;
         row()[i] = entry ? entry.row() : 0;
       }

@@ -94,7 +94,8 @@ void KeyGroups::partition(const Slot& slot, bool alone) {
   // Counts to places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
   uint32_t at = begin[slot.first_bucket];
   for (uint32_t b = 0; b < slot.buckets; ++b) {
-    begin[slot.first_bucket + b] = at;
+    // The first is known already, and another thread may be reading it as the end of the slot before.
+    if (b > 0) begin[slot.first_bucket + b] = at;
     for (Task& task : tasks) at += std::exchange(task.place[b], at);
   }
   parallel(static_cast<uint32_t>(tasks.size()), [&](uint32_t t) {

@@ -65,7 +65,8 @@ std::vector<uint32_t> Table::rows_of(const Push& push, std::vector<uint64_t>& ha
     const size_t last = std::min<size_t>(push.count, (task + 1) * kPerTask);
     for (size_t i = task * kPerTask; i < last; ++i) {
       hashes[i] = mix(push.keys[i]);
-      const Entry entry = gone.contains(hashes[i]) ? Entry{} : find(hashes[i]);
+      const bool left = !evictions_.knows(push.version) || gone.contains(hashes[i]);
+      const Entry entry = left ? Entry{} : find(hashes[i]);
       rows[i] = entry ? entry.row() : 0;
       if (!entry) dropped_gradients.fetch_add(1, std::memory_order_relaxed);
     }
