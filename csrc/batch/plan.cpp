@@ -9,7 +9,7 @@
 namespace karvan {
 namespace {
 
-constexpr uint32_t kFindAhead = 16;
+constexpr uint32_t kFindAhead = 16, kFindTogether = 256;
 constexpr uint64_t kPositionsPerTask = 2048;
 
 [[noreturn]] void refuse(const FeatureSpec& spec, const std::string& what) {
@@ -54,7 +54,7 @@ Plan::Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<Fe
   }
   groups_ = KeyGroups(slots, std::move(sources), base);
   row_ = Array<uint32_t>(groups_.hash.size());
-  for (uint32_t s = 0; s < slots; ++s) vectors_.emplace_back(groups_.slots[s].positions * dims_[s]);
+  vectors_.resize(slots);
 }
 
 void Plan::check(const Feature& feature) const {
@@ -162,30 +162,57 @@ void Plan::gather(uint32_t bucket) {
 }
 
 void Plan::find(Unit& unit, bool training, uint32_t step) {
-  Table& table = *tables_[unit.slot];
-  const uint64_t* const hashes = groups_.hash.data();
-  uint32_t* const rows = row_.data();
   for (uint32_t bucket = unit.first; bucket < unit.last; ++bucket) {
-    const uint32_t first = groups_.begin[bucket], count = groups_.unique[bucket];
-    const uint32_t* const counts = groups_.count.data() + first;
-    for (uint32_t i = 0; i < std::min(kFindAhead, count); ++i) table.prefetch(hashes[first + i]);
-    for (uint32_t i = 0; i < count; ++i) {
-      if (i + kFindAhead < count) table.prefetch(hashes[first + i + kFindAhead]);
-      const uint64_t hash = hashes[first + i];
-      const Entry entry = table.find(hash);
-      rows[first + i] = entry ? entry.row() : 0;
-      if (!training) continue;
-      const uint32_t times = counts[i];
-      if (entry) {
-        entry.count() = saturating_add(entry.count(), times);
-        entry.last() = step;
-      } else if (table.admit(hash, times)) {
-        unit.missing.emplace_back(bucket, i);
-      } else {
-        table.rejected.fetch_add(1, std::memory_order_relaxed);
-      }
-    }
+    const uint32_t count = groups_.unique[bucket];
+    for (uint32_t i = 0; i < count; i += kFindTogether)
+      find_some(unit, bucket, i, std::min(kFindTogether, count - i), training, step);
     if (unit.missing.empty()) gather(bucket);  // while its keys are in cache; otherwise after the insertions
+  }
+}
+
+// First only the place where each key's search begins is looked at, without a branch: most keys are there, but which of
+// its three entries has a key, or none, is a coin toss. Then the others, for whom the next lines are on their way.
+void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count, bool training, uint32_t step) {
+  Table& table = *tables_[unit.slot];
+  const uint32_t first = groups_.begin[bucket] + from;
+  const uint64_t* const hashes = groups_.hash.data() + first;
+  const uint32_t* const counts = groups_.count.data() + first;
+  uint32_t* const rows = row_.data() + first;
+  Bucket* home[kFindTogether];
+  uint32_t further[kFindTogether], left = 0;
+  Bucket nowhere{};  // takes the writes of keys that are not at home
+  const auto start = [&](uint32_t i) __attribute__((always_inline)) {
+    home[i] = table.first_bucket(hashes[i]);
+    __builtin_prefetch(home[i], 1);
+  };
+  for (uint32_t i = 0; i < std::min(kFindAhead, count); ++i) start(i);
+  for (uint32_t i = 0; i < count; ++i) {
+    if (i + kFindAhead < count) start(i + kFindAhead);
+    Bucket* const at = home[i];
+    const uint32_t match = at->match(hashes[i]), slot = match >> 1, missed = match == 0;  // slot: of 1, 2, 4
+    rows[i] = match ? at->row[slot] : 0;
+    further[left] = i;
+    left += missed;
+    __builtin_prefetch(at + missed);
+    __builtin_prefetch(at + 2 * missed);
+    if (!training) continue;
+    Bucket* const to = match ? at : &nowhere;
+    to->count[slot] = saturating_add(to->count[slot], counts[i]);
+    to->last[slot] = step;
+  }
+  for (uint32_t k = 0; k < left; ++k) {
+    const uint32_t i = further[k];
+    const Entry entry = ShardIndex::find_from(home[i], hashes[i]);
+    if (entry) rows[i] = entry.row();
+    if (!training) continue;
+    if (entry) {
+      entry.count() = saturating_add(entry.count(), counts[i]);
+      entry.last() = step;
+    } else if (table.admit(hashes[i], counts[i])) {
+      unit.missing.emplace_back(bucket, from + i);
+    } else {
+      table.rejected.fetch_add(1, std::memory_order_relaxed);
+    }
   }
 }
 
@@ -212,6 +239,7 @@ void Plan::insert(const Unit& unit, uint32_t step) {
 }
 
 void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
+  vectors_[slot] = Array<float>(groups_.slots[slot].positions * dims_[slot]);
   std::vector<Unit> all = units(slot);
   parallel(static_cast<uint32_t>(all.size()), [&](uint32_t u) { find(all[u], training, step); });
   if (training) {
@@ -245,6 +273,7 @@ void Plan::run(const std::vector<const float*>& found) {
   for (uint32_t s = 0; s < found.size(); ++s) {
     const KeyGroups::Slot& slot = groups_.slots[s];
     const float* from = found[s];
+    vectors_[s] = Array<float>(slot.positions * dims_[s]);
     for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
       const size_t count = static_cast<size_t>(groups_.unique[b]) * dims_[s];
       std::copy_n(from, count, vectors(b));
@@ -254,7 +283,7 @@ void Plan::run(const std::vector<const float*>& found) {
   }
 }
 
-void Plan::pool_slot(uint32_t slot) const {
+void Plan::pool_slot(uint32_t slot) {
   for (uint32_t index : users_[slot]) {
     const Feature& f = features_[index];
     PoolArgs args{};
@@ -278,6 +307,7 @@ void Plan::pool_slot(uint32_t slot) const {
       kernels().pool(mine);
     });
   }
+  vectors_[slot] = Array<float>();  // warm in a cache, it is the best memory for the next slot
 }
 
 void Plan::unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const {

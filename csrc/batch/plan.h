@@ -74,11 +74,12 @@ class Plan {
   void describe(Feature& feature);
   std::vector<Unit> units(uint32_t slot) const;
   void find(Unit& unit, bool training, uint32_t step);
+  void find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count, bool training, uint32_t step);
   void reserve(uint32_t slot, const std::vector<Unit>& units);
   void insert(const Unit& unit, uint32_t step);
   void gather(uint32_t bucket);
   void run_slot(uint32_t slot, bool training, uint32_t step);  // all of the above on the caller's threads
-  void pool_slot(uint32_t slot) const;
+  void pool_slot(uint32_t slot);
   float* vectors(uint32_t bucket) const;
 
   std::shared_ptr<const std::vector<FeatureSpec>> specs_;
@@ -90,7 +91,7 @@ class Plan {
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash
-  std::vector<Array<float>> vectors_;          // by slot: of each unique key, as KeyGroups::unique_of counts them
+  std::vector<Array<float>> vectors_;          // by slot, while it is looked up: of each unique key, as unique_of counts
 };
 
 }  // namespace karvan

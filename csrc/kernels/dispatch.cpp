@@ -56,17 +56,4 @@ bool choose_kernels(const char* name) {
   return false;
 }
 
-uint32_t state_floats(Rule::Kind kind, uint32_t dim) {
-  switch (kind) {
-    case Rule::Kind::sgd: return 0;
-    case Rule::Kind::adagrad_row: return 1;
-    case Rule::Kind::momentum:
-    case Rule::Kind::adagrad: return dim;
-    case Rule::Kind::adam:
-    case Rule::Kind::adamw:
-    case Rule::Kind::ftrl: return 2 * dim;
-  }
-  return 0;
-}
-
 }  // namespace karvan

@@ -77,6 +77,19 @@ struct Rule {
   float clip_value = 0, clip_norm = 0, bound = 0;  // 0: none
 };
 
+constexpr uint32_t state_floats(Rule::Kind kind, uint32_t dim) {
+  switch (kind) {
+    case Rule::Kind::sgd: return 0;
+    case Rule::Kind::adagrad_row: return 1;
+    case Rule::Kind::momentum:
+    case Rule::Kind::adagrad: return dim;
+    case Rule::Kind::adam:
+    case Rule::Kind::adamw:
+    case Rule::Kind::ftrl: return 2 * dim;
+  }
+  return 0;
+}
+
 struct ApplyArgs {
   RowsView rows;
   RowLayout layout;
@@ -99,6 +112,5 @@ struct Kernels {
 const Kernels& kernels();
 const char* const* kernel_names();              // those this machine can run, best first, then null
 bool choose_kernels(const char* name);          // for tests; false if this machine cannot run them
-uint32_t state_floats(Rule::Kind kind, uint32_t dim);
 
 }  // namespace karvan

@@ -20,6 +20,13 @@ struct alignas(64) Bucket {
   uint32_t count[kEntries];
   uint32_t last[kEntries];
   uint32_t fill;  // entries in use, from the front
+
+  // A bit for the entry that has the hash, if one has.
+  __attribute__((always_inline)) uint32_t match(uint64_t wanted) const {
+    const uint32_t equal = static_cast<uint32_t>(hash[0] == wanted) | static_cast<uint32_t>(hash[1] == wanted) << 1 |
+                           static_cast<uint32_t>(hash[2] == wanted) << 2;
+    return equal & ((1u << fill) - 1);
+  }
 };
 static_assert(sizeof(Bucket) == 64);
 
@@ -46,15 +53,23 @@ class ShardIndex {
   void advance(uint32_t entries);                        // moves at least that many entries, if there are as many
   void finish_growth() { advance(UINT32_MAX); }
 
+  // Where a search for the hash begins.
+  __attribute__((always_inline)) Bucket* first_bucket(uint64_t hash) const {
+    const uint64_t x = hash << shift_;
+    if (old_) [[unlikely]] {
+      const uint32_t home = scale(x, old_homes_);
+      if (home >= sweep_) return old_ + home;
+    }
+    return now_ + scale(x, homes_);
+  }
+
   // Always inlined: GCC takes a function that only prefetches for one without effect and drops the call.
   __attribute__((always_inline)) void prefetch(uint64_t hash) const { __builtin_prefetch(first_bucket(hash), 0); }
 
-  Entry find(uint64_t hash) const {
-    for (Bucket* b = first_bucket(hash);; ++b) {
-      uint32_t match = static_cast<uint32_t>(b->hash[0] == hash) | static_cast<uint32_t>(b->hash[1] == hash) << 1 |
-                       static_cast<uint32_t>(b->hash[2] == hash) << 2;
-      match &= (1u << b->fill) - 1;
-      if (match) return {b, static_cast<uint32_t>(__builtin_ctz(match))};
+  Entry find(uint64_t hash) const { return find_from(first_bucket(hash), hash); }
+  static Entry find_from(Bucket* b, uint64_t hash) {
+    for (;; ++b) {
+      if (const uint32_t match = b->match(hash)) return {b, static_cast<uint32_t>(__builtin_ctz(match))};
       if (b->fill < Bucket::kEntries) return {};
     }
   }
@@ -86,14 +101,6 @@ class ShardIndex {
  private:
   static uint32_t scale(uint64_t x, uint32_t n) {
     return static_cast<uint32_t>(static_cast<unsigned __int128>(x) * n >> 64);
-  }
-  Bucket* first_bucket(uint64_t hash) const {
-    const uint64_t x = hash << shift_;
-    if (old_) [[unlikely]] {
-      const uint32_t home = scale(x, old_homes_);
-      if (home >= sweep_) return old_ + home;
-    }
-    return now_ + scale(x, homes_);
   }
   template <class F>
   static void each_in(Bucket* buckets, uint32_t begin, uint32_t end, F& f) {

@@ -9,15 +9,15 @@ namespace karvan {
 
 enum class VectorType : uint8_t { f32, bf16, f16 };
 
-inline uint32_t element_bytes(VectorType type) { return type == VectorType::f32 ? 4 : 2; }
+constexpr uint32_t element_bytes(VectorType type) { return type == VectorType::f32 ? 4 : 2; }
 
 // [vector | pad to 4 bytes | optimizer state, fp32], the whole rounded up to 16 bytes.
 struct RowLayout {
   VectorType type = VectorType::f32;
   uint32_t dim = 0;
   uint32_t state = 0;  // floats of optimizer state
-  uint32_t vector_bytes() const { return (dim * element_bytes(type) + 3) / 4 * 4; }
-  uint32_t stride() const { return (vector_bytes() + 4 * state + 15) / 16 * 16; }
+  constexpr uint32_t vector_bytes() const { return (dim * element_bytes(type) + 3) / 4 * 4; }
+  constexpr uint32_t stride() const { return (vector_bytes() + 4 * state + 15) / 16 * 16; }
   bool operator==(const RowLayout&) const = default;
 };
 

@@ -56,6 +56,9 @@ class Table {
     return shard_bits_ ? static_cast<uint32_t>(hash >> (64 - shard_bits_)) : 0;
   }
   __attribute__((always_inline)) void prefetch(uint64_t hash) const { shards_[shard_of(hash)].index.prefetch(hash); }
+  __attribute__((always_inline)) Bucket* first_bucket(uint64_t hash) const {
+    return shards_[shard_of(hash)].index.first_bucket(hash);
+  }
   Entry find(uint64_t hash) const { return shards_[shard_of(hash)].index.find(hash); }
   bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
