@@ -66,17 +66,21 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
   std::vector<std::atomic<bool>> bad(dims_.size());
   each_bucket([&](uint32_t b) {
     const uint32_t slot = g.slot_of[b];
-    const uint32_t first = g.begin[b];
+    const uint32_t first = g.begin[b], positions = g.begin[b + 1] - first;
+    thread_local std::vector<uint32_t> scratch;
+    scratch.resize(g.unique[b] + positions);
     const ReduceArgs args{.dim = dims_[slot],
                           .sources = sources.data(),
                           .feature_of = feature_of.data(),
                           .one_source = g.slots[slot].sources.size() == 1,
                           .position = g.position.data() + first,
                           .unique = g.unique_at.data() + first,
-                          .positions = g.begin[b + 1] - first,
+                          .positions = positions,
                           .first = first - static_cast<uint32_t>(g.first_index(slot)),
                           .count = g.unique[b],
-                          .out = values_[slot].data()};
+                          .size = g.count.data() + first,
+                          .out = values_[slot].data(),
+                          .scratch = scratch.data()};
     if (!kernels().reduce(args)) bad[slot].store(true, std::memory_order_relaxed);
   });
   for (const auto& b : bad) finite_.push_back(!b.load());

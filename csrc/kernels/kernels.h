@@ -59,7 +59,9 @@ struct ReduceArgs {
   const uint32_t* unique;      // of each: which sum it belongs to
   uint32_t positions;
   uint32_t first, count;       // the sums they belong to
+  const uint32_t* size;        // of each sum: how many positions, at least one
   float* out;                  // by sum, dim floats each; [first, first + count) is written
+  uint32_t* scratch;           // count + positions numbers
 };
 
 // The optimizers' rules; the names say the paper or system. All apply clip, decay, update, bound in that order.
