@@ -24,7 +24,13 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputG
     if (of_features[f].values)
       keys.push_back({feature.spec->slot, feature.in.values, feature.in.cells * feature.spec->stack, feature.base});
   }
-  if (keys.size() < of_features.size()) {  // keys of features without a gradient must not be touched: group anew
+  if (keys.size() == of_features.size()) {
+    for (size_t f = 0; f < of_features.size(); ++f) {
+      if (!plan_->features_[f].labelled) continue;
+      sources[f].base = 0;
+      sources[f].out_row = nullptr;
+    }
+  } else {  // keys of features without a gradient must not be touched: group anew, without labels
     std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
     own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), std::move(keys),
                                               plan_->groups_.unique_of.size());
@@ -64,6 +70,10 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
   const KeyGroups& g = groups();
   for (uint32_t s = 0; s < dims_.size(); ++s) values_.emplace_back(g.slots[s].positions * dims_[s]);
   std::vector<std::atomic<bool>> bad(dims_.size());
+  std::vector<const GradientSource*> only(dims_.size(), nullptr);
+  for (uint32_t s = 0; s < dims_.size(); ++s)
+    if (g.slots[s].sources.size() == 1 && g.slots[s].positions > 0)
+      only[s] = &sources[feature_of[g.slots[s].sources[0].base >> kFeatureShift]];
   each_bucket([&](uint32_t b) {
     const uint32_t slot = g.slot_of[b];
     const uint32_t first = g.begin[b], positions = g.begin[b + 1] - first;
@@ -72,7 +82,7 @@ void Gradients::reduce(const std::vector<GradientSource>& sources, const std::ve
     const ReduceArgs args{.dim = dims_[slot],
                           .sources = sources.data(),
                           .feature_of = feature_of.data(),
-                          .one_source = g.slots[slot].sources.size() == 1,
+                          .only_source = only[slot],
                           .position = g.position.data() + first,
                           .unique = g.unique_at.data() + first,
                           .positions = positions,

@@ -104,11 +104,12 @@ void KeyGroups::partition(const Slot& slot, bool alone) {
     uint32_t *const to_position = position.data(), *const place_of = unique_of.data() + task.source->base;
     uint32_t* const place = task.place.data();
     const auto base = static_cast<uint32_t>(task.source->base);
+    const uint32_t* const label = task.source->label;
     for (size_t i = task.first; i < task.last; ++i) {
       const uint64_t h = hash_of(*task.source, i);
       const uint32_t to = place[top(h, bits)]++;
       hashes[to] = h;
-      to_position[to] = base + static_cast<uint32_t>(i);
+      to_position[to] = label ? label[i] : base + static_cast<uint32_t>(i);
       place_of[i] = to;  // until spread() puts the key's number there
     }
   });

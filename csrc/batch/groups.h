@@ -18,7 +18,8 @@ struct KeySource {
   const uint64_t* keys;
   size_t count;
   uint64_t base;
-  bool hashed = false;  // keys are hashes already
+  bool hashed = false;               // keys are hashes already
+  const uint32_t* label = nullptr;   // by key: what KeyGroups::position holds instead of the position
 };
 
 class KeyGroups {
@@ -50,7 +51,7 @@ class KeyGroups {
   Array<uint64_t> hash;
   Array<uint32_t> count;           // how many positions have the key
   // … and of these is filled with its positions, ascending:
-  Array<uint32_t> position;
+  Array<uint32_t> position;        // or their labels
   Array<uint32_t> unique_at;       // the key's place in the slot, counted from first_index(slot)
   // The same by position:
   Array<uint32_t> unique_of;

@@ -9,7 +9,7 @@
 namespace karvan {
 namespace {
 
-constexpr uint32_t kFindAhead = 16, kFindTogether = 256;
+constexpr uint32_t kInsertAhead = 16, kFindGroup = 8, kFindTogether = 256;
 constexpr uint64_t kPositionsPerTask = 2048;
 
 [[noreturn]] void refuse(const FeatureSpec& spec, const std::string& what) {
@@ -46,7 +46,11 @@ Plan::Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<Fe
       Feature& feature = features_[f];
       const uint64_t positions = feature.in.cells * feature.spec->stack;
       feature.base = base;
-      sources.push_back({s, feature.in.values, positions, base});
+      // Nothing but the output row matters of a position whose gradient is not scaled; it is noted while it is at hand.
+      feature.labelled = users_[s].size() == 1 && feature.spec->stack == 1 && feature.out_row && !feature.scale &&
+                         !feature.in.weights;
+      const uint32_t* label = feature.labelled ? feature.out_row.data() : nullptr;
+      sources.push_back({s, feature.in.values, positions, base, false, label});
       base += (positions + (1u << kFeatureShift) - 1) >> kFeatureShift << kFeatureShift;
       if (base > UINT32_MAX / 2) throw std::length_error("a batch holds at most 2^31 ids");
       feature_of_.resize(base >> kFeatureShift, static_cast<uint16_t>(f));
@@ -181,13 +185,14 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
   Bucket* home[kFindTogether];
   uint32_t further[kFindTogether], left = 0;
   Bucket nowhere{};  // takes the writes of keys that are not at home
-  const auto start = [&](uint32_t i) __attribute__((always_inline)) {
-    home[i] = table.first_bucket(hashes[i]);
-    __builtin_prefetch(home[i], 1);
+  const auto start = [&](uint32_t from) __attribute__((always_inline)) {
+    const uint32_t end = std::min(from + kFindGroup, count);
+    for (uint32_t i = from; i < end; ++i) home[i] = table.first_bucket(hashes[i]);
+    for (uint32_t i = from; i < end; ++i) __builtin_prefetch(home[i], 1);
   };
-  for (uint32_t i = 0; i < std::min(kFindAhead, count); ++i) start(i);
+  for (uint32_t i = 0; i < 16; i += kFindGroup) start(i);
   for (uint32_t i = 0; i < count; ++i) {
-    if (i + kFindAhead < count) start(i + kFindAhead);
+    if (i % kFindGroup == 0) start(i + 16);
     Bucket* const at = home[i];
     const uint32_t match = at->match(hashes[i]), slot = match >> 1, missed = match == 0;  // slot: of 1, 2, 4
     rows[i] = match ? at->row[slot] : 0;
@@ -232,7 +237,7 @@ void Plan::insert(const Unit& unit, uint32_t step) {
   Table& table = *tables_[unit.slot];
   const auto at = [&](size_t i) { return groups_.begin[unit.missing[i].first] + unit.missing[i].second; };
   for (size_t i = 0; i < unit.missing.size(); ++i) {
-    if (i + kFindAhead < unit.missing.size()) table.prefetch(groups_.hash[at(i + kFindAhead)]);
+    if (i + kInsertAhead < unit.missing.size()) table.prefetch(groups_.hash[at(i + kInsertAhead)]);
     row_[at(i)] = table.insert(groups_.hash[at(i)], groups_.count[at(i)], step);
   }
   for (uint32_t bucket = unit.missing[0].first; bucket < unit.last; ++bucket) gather(bucket);

@@ -62,6 +62,7 @@ class Plan {
     Array<float> kept_weights;
     Array<uint32_t> out_row;                  // by cell, for all but one-cell samples
     Array<float> scale;                       // by sample: mean and sqrtn
+    bool labelled = false;                    // groups_ holds its out_rows instead of positions
   };
   // Buckets whose keys belong to shards that no other unit has, so that one thread can find and insert without locks.
   struct Unit {

@@ -54,7 +54,7 @@ struct ReduceArgs {
   uint32_t dim;
   const GradientSource* sources;
   const uint16_t* feature_of;
-  bool one_source;             // all positions have the same source
+  const GradientSource* only_source;  // of all positions; null: they have several
   const uint32_t* position;    // ascending
   const uint32_t* unique;      // of each: which sum it belongs to
   uint32_t positions;

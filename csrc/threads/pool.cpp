@@ -24,7 +24,7 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpins = 1500;
+constexpr int kSpins = 20000;
 constexpr uint32_t kClosed = UINT32_MAX;  // past the last task of any job
 thread_local bool inside_task = false;
 

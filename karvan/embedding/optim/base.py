@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from karvan import _native
 from karvan.embedding.engine import EmbeddingEngine
@@ -56,17 +58,23 @@ class SparseOptimizer(torch.optim.Optimizer):
         for handle in handles.values():
             self._tables.setdefault(handle.engine, []).append(handle)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients that the engines hold; they are used up."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         if not self._tables:
             raise RuntimeError(
                 f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
             )
+        return _watched_step(self, closure) if _watched(self) else self._step(closure)
+
+    # Tells torch not to wrap `step` in its hooks and profiler marks, which take longer than a small update.
+    # They are there when somebody uses them.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
         made: dict[tuple[int, int], _native.Rule] = {}  # tables of a group at the same step share a rule
         for engine, handles in self._tables.items():
@@ -115,6 +123,19 @@ class SparseOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _initial_state(self, group: Group, dim: int) -> list[float]:
         """A new row's optimizer state."""
+
+
+_watched_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)
+
+
+def _watched(optimizer: SparseOptimizer) -> bool:
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or _profiler_enabled()
+    )
 
 
 def limits(
