@@ -15,7 +15,7 @@ import statistics
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -68,6 +68,11 @@ class Karvan:
     def look_up(self, ids: Ids) -> None:
         """Run a training lookup whose gradient never comes."""
         self.engine(self._batch(ids))
+
+    def settle(self, batches: list[Ids]) -> None:
+        """Look batches up until an index that was growing when the fill ended has its new size."""
+        for ids in islice(cycle(batches), 40):
+            self.look_up(ids)
 
     def stepper(self, batches: list[Ids]) -> Callable[[], None]:
         """Return a function that runs one step on the next batch."""
@@ -156,9 +161,7 @@ def w1(report: Report) -> None:
     karvan = Karvan(shape)
     record_fill(report, "w1", shape, karvan.fill(chunk=shape.batch))
     report.figures["w1_row_bytes_while_the_index_may_grow"] = karvan.bytes() / shape.rows
-    lookups = cycle(batches)
-    for _ in range(40):  # an index that was growing when the fill ended has its new size after these
-        karvan.look_up(next(lookups))
+    karvan.settle(batches)
     release()
     grown = resident() - before
     row_bytes = karvan.bytes() / shape.rows
@@ -198,13 +201,14 @@ def w2(report: Report, pooled: bool) -> None:
     record_batches(report, part, shape, batches)
     karvan = Karvan(shape)
     record_fill(report, part, shape, karvan.fill(chunk=65536))
+    karvan.settle(batches)
     fbgemm = Fbgemm(shape, batches)
     candidates = {
         **dict(on_threads("karvan", lambda: karvan.stepper(batches))),
         **dict(on_threads("fbgemm", fbgemm.stepper)),
     }
     # FBGEMM's unpooled step takes half a second.
-    rounds, burst = (10, 3) if pooled else (5, 2)
+    rounds, burst = (10, 3) if pooled else (5, 3)
     seconds = medians(interleave(candidates, rounds=3 if report.quick else rounds, burst=burst))
     record(report, part, shape, seconds)
     report.ratios[f"{part}_vs_fbgemm"] = speedup(seconds, "fbgemm")
@@ -223,6 +227,7 @@ def scale(report: Report) -> None:
         record_fill(report, f"scale_{name}", shape, karvan.fill(chunk=batch))
         offsets = [np.arange(batch + 1)]
         batches = [Ids([rng.integers(rows, size=batch)], offsets, gradients) for _ in range(12)]
+        karvan.settle(batches)
         candidates[name] = karvan.stepper(batches)
     set_threads(cores())
     seconds = medians(interleave(candidates, rounds=5 if report.quick else 12))

@@ -86,7 +86,7 @@ inline FeatureData random_feature(Random& random, uint32_t slot, uint32_t dim, u
   return f;
 }
 
-// Features of several tables, two or three for each; dims by slot.
+// Features of several tables, one to three for each; dims by slot.
 struct Batch {
   std::vector<FeatureData> features;
   std::vector<uint32_t> dims;
@@ -95,7 +95,7 @@ struct Batch {
       : dims(std::move(dims_)) {
     Random random(seed);
     for (uint32_t slot = 0; slot < dims.size(); ++slot)
-      for (uint64_t n = 2 + below(random, 2); n > 0; --n)
+      for (uint64_t n = 1 + below(random, 3); n > 0; --n)
         features.push_back(random_feature(random, slot, dims[slot], samples, distinct));
   }
   std::shared_ptr<Plan> plan() {

@@ -147,6 +147,23 @@ TEST(groups_without_any_position_are_empty) {
   }
 }
 
+TEST(groups_hold_labels_where_a_source_has_them) {
+  const WithThreads with(2);
+  for (const size_t size : {300u, 20000u}) {
+    const std::vector<Keys> all = make_sources({{0, size}}, 1000, 5);
+    std::vector<uint32_t> label(size);
+    for (size_t i = 0; i < size; ++i) label[i] = static_cast<uint32_t>(i / 7);
+    KeyGroups labelled(1, {{0, all[0].keys.data(), size, 0, all[0].hashed, label.data()}}, size);
+    labelled.group_all();
+    const KeyGroups plain = group(all, 1);
+    CHECK(positions_find_their_key(labelled, all));
+    for (size_t i = 0; i < size; ++i) {
+      CHECK_EQ(labelled.position[i], label[plain.position[i]]);
+      CHECK_EQ(labelled.unique_at[i], plain.unique_at[i]);
+    }
+  }
+}
+
 TEST(groups_can_be_moved) {
   const WithThreads with(2);
   const std::vector<Keys> all = make_sources({{0, 9000}, {1, 50}}, 300, 5);

@@ -282,31 +282,37 @@ TEST(reduce_sums_gradients_in_order_and_tells_of_bad_ones) {
       if (i % stride < dim) gradient[i] = uniform(random, -1, 1);
     const GradientSource source{gradient.data(), stride, 256, 1, nullptr, nullptr, nullptr};
     const std::vector<uint16_t> feature_of{0, 0};
-    const std::vector<uint32_t> position{256, 257, 258, 260, 290, 295}, unique{2, 3, 2, 2, 4, 3};
-    const auto run = [&](bool one_source) {
-      std::vector<float> out(6 * dim, 5.0f);
-      const bool finite = kernels().reduce({.dim = dim, .sources = &source, .feature_of = feature_of.data(),
-                                            .one_source = one_source, .position = position.data(),
-                                            .unique = unique.data(), .positions = 6, .first = 2, .count = 3,
-                                            .out = out.data()});
-      return std::pair(finite, out);
-    };
-    std::vector<float> expected(6 * dim, 5.0f);
-    std::fill_n(expected.begin() + 2 * dim, 3 * dim, 0.0f);
-    for (size_t i = 0; i < position.size(); ++i)
-      for (uint32_t c = 0; c < dim; ++c)
-        expected[unique[i] * dim + c] += gradient[(position[i] - 256) * stride + c];
-    for (const bool one_source : {true, false}) {
-      same_for_all_kernels([&] {
-        const auto [finite, out] = run(one_source);
-        CHECK(finite);
-        CHECK(out == expected);  // and nothing outside of [first, first + count) is written
-        return as_bytes(out);
-      });
-      for (const float bad : {NAN, INFINITY, -INFINITY}) {
-        const float kept = std::exchange(gradient[39 * stride + dim - 1], bad);
-        CHECK(!run(one_source).first);
-        gradient[39 * stride + dim - 1] = kept;
+    const std::vector<uint32_t> unique{2, 3, 2, 2, 4, 3}, size{3, 2, 1};
+    // Positions without a gap are read as a stream, others key by key.
+    for (const std::vector<uint32_t>& position :
+         {std::vector<uint32_t>{256, 257, 258, 260, 290, 295}, std::vector<uint32_t>{290, 291, 292, 293, 294, 295}}) {
+      const auto run = [&](bool one_source) {
+        std::vector<float> out(6 * dim, 5.0f);
+        std::vector<uint32_t> scratch(3 + 6);
+        const bool finite = kernels().reduce({.dim = dim, .sources = &source, .feature_of = feature_of.data(),
+                                              .only_source = one_source ? &source : nullptr,
+                                              .position = position.data(), .unique = unique.data(), .positions = 6,
+                                              .first = 2, .count = 3, .size = size.data(), .out = out.data(),
+                                              .scratch = scratch.data()});
+        return std::pair(finite, out);
+      };
+      std::vector<float> expected(6 * dim, 5.0f);
+      std::fill_n(expected.begin() + 2 * dim, 3 * dim, 0.0f);
+      for (size_t i = 0; i < position.size(); ++i)
+        for (uint32_t c = 0; c < dim; ++c)
+          expected[unique[i] * dim + c] += gradient[(position[i] - 256) * stride + c];
+      for (const bool one_source : {true, false}) {
+        same_for_all_kernels([&] {
+          const auto [finite, out] = run(one_source);
+          CHECK(finite);
+          CHECK(out == expected);  // and nothing outside of [first, first + count) is written
+          return as_bytes(out);
+        });
+        for (const float bad : {NAN, INFINITY, -INFINITY}) {
+          const float kept = std::exchange(gradient[39 * stride + dim - 1], bad);
+          CHECK(!run(one_source).first);
+          gradient[39 * stride + dim - 1] = kept;
+        }
       }
     }
   }

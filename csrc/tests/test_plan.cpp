@@ -64,6 +64,22 @@ bool updated(const Rows& before, const Rows& after, const Sums& sums, const Rule
 Batch small_batch(uint64_t seed) { return Batch(seed, kPlanDims, 40, 100); }
 Batch large_batch(uint64_t seed) { return Batch(seed, kPlanDims, 3000, 5000); }  // slots past 8192 positions
 
+// One feature for each table, of the kind that takes the shortest way through the kernels.
+Batch plain_batch(uint64_t seed, const std::vector<uint32_t>& dims, Mode mode, uint64_t samples) {
+  Batch batch(seed, dims, samples, 5000);
+  batch.features.clear();
+  Random random(seed);
+  for (uint32_t slot = 0; slot < dims.size(); ++slot) {
+    FeatureData f;
+    do {
+      f = random_feature(random, slot, dims[slot], samples, 5000);
+    } while (f.spec.mode != mode || f.spec.combiner != Combiner::sum || f.spec.stack != 1 || f.offsets.empty() ||
+             !f.weights.empty());
+    batch.features.push_back(std::move(f));
+  }
+  return batch;
+}
+
 }  // namespace
 
 TEST(plans_pool_and_update_as_plain_loops_do) {
@@ -95,6 +111,34 @@ TEST(plans_pool_and_update_as_plain_loops_do) {
       gradients.apply(kRules, kSteps);
       for (uint32_t slot = 0; slot < 3; ++slot)
         CHECK(updated(looked_up[slot], contents(*tables[slot]), batch.sums(slot), *kRules[slot]));
+    }
+  }
+}
+
+TEST(plain_features_of_common_widths_are_summed_and_pooled_as_plain_loops_do) {
+  const WithThreads with(2);
+  const std::vector<uint32_t> dims{16, 32, 64, 20};
+  for (const Mode mode : {Mode::pooled, Mode::cells, Mode::padded}) {
+    for (const uint64_t samples : {0u, 1u, 50u, 1800u, 4000u}) {
+      for (const bool one_without : {false, true}) {
+        Tables tables;
+        for (const uint32_t dim : dims) {
+          tables.push_back(std::make_shared<Table>(table_config(dim, 8, VectorType::f32)));
+          tables.back()->set_state(std::vector<float>(dim, 0.1f));
+        }
+        Batch batch = plain_batch(samples + 1, dims, mode, samples);
+        batch.features[2].has_gradient = !one_without;
+        const auto plan = batch.plan();
+        plan->run(tables, true, 1);
+        const std::vector<Rows> before = all_contents(tables);
+        CHECK(batch.outputs_follow_from(before));
+        Gradients gradients(plan, batch.gradients());
+        for (uint32_t slot = 0; slot < dims.size(); ++slot)
+          CHECK(close(copied(gradients, slot), batch.sums(slot)));
+        gradients.apply(std::vector<const Rule*>(4, &kAdagrad), {1, 1, 1, 1});
+        for (uint32_t slot = 0; slot < dims.size(); ++slot)
+          CHECK(updated(before[slot], contents(*tables[slot]), batch.sums(slot), kAdagrad));
+      }
     }
   }
 }

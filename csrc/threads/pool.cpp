@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -24,7 +25,10 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpins = 20000;
+// How long a worker looks out for the next job before it sleeps: about as long as Python takes from one call of a step to
+// the next, because waking costs more than that. After the first spins it lets whoever else wants the core have it.
+constexpr int kSpins = 1500, kSpinsPerLook = 32;
+constexpr auto kWatchful = std::chrono::microseconds(300);
 constexpr uint32_t kClosed = UINT32_MAX;  // past the last task of any job
 thread_local bool inside_task = false;
 
@@ -92,11 +96,7 @@ class Pool {
   void work() {
     uint32_t seen = 0;
     while (!stop_.load(std::memory_order_acquire)) {
-      uint32_t now = wake_.load(std::memory_order_acquire);
-      for (int spin = 0; now == seen && spin < kSpins; ++spin) {
-        relax();
-        now = wake_.load(std::memory_order_acquire);
-      }
+      const uint32_t now = watch(seen);
       if (now == seen) {
         wake_.wait(seen, std::memory_order_acquire);
         continue;
@@ -104,6 +104,24 @@ class Pool {
       seen = now;
       help();
     }
+  }
+
+  // Returns another value of wake_ than the one seen, or that one after a while.
+  uint32_t watch(uint32_t seen) const {
+    uint32_t now = wake_.load(std::memory_order_acquire);
+    for (int spin = 0; now == seen && spin < kSpins; ++spin) {
+      relax();
+      now = wake_.load(std::memory_order_acquire);
+    }
+    const auto until = std::chrono::steady_clock::now() + kWatchful;
+    while (now == seen && std::chrono::steady_clock::now() < until) {
+      sched_yield();
+      for (int spin = 0; now == seen && spin < kSpinsPerLook; ++spin) {
+        relax();
+        now = wake_.load(std::memory_order_acquire);
+      }
+    }
+    return now;
   }
 
   std::vector<std::thread> workers_;

@@ -9,6 +9,7 @@ import pytest
 import reference as ref
 import torch
 from embedding_helpers import ids, keys_of, one, train
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import karvan as kv
 
@@ -65,6 +66,31 @@ def test_schedulers_of_torch_change_the_rate(name):
         train(engine, opt, f=ids(1))
         step.step()
     assert rates == pytest.approx([options["lr"] * x for x in (1, 1, 0.1, 0.1, 0.01)])
+
+
+def test_step_hooks_are_called_while_they_are_registered():
+    engine, _ = one()
+    opt = kv.optim.SGD(engine, lr=1.0)
+    calls: list[str] = []
+    hooks = [
+        opt.register_step_pre_hook(lambda *_: calls.append("pre")),
+        opt.register_step_post_hook(lambda *_: calls.append("post")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("post of all")),
+    ]
+    train(engine, opt, f=ids(1))
+    assert calls == ["pre", "post", "post of all"]
+    for hook in hooks:
+        hook.remove()
+    train(engine, opt, f=ids(1))
+    assert len(calls) == 3
+
+
+def test_the_profiler_sees_steps():
+    engine, _ = one()
+    opt = kv.optim.SGD(engine, lr=1.0)
+    with torch.autograd.profiler.profile() as profile:
+        train(engine, opt, f=ids(1))
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.function_events}
 
 
 def test_a_scheduled_rate_reaches_the_rows():
