@@ -39,8 +39,8 @@ void ShardIndex::start_growth(Bucket* buckets, uint32_t homes) {
   homes_ = homes;
 }
 
-void ShardIndex::advance(uint32_t entries) {
-  if (!old_) return;
+uint32_t ShardIndex::advance(uint32_t entries) {
+  if (!old_) return 0;
   const uint32_t buckets = old_homes_ + tail(old_homes_);
   const Bucket* end = now_ + homes_ + tail(homes_);
   uint32_t moved = 0;
@@ -55,6 +55,7 @@ void ShardIndex::advance(uint32_t entries) {
     if (from.fill < Bucket::kEntries && moved >= entries) break;
   }
   if (sweep_ >= buckets) old_ = nullptr;
+  return moved;
 }
 
 Entry ShardIndex::insert(uint64_t hash, uint32_t row, uint32_t count, uint32_t last) {

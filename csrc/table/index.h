@@ -4,8 +4,8 @@
 // of buckets, so homes grow with hashes; an entry lies in its home or in the next bucket that was not full. No bucket
 // before it on that way is ever left with a gap, hence a search stops at the first bucket that is not full.
 //
-// Growing: the table hands every shard a larger array; entries move over in order of their home, a few with each
-// insertion. Homes below `sweep` have moved, the others are still in the old array, so each key has one place to be.
+// Growing: the table hands the shard a larger array; entries move over in order of their home, some after each batch.
+// Homes below `sweep` have moved, the others are still in the old array, so each key has one place to be.
 // Because homes keep their order, moving is a walk through both arrays, not a random scatter.
 #pragma once
 #include <cstdint>
@@ -50,7 +50,9 @@ class ShardIndex {
   void attach(Bucket* buckets, uint32_t homes);          // an empty array, for an empty shard
   void start_growth(Bucket* buckets, uint32_t homes);    // a larger empty array; the old one is emptied bit by bit
   bool growing() const { return old_ != nullptr; }
-  void advance(uint32_t entries);                        // moves at least that many entries, if there are as many
+  uint64_t capacity() const { return uint64_t{old_ ? old_homes_ : homes_} * Bucket::kEntries; }  // the old one until moved
+  uint32_t homes() const { return homes_; }
+  uint32_t advance(uint32_t entries);                    // moves at least that many entries, if there are as many
   void finish_growth() { advance(UINT32_MAX); }
 
   // Where a search for the hash begins.

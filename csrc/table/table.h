@@ -104,8 +104,10 @@ class Table {
     std::vector<uint32_t> free;
   };
 
-  uint64_t capacity_per_shard() const { return static_cast<uint64_t>(homes_) * Bucket::kEntries; }
-  void allocate(uint64_t rows_per_shard);  // new arrays; entries are then moved by advance()
+  void allocate(uint64_t rows_per_shard);  // new arrays; entries are then moved shard by shard
+  bool moved(const Shard& shard) const { return shard.index.homes() == homes_ && !shard.index.growing(); }
+  Bucket* place_of(size_t shard) const;    // its part of the newest arrays
+  uint32_t move(Shard& shard, uint32_t entries);
   void settle();                           // finishes growth
   std::vector<std::vector<uint32_t>> by_shard(const uint64_t* keys, size_t count) const;  // places in keys
   uint32_t take_row(Shard& shard);
@@ -121,9 +123,12 @@ class Table {
   std::vector<float> initial_state_;
   uint64_t stream_;
   int shard_bits_;
+  double soft_load_;
   std::unique_ptr<RowArena> arena_;
   std::vector<Shard> shards_;
-  uint32_t homes_ = 0;
+  uint32_t homes_ = 0;        // of each shard, in the newest arrays
+  uint32_t moving_ = 0;       // while growing: the shards before this one have moved to the newest arrays
+  uint64_t settled_rows_ = 0; // while growing: inserted rows whose share of moves has been made
   Pages buckets_, old_buckets_;
   CountingFilter filter_;
   EvictionLog evictions_;
