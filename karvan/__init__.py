@@ -19,7 +19,8 @@ from karvan.embedding import (
     init,
     optim,
 )
-from karvan.ragged import Batch, Padded, Ragged
+from karvan.features import Feature, FeatureEngine
+from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
 
@@ -33,9 +34,12 @@ __all__ = [
     "Always",
     "Batch",
     "EmbeddingEngine",
+    "Feature",
+    "FeatureEngine",
     "HashStack",
     "MemoryStore",
     "MinCount",
+    "NestedRagged",
     "Never",
     "Norm",
     "Padded",

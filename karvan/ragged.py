@@ -1,10 +1,10 @@
-"""Batches of variable-length data: `Ragged` (rows of several values each), `Padded` and `Batch`."""
+"""Batches of variable-length data: `Ragged` (rows of values), `NestedRagged`, `Padded` and `Batch`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -150,10 +150,62 @@ class Ragged:
         return f"Ragged(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
 
 
-class Batch(Mapping[str, "Ragged | Tensor"]):
+class NestedRagged:
+    """Rows of different numbers of lists of different lengths.
+
+    Row i is lists `outer[i]` to `outer[i + 1]`; list j is `values[inner[j]:inner[j + 1]]`. Strings are lists
+    of bytes: a column of lists of strings has uint8 values. Both offsets are int64.
+    """
+
+    __slots__ = ("inner", "outer", "values")
+
+    def __init__(self, values: Tensor, inner: Tensor, outer: Tensor) -> None:
+        for name, offsets in (("inner", inner), ("outer", outer)):
+            if offsets.dtype != torch.int64 or offsets.dim() != 1 or offsets.shape[0] == 0:
+                raise ValueError(
+                    f"NestedRagged {name} offsets must be 1-D int64 with at least one entry, "
+                    f"but are {offsets.dtype} of shape {tuple(offsets.shape)}."
+                )
+        self.values = values
+        self.inner = inner
+        self.outer = outer
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return int(self.outer.shape[0]) - 1
+
+    def lists(self) -> Ragged:
+        """All lists, one row each, without the outer nesting."""
+        return Ragged(self.values, self.inner)
+
+    def to_lists(self) -> list[list[list[Any]]]:
+        """The values as nested Python lists."""
+        lists = self.lists().to_lists()
+        bounds = self.outer.tolist()
+        return [lists[start:end] for start, end in pairwise(bounds)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> NestedRagged:
+        """The same on another device."""
+        moved = (t.to(device, non_blocking=non_blocking) for t in (self.values, self.inner, self.outer))
+        return NestedRagged(*moved)
+
+    def pin_memory(self) -> NestedRagged:
+        """The same in page-locked memory, for fast copies to a GPU."""
+        return NestedRagged(self.values.pin_memory(), self.inner.pin_memory(), self.outer.pin_memory())
+
+    def __repr__(self) -> str:
+        lists = int(self.inner.shape[0]) - 1
+        return f"NestedRagged(rows={self.rows}, lists={lists}, values={self.values.dtype})"
+
+
+Entry: TypeAlias = Ragged | NestedRagged | Tensor
+
+
+class Batch(Mapping[str, Entry]):
     """Named features of the same rows, e.g. `Batch({"user": ids, "history": Ragged(...)})`."""
 
-    def __init__(self, entries: Mapping[str, Ragged | Tensor]) -> None:
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
         self._rows = 0
         first = None
@@ -180,7 +232,7 @@ class Batch(Mapping[str, "Ragged | Tensor"]):
         """The batch with every entry in page-locked memory."""
         return Batch({name: entry.pin_memory() for name, entry in self.items()})
 
-    def __getitem__(self, name: str) -> Ragged | Tensor:
+    def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -193,8 +245,8 @@ class Batch(Mapping[str, "Ragged | Tensor"]):
         return f"Batch(rows={self.rows}, {', '.join(self._entries)})"
 
 
-def _rows_of(name: str, entry: Ragged | Tensor) -> int:
-    if isinstance(entry, Ragged):
+def _rows_of(name: str, entry: Entry) -> int:
+    if isinstance(entry, Ragged | NestedRagged):
         return entry.rows
     if not isinstance(entry, Tensor):
         raise TypeError(f"Feature '{name}' must be a Ragged or a Tensor, but is {type(entry).__name__}.")

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "karvan"
 
 # An import may point to a layer above its own in this list, or stay within its part.
-LAYERS = [("_native",), ("ragged", "ids", "threads"), ("store",), ("embedding",), ("__init__",)]
+LAYERS = [
+    ("_native",),
+    ("ragged", "ids", "threads"),
+    ("features", "data"),
+    ("store",),
+    ("embedding",),
+    ("__init__",),
+]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 

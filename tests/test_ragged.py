@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.ragged import Batch, Padded, Ragged
+from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 
 nested = st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), max_size=6)
 
@@ -162,3 +162,32 @@ def test_padded_unpacks_into_values_and_mask():
     values, mask = Padded(torch.zeros(1, 2, 3), torch.ones(1, 2, dtype=torch.bool))
     assert values.shape == (1, 2, 3)
     assert mask.all()
+
+
+def rows_of_lists():
+    return NestedRagged(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 2, 4]), torch.tensor([0, 1, 1, 3]))
+
+
+def test_nested_rows_hold_lists():
+    assert rows_of_lists().rows == 3
+    assert rows_of_lists().to_lists() == [[[1, 2]], [], [[], [3, 4]]]
+    assert rows_of_lists().lists().to_lists() == [[1, 2], [], [3, 4]]
+    assert rows_of_lists().to("cpu").to_lists() == rows_of_lists().to_lists()
+    assert "rows=3, lists=3" in repr(rows_of_lists())
+
+
+def test_a_batch_holds_nested_rows():
+    batch = Batch({"a": torch.arange(3), "b": rows_of_lists()})
+    assert batch.rows == 3
+    assert batch.to("cpu")["b"].to_lists() == rows_of_lists().to_lists()
+    with pytest.raises(ValueError, match="feature 'a' has 2 and feature 'b' has 3"):
+        Batch({"a": torch.arange(2), "b": rows_of_lists()})
+
+
+@pytest.mark.parametrize("offsets", [torch.tensor([0.0, 1.0]), torch.zeros(0, dtype=torch.int64)])
+def test_nested_offsets_must_be_int64_and_not_empty(offsets):
+    good = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="inner offsets must be 1-D int64"):
+        NestedRagged(torch.arange(1), offsets, good)
+    with pytest.raises(ValueError, match="outer offsets must be 1-D int64"):
+        NestedRagged(torch.arange(1), good, offsets)

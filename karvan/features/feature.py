@@ -1,0 +1,198 @@
+"""`Feature`: a column's name and the chain of transforms that makes a feature of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from karvan.features.buckets import Bucketize, ToIds
+from karvan.features.combine import Concat, Cross
+from karvan.features.hashing import Hash
+from karvan.features.keys import DropSign, HashStack, Mod, MultiHash, Prefix
+from karvan.features.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
+from karvan.features.op import Number, Op
+from karvan.features.sequences import FillEmpty, Flatten, ToDense, ToRagged
+from karvan.features.strings import Lower, Split, Strip, Substring, Upper
+from karvan.features.truncate import Truncate
+from karvan.features.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A named chain of transforms, e.g. `Feature("price").log1p().clip(0, 10)`.
+
+    A chain starts from the batch's entry of its own name, unless `select`, `cross` or `concat` name others;
+    such a name means the result of the feature of that name if there is one, else the batch's entry. Each
+    method returns a new feature. A chain that ends with several values gives `name_0`, `name_1`, ….
+    """
+
+    name: str
+    columns: tuple[str, ...] = field(default=(), kw_only=True)
+    raw: bool = field(default=False, kw_only=True)
+    ops: tuple[Op, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"Feature expects a name, but received {self.name!r}.")
+
+    def select(self, *columns: str, raw: bool = False) -> Feature:
+        """Start from other columns or features; with `raw`, from the batch though a feature has the name."""
+        if self.ops or self.columns:
+            raise ValueError(
+                f"Feature '{self.name}' names its columns {list(columns)} after it has begun; "
+                "a chain's columns are named in its first step."
+            )
+        if not columns or not all(isinstance(column, str) and column for column in columns):
+            raise ValueError(f"Feature '{self.name}', select: expected names, but received {list(columns)}.")
+        return replace(self, columns=columns, raw=raw)
+
+    def then(self, op: Op) -> Feature:
+        """Add a step; the methods below do this for the steps that are known here."""
+        if op.joins and self.width() < 2:
+            raise ValueError(
+                f"Feature '{self.name}', {op.name}: expected two columns or more, but there is "
+                f"only '{self.columns[0] if self.columns else self.name}'."
+            )
+        return replace(self, ops=(*self.ops, op))
+
+    def width(self) -> int:
+        """How many values the chain has at its end."""
+        width = len(self.columns) or 1
+        for op in self.ops:
+            width = (1 if op.joins else width) * len(op.parts())
+        return width
+
+    def outputs(self) -> tuple[str, ...]:
+        """The names of its results: its own, or numbered ones if there are several."""
+        width = self.width()
+        return (self.name,) if width == 1 else tuple(f"{self.name}_{i}" for i in range(width))
+
+    # Ids
+
+    def hash(self, kind: str, bucket: int | None = None) -> Feature:
+        """Strings or ids hashed, "farm" or "murmur": to 64 bits, to 63 with bucket 0, else below `bucket`."""
+        hashed = self.then(Hash(kind))
+        if bucket is None:
+            return hashed
+        if bucket < 0:
+            raise ValueError(
+                f"Feature '{self.name}', hash: expected a bucket of 0 or more, but received {bucket}."
+            )
+        return hashed.then(Mod(bucket) if bucket else DropSign())
+
+    def mod(self, modulus: int) -> Feature:
+        """The remainder of ids read as unsigned."""
+        return self.then(Mod(modulus))
+
+    def multi_hash(self, buckets: Sequence[int]) -> Feature:
+        """Up to four small ids for each id, as features `name_0`, `name_1`, …."""
+        return self.then(MultiHash(tuple(buckets)))
+
+    def prefix(self, group: int, bits: int) -> Feature:
+        """Ids of a group set apart from those of other groups by their upper bits."""
+        return self.then(Prefix(group, bits))
+
+    def hash_stack(self, rounds: int, size: int) -> Feature:
+        """Each id as `rounds` ids of a table of rounds * size rows, all in the id's row."""
+        return self.then(HashStack(rounds, size))
+
+    def vocabulary(self, words: Sequence[str] | Sequence[bytes] | Sequence[int], oov: int = 1) -> Feature:
+        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it."""
+        if isinstance(words, str | bytes):
+            raise TypeError(
+                f"Feature '{self.name}', vocabulary: expected a list of words, but received {words!r}."
+            )
+        kinds = {int if type(word) is int else bytes for word in words}
+        if len(kinds) > 1 or not all(isinstance(word, str | bytes) or type(word) is int for word in words):
+            raise TypeError(
+                f"Feature '{self.name}', vocabulary: expected all words to be strings, or all ids."
+            )
+        return self.then(Vocabulary(tuple(w.encode() if isinstance(w, str) else w for w in words), oov))  # type: ignore[arg-type]
+
+    def cross(self, *columns: str) -> Feature:
+        """All combinations of the ids of two columns or more, hashed; without names, of those selected."""
+        return (self.select(*columns) if columns else self).then(Cross())
+
+    def concat(self, *columns: str, offsets: Sequence[int] | None = None) -> Feature:
+        """The columns' values one after the other in each row, ids shifted by an offset for each column."""
+        chain = self.select(*columns) if columns else self
+        return chain.then(Concat(None if offsets is None else tuple(offsets)))
+
+    # Numbers
+
+    def bucketize(self, boundaries: Sequence[float]) -> Feature:
+        """How many boundaries are not above the value."""
+        return self.then(Bucketize(tuple(boundaries)))
+
+    def log1p(self) -> Feature:
+        """log(1 + x)."""
+        return self.then(Log1p())
+
+    def log(self, base: float = math.e) -> Feature:
+        """The logarithm to a base."""
+        return self.then(Log(base))
+
+    def clip(self, low: Number | None = None, high: Number | None = None) -> Feature:
+        """Numbers moved to the nearest within the limits."""
+        return self.then(Clip(low, high))
+
+    def normalise(self, mean: float | None = None, std: float | None = None) -> Feature:
+        """(x - mean) / std; without numbers, with those that the engine's `fit` finds."""
+        return self.then(Normalise(mean, std))
+
+    def fill_missing(self, value: Number, missing: Number | None = None) -> Feature:
+        """A value in the place of NaN, or of the number that stands for a missing one."""
+        return self.then(FillMissing(value, missing))
+
+    def round(self, digits: int = 0) -> Feature:
+        """Floats rounded, half to even."""
+        return self.then(Round(digits))
+
+    def to_ids(self, buckets: int, default: int = 0) -> Feature:
+        """Numbers rounded to ids below `buckets`; the default for those that are not in this range."""
+        return self.then(ToIds(buckets, default))
+
+    # Rows
+
+    def truncate(self, length: int, side: str = "left", level: str = "outer") -> Feature:
+        """Rows cut to a length; side "left" cuts the left and keeps the last values."""
+        return self.then(Truncate(length, side, level))
+
+    def to_ragged(self, pad: Number | None = None) -> Feature:
+        """A tensor's columns as ragged rows, without those that equal `pad`."""
+        return self.then(ToRagged(pad))
+
+    def to_dense(self, length: int, fill: Number = 0) -> Feature:
+        """Ragged rows cut on the right, or filled up, to one length."""
+        return self.then(ToDense(length, fill))
+
+    def flatten(self) -> Feature:
+        """Lists of lists as one list a row."""
+        return self.then(Flatten())
+
+    def fill_empty(self, value: Number) -> Feature:
+        """One value in each row that has none."""
+        return self.then(FillEmpty(value))
+
+    # Strings
+
+    def lower(self) -> Feature:
+        """Capitals of ASCII become small letters."""
+        return self.then(Lower())
+
+    def upper(self) -> Feature:
+        """Small letters of ASCII become capitals."""
+        return self.then(Upper())
+
+    def strip(self) -> Feature:
+        """Strings without the spaces at their ends."""
+        return self.then(Strip())
+
+    def substring(self, start: int, length: int | None = None) -> Feature:
+        """Bytes from `start` (negative: from the end) on, at most `length` of them."""
+        return self.then(Substring(start, length))
+
+    def split(self, separator: str | bytes = ",") -> Feature:
+        """A string's parts between separators, as a list of strings."""
+        return self.then(Split(separator.encode() if isinstance(separator, str) else separator))

@@ -1,0 +1,198 @@
+"""Transforms of numbers: logarithms, limits, statistics, missing values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from karvan.features.layout import Entry, describe, values_of
+from karvan.features.op import ElementOp, Number, expect_numbers, floats
+
+INT64 = torch.iinfo(torch.int64)
+
+
+class NumberOp(ElementOp):
+    """An element op on numbers of any type."""
+
+    def check(self, *entries: Entry) -> None:
+        """Strings are no numbers."""
+        expect_numbers(*entries)
+
+
+@dataclass(frozen=True)
+class Log1p(NumberOp):
+    """log(1 + x), as floats."""
+
+    name: ClassVar[str] = "log1p"
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Exact also where x is tiny; half precision is computed in single."""
+        made = torch.log1p(floats(values))
+        return made.to(values.dtype) if values.is_floating_point() else made
+
+
+@dataclass(frozen=True)
+class Log(NumberOp):
+    """The logarithm to a base, as floats."""
+
+    base: float
+    name: ClassVar[str] = "log"
+
+    def __post_init__(self) -> None:
+        if not (self.base > 0 and self.base != 1 and math.isfinite(self.base)):
+            raise ValueError(f"log expects a base above 0 other than 1, but received {self.base}.")
+
+    def settings(self) -> Hashable:
+        """Bases may differ."""
+        return None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """What a natural logarithm is divided by."""
+        return (float(math.log(self.base)),)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """log x / log base."""
+        made = torch.log(floats(values)) / parameters[0]
+        return made.to(values.dtype) if values.is_floating_point() else made
+
+
+@dataclass(frozen=True)
+class Clip(NumberOp):
+    """Numbers moved to the nearest within limits; integers stay integers where the limits are."""
+
+    low: Number | None
+    high: Number | None
+    name: ClassVar[str] = "clip"
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ValueError("clip expects a lower or an upper limit, but received neither.")
+        if self.low is not None and self.high is not None and not self.low <= self.high:
+            raise ValueError(f"clip expects low <= high, but received {self.low} and {self.high}.")
+
+    def settings(self) -> Hashable:
+        """Limits may differ, not whether they are integers."""
+        return self._whole()
+
+    def _whole(self) -> bool:
+        return not isinstance(self.low, float) and not isinstance(self.high, float)
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Both limits; one that was not given excludes nothing."""
+        if self._whole() and not dtype.is_floating_point:
+            return (
+                INT64.min if self.low is None else self.low,
+                INT64.max if self.high is None else self.high,
+            )
+        return (
+            -math.inf if self.low is None else float(self.low),
+            math.inf if self.high is None else float(self.high),
+        )
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """NaN stays NaN."""
+        low, high = parameters
+        if not low.is_floating_point():
+            return torch.clamp(values.to(torch.int64), low, high)
+        made = torch.clamp(floats(values), low, high)
+        return made.to(values.dtype) if values.is_floating_point() else made
+
+
+@dataclass(frozen=True)
+class Normalise(NumberOp):
+    """(x - mean) / std, as floats; without statistics, those that the engine's `fit` finds."""
+
+    mean: float | None = None
+    std: float | None = None
+    name: ClassVar[str] = "normalise"
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(
+                f"normalise expects mean and std, or neither, but received {self.mean} and {self.std}."
+            )
+        if self.std is not None and not (self.std > 0 and math.isfinite(self.std)):
+            raise ValueError(f"normalise expects a positive std, but received {self.std}.")
+
+    def check(self, *entries: Entry) -> None:
+        """Numbers, and statistics."""
+        super().check(*entries)
+        if self.mean is None:
+            raise ValueError("there are no statistics yet: give mean and std, or call the engine's fit.")
+
+    def settings(self) -> Hashable:
+        """Statistics may differ."""
+        return None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Mean and standard deviation."""
+        return (float(cast(float, self.mean)), float(cast(float, self.std)))
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Half precision is computed in single."""
+        mean, std = parameters
+        made = (floats(values) - mean) / std
+        return made.to(values.dtype) if values.is_floating_point() else made
+
+
+@dataclass(frozen=True)
+class FillMissing(NumberOp):
+    """A value in the place of those that stand for a missing one: NaN, unless another is named."""
+
+    value: Number
+    missing: Number | None = None
+    name: ClassVar[str] = "fill_missing"
+
+    def check(self, *entries: Entry) -> None:
+        """Integers have no NaN, and no fractions."""
+        super().check(*entries)
+        if values_of(entries[0]).is_floating_point():
+            return
+        if self.missing is None:
+            raise TypeError(
+                f"expected floats, or to be told which integer stands for a missing one (missing=…), "
+                f"but received {describe(entries[0])}."
+            )
+        if isinstance(self.value, float) or isinstance(self.missing, float):
+            raise TypeError(
+                f"expected integers to fill {describe(entries[0])} with, but received {self.value} "
+                f"for {self.missing}."
+            )
+
+    def settings(self) -> Hashable:
+        """Values may differ, not whether NaN is what is missing."""
+        return self.missing is None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """The value, and what it replaces."""
+        missing = 0 if self.missing is None else self.missing
+        return (float(self.value), float(missing)) if dtype.is_floating_point else (self.value, missing)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Keeps the type of the values."""
+        value, missing = parameters
+        gone = values.isnan() if self.missing is None else values == missing.to(values.dtype)
+        return torch.where(gone, value.to(values.dtype), values)
+
+
+@dataclass(frozen=True)
+class Round(NumberOp):
+    """Floats rounded to a number of digits, half to even."""
+
+    digits: int
+    name: ClassVar[str] = "round"
+
+    def check(self, *entries: Entry) -> None:
+        """Integers are round already."""
+        super().check(*entries)
+        if not values_of(entries[0]).is_floating_point():
+            raise TypeError(f"expected floats, but received {describe(entries[0])}.")
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Half precision is computed in single."""
+        return torch.round(floats(values), decimals=self.digits).to(values.dtype)

@@ -1,0 +1,198 @@
+"""What a transform is, and how equal transforms of many features run as one call.
+
+A chain's step is an `Op`: a frozen record of settings. The engine hands all steps that are due at the same
+time to `run`, which groups those that can go together and gives each group to its class: element ops see
+the values of all entries as one tensor, row ops one entry with the rows of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from karvan.features.layout import (
+    Entry,
+    check_rows,
+    describe,
+    is_text,
+    join_rows,
+    kind_of,
+    rows_of,
+    split_rows,
+    values_of,
+    with_values,
+)
+
+Number = int | float
+OpType = TypeVar("OpType", bound="Op")
+
+
+class Op:
+    """A step of a chain. Subclasses are frozen dataclasses; equal settings make equal ops."""
+
+    name: ClassVar[str]
+    """What the step is called in errors and plans: the method of `Feature` that adds it."""
+
+    joins: ClassVar[bool] = False
+    """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
+
+    def parts(self) -> Sequence[Op]:
+        """The ops that stand for this one, one for each entry it makes of an entry."""
+        return (self,)
+
+    def check(self, *entries: Entry) -> None:
+        """Raise a TypeError or ValueError if the entries are not what the step expects."""
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Steps of one class with equal keys run as one call."""
+        raise NotImplementedError
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Run steps of equal keys at once."""
+        raise NotImplementedError
+
+
+class Job(NamedTuple):
+    """One step of one feature with its arguments; the feature's name is for errors."""
+
+    feature: str
+    op: Op
+    arguments: tuple[Entry, ...]
+
+
+def run(jobs: Sequence[Job]) -> list[Entry]:
+    """The result of each job, with as few calls as their settings and kinds of entries allow."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, (feature, op, arguments) in enumerate(jobs):
+        try:
+            op.check(*arguments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Feature '{feature}', {op.name}: {error}") from None
+        groups.setdefault((type(op), op.fuse_key(*arguments)), []).append(i)
+    results: list[Entry | None] = [None] * len(jobs)
+    for members in groups.values():
+        ops = [jobs[i].op for i in members]
+        made = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
+        for i, entry in zip(members, made, strict=True):
+            results[i] = entry
+    return [entry for entry in results if entry is not None]
+
+
+class ElementOp(Op):
+    """A step that works on each value by itself, and leaves rows and weights alone."""
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Settings in which ops that run together may differ, for values of this dtype."""
+        return ()
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Everything that is no parameter must be equal; see `settings`."""
+        values = values_of(entries[0])
+        return (values.dtype, values.device, self.settings())
+
+    def settings(self) -> Hashable:
+        """What must be equal for ops to run together; with parameters, the rest."""
+        return self
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """New values; a parameter has one entry for all, or one for each value."""
+        raise NotImplementedError
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Values of all entries in one tensor, computed, and handed back to their entries."""
+        own = [op for op in ops if isinstance(op, cls)]
+        entries = [entry for (entry,) in arguments]
+        flat = [values_of(entry).reshape(-1) for entry in entries]
+        counts = [int(part.shape[0]) for part in flat]
+        made = cls.compute_group(own, flat[0] if len(flat) == 1 else torch.cat(flat), counts)
+        return [
+            with_values(entry, part) for entry, part in zip(entries, torch.split(made, counts), strict=True)
+        ]
+
+    @classmethod
+    def compute_group(cls, ops: Sequence[ElementOp], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """New values of several ops, the first `counts[0]` of them for the first op, and so on."""
+        settings = [op.parameters(values.dtype) for op in ops]
+        return ops[0].compute(values, *spread(settings, counts, values))
+
+
+class RowOp(Op):
+    """A step that works on each row by itself, of one entry or, where it joins, of several side by side."""
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Equal settings, and entries of equal kinds."""
+        return (self, *map(kind_of, entries))
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """New rows."""
+        raise NotImplementedError
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """The rows of all entries in one entry, computed, and cut again."""
+        own = [op for op in ops if isinstance(op, cls)]
+        joined = [join_rows(entries) for entries in zip(*arguments, strict=True)]
+        counts = [rows_of(entries[0]) for entries in arguments]
+        return split_rows(cls.run_joined(own, joined, counts), counts)
+
+    @classmethod
+    def run_joined(cls: type[OpType], ops: Sequence[OpType], joined: list[Entry], counts: list[int]) -> Entry:
+        """New rows of several ops whose entries have been joined."""
+        assert isinstance(ops[0], RowOp)
+        return ops[0].run_rows(*joined)
+
+
+def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Parameters as tensors: of one entry where all ops agree, else of one for each value.
+
+    Never plain numbers: on a GPU, torch divides by a number in another way than by a tensor, and a feature's
+    result would depend on which features it runs with.
+    """
+    alike = all(setting == settings[0] for setting in settings)
+    made = []
+    for column in zip(*settings, strict=True):
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = torch.int64 if all(isinstance(number, int) for number in column) else wide
+        constants = _constants(column[:1] if alike else column, dtype, like.device)
+        if not alike:
+            repeats = torch.tensor(counts, device=like.device)
+            constants = torch.repeat_interleave(constants, repeats, output_size=sum(counts))
+        made.append(constants)
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(numbers: tuple[Number, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Kept, since a copy to a GPU waits for it. A tensor made in inference mode could never meet autograd.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def floats(values: Tensor) -> Tensor:
+    """Values as float32, or float64 where they are."""
+    return values if values.dtype == torch.float64 else values.to(torch.float32)
+
+
+def expect_numbers(entry: Entry) -> None:
+    """Numbers of any type, not strings."""
+    if is_text(entry):
+        raise TypeError(f"expected numbers, but received {describe(entry)}.")
+
+
+def expect_ids(entry: Entry) -> None:
+    """Ids of int64."""
+    if values_of(entry).dtype != torch.int64:
+        raise TypeError(f"expected ids of torch.int64, but received {describe(entry)}.")
+
+
+def expect_text(entry: Entry) -> None:
+    """Strings: a Ragged or NestedRagged of bytes."""
+    if not is_text(entry):
+        raise TypeError(f"expected strings (a Ragged of torch.uint8), but received {describe(entry)}.")
+    check_rows(entry)

@@ -1,0 +1,347 @@
+"""The engine: features in one call, results of others, what passes through."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from feature_helpers import nested, ragged_text, run, same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from karvan.embedding import EmbeddingEngine, Table
+from karvan.features import ElementOp, Feature, FeatureEngine
+from karvan.ragged import Batch, Ragged
+
+
+def batch_of(size=4):
+    return {
+        "price": torch.linspace(0, 9, size),
+        "age": torch.arange(size) * 11.0,
+        "user": torch.arange(size) + 100,
+        "item": torch.arange(size) % 3,
+        "query": ragged_text([f"Q{i % 2}" for i in range(size)]),
+        "history": Ragged.from_lists([list(range(i)) for i in range(size)]),
+        "label": torch.zeros(size),
+    }
+
+
+def test_the_features_of_the_design_page_run():
+    engine = FeatureEngine(
+        [
+            Feature("price").log1p(),
+            Feature("age").bucketize([18, 25, 35, 50]),
+            Feature("user"),
+            Feature("query").hash("farm"),
+            Feature("user_x_item").cross("user", "item"),
+            Feature("history").truncate(2),
+        ]
+    )
+    made = engine(Batch(batch_of()))
+    assert set(made) == {*batch_of(), "user_x_item"}
+    assert made["age"].tolist() == [0, 0, 1, 2]
+    assert made["history"].to_lists() == [[], [0], [0, 1], [1, 2]]
+    tables = EmbeddingEngine({"user_x_item": Table(dim=4), "query": Table(dim=2), "history": Table(dim=4)})
+    assert tables(made)["user_x_item"].shape == (4, 4)
+
+
+def test_entries_that_no_feature_names_pass_through_as_they_are():
+    batch = batch_of()
+    made = FeatureEngine([Feature("user"), Feature("x").select("item").mod(2)])(batch)
+    for name, entry in batch.items():
+        assert made[name] is entry
+    assert made["x"].tolist() == [0, 1, 0, 0]
+
+
+def test_a_feature_may_start_from_anothers_result_whatever_their_order():
+    query = Feature("query").hash("murmur", bucket=10)
+    crossed = Feature("x").cross("query", "item")
+    again = Feature("y").select("x").mod(7)
+    renamed = Feature("z").select("query")
+    batch = batch_of()
+    hashed = run(query, batch["query"])
+    expected = FeatureEngine([Feature("x").cross("h", "item")])({"h": hashed, "item": batch["item"]})["x"]
+    for features in ([query, crossed, again, renamed], [again, renamed, crossed, query]):
+        made = FeatureEngine(features)(batch)
+        assert torch.equal(made["x"], expected)
+        assert torch.equal(made["y"], run(Feature("y").mod(7), expected))
+        assert torch.equal(made["z"], hashed)
+
+
+def test_raw_and_the_own_name_mean_the_column():
+    batch = batch_of()
+    made = FeatureEngine(
+        [
+            Feature("price").select("price").log1p(),
+            Feature("bucket").select("price", raw=True).bucketize([5]),
+            Feature("logged").select("price").bucketize([5]),
+        ]
+    )(batch)
+    assert made["bucket"].tolist() == [0, 0, 1, 1]
+    assert made["logged"].tolist() == [0, 0, 0, 0]
+
+
+def test_numbered_results_can_be_used_by_others():
+    made = FeatureEngine(
+        [Feature("u").select("user").multi_hash([10, 10]), Feature("v").cross("u_1", "u_0")]
+    )(batch_of())
+    expected = FeatureEngine([Feature("v").cross("a", "b")])({"a": made["u_1"], "b": made["u_0"]})
+    assert torch.equal(made["v"], expected["v"])
+    assert "u" not in made
+
+
+def test_a_circle_is_an_error_that_names_its_features():
+    features = [Feature("a").select("b").mod(3), Feature("b").cross("c", "user"), Feature("c").select("a")]
+    with pytest.raises(ValueError, match=r"need each other: \w → \w → \w → \w\.") as caught:
+        FeatureEngine(features)
+    assert all(name in str(caught.value) for name in "abc")
+
+
+# Many features in one call
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of each torch function."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(features, batch):
+    engine = FeatureEngine(features)
+    engine(batch)  # constants are made once
+    with Calls() as calls:
+        engine(batch)
+    return calls.counts
+
+
+def test_equal_ops_of_many_features_are_one_call():
+    names = [f"f{i}" for i in range(10)]
+    numbers = {name: torch.rand(7) for name in names[:5]} | {
+        name: Ragged.from_lists([[0.5], [], [1.5, 2]], dtype=torch.float32) for name in names[5:]
+    }
+    assert counted([Feature(n).log1p() for n in names], numbers)["log1p"] == 1
+    assert counted([Feature(n).clip(0, i + 1) for i, n in enumerate(names)], numbers)["clamp"] == 1
+    buckets = [Feature(n).bucketize([0.1 * i, 1 + i]) for i, n in enumerate(names)]
+    assert counted(buckets, numbers)["searchsorted"] == 1
+    ids = {name: torch.arange(9) for name in names}
+    assert counted([Feature(n).mod(i + 3) for i, n in enumerate(names)], ids)["remainder"] == 1
+    histories = {name: Ragged.from_lists([[1, 2, 3], [4]]) for name in names}
+    assert counted([Feature(n).truncate(i + 1) for i, n in enumerate(names)], histories)["cumsum"] <= 3
+
+
+def test_steps_wait_for_equal_steps_further_down_other_chains():
+    engine = FeatureEngine([Feature("a").clip(0, 1), Feature("b").log1p().clip(0, 2), Feature("c").mod(3)])
+    stages = [(stage.kind.name, [name for name, _ in stage.steps]) for stage in engine.stages()]
+    assert ("clip", ["a", "b"]) in stages
+    assert len(stages) == 3
+
+
+def many_features(seed):
+    """Features of all kinds, several of each with other settings, and a batch for them."""
+    random = np.random.default_rng(seed)
+    rows = int(random.integers(0, 40))
+
+    def lengths(most):
+        return random.integers(0, most, rows) * random.integers(0, 2, rows)
+
+    def ragged(make, most=6, weighted=False):
+        counts = lengths(most)
+        values = make(int(counts.sum()))
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
+        weights = torch.from_numpy(random.random(len(values), np.float32)) if weighted else None
+        return Ragged(torch.from_numpy(values), offsets, weights)
+
+    def keys(count):
+        return random.integers(-(1 << 63), (1 << 63) - 1, count)
+
+    def floats(count):
+        made = random.normal(0, 100, count).astype(np.float32)
+        made[random.random(count) < 0.1] = np.nan
+        return made
+
+    def text(count):
+        return random.choice(np.frombuffer(b" aBc,D\t|", np.uint8), count)
+
+    batch, features = {}, []
+    for i in range(3):
+        batch |= {
+            f"n{i}": torch.from_numpy(floats(rows)) * 10**i,
+            f"r{i}": ragged(floats, weighted=i == 2),
+            f"i{i}": torch.from_numpy(keys(rows)),
+            f"h{i}": ragged(keys, most=9, weighted=i == 1),
+            f"t{i}": ragged(text, most=12),
+            f"l{i}": nested([[keys(2).tolist(), []][: i + 1]] * rows),
+        }
+        for at in (f"n{i}", f"r{i}"):
+            start = {name: Feature(f"{at}_{name}").select(at) for name in "abcdefgh"}
+            features += [
+                start["a"].log1p().fill_missing(i),
+                start["b"].fill_missing(0.5 * i).clip(-i, 10 + i).round(1),
+                start["c"].normalise(0.3 * i, 1.7 + i).to_ids(5 + i, default=i),
+                start["d"].bucketize([j * (i + 1.5) for j in range(i + 2)]),
+                start["e"].clip(low=0.1).log(2 + i),
+            ]
+        for at in (f"i{i}", f"h{i}"):
+            start = {name: Feature(f"{at}_{name}").select(at) for name in "abcdefgh"}
+            features += [
+                start["a"].mod(10 + i).vocabulary(range(5), oov=2),
+                start["b"].hash("farm", bucket=100 * i).prefix(i, 8),
+                start["c"].multi_hash([10, 20 + i, 7]),
+                start["d"].hash_stack(2, 50),
+            ]
+        features += [
+            Feature(f"h{i}_t").select(f"h{i}").truncate(1 + i).fill_empty(7),
+            Feature(f"l{i}_t").select(f"l{i}").truncate(1).mod(10),
+            Feature(f"l{i}_u").select(f"l{i}").truncate(1, "right", "inner").flatten(),
+            Feature(f"x{i}").cross(f"h{i}", f"i{i}"),
+            Feature(f"y{i}").cross(f"h{i}_t", f"h{i}", f"i{i}").mod(1000),
+            Feature(f"z{i}").cross(f"i{i}", "i0").mod(50 + i),
+            Feature(f"c{i}").concat(f"h{i}", f"i{i}", offsets=[0, i]),
+            Feature(f"t{i}_a").select(f"t{i}").strip().lower().hash("murmur", bucket=0),
+            Feature(f"t{i}_b")
+            .select(f"t{i}")
+            .split(",")
+            .strip()
+            .vocabulary(["a", "B"], oov=3)
+            .to_dense(3, -1),
+            Feature(f"t{i}_c").select(f"t{i}").substring(i).upper(),
+            Feature(f"d{i}").select(f"r{i}" if i < 2 else "r0").to_dense(4, 0.5).to_ragged(pad=0.5),
+        ]
+    return features, batch
+
+
+def alone(feature, features, batch):
+    """The feature's results when it runs by itself, after those it starts from have."""
+    by_name = {f.name: f for f in features}
+    given = dict(batch)
+    for column in feature.columns:
+        if column in by_name and column != feature.name:
+            given |= alone(by_name[column], features, batch)
+    made = FeatureEngine([feature])(given)
+    return {name: made[name] for name in feature.outputs()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fused_equals_single_bit_for_bit_and_changes_no_input(seed):
+    features, batch = many_features(seed)
+    before = copy.deepcopy(batch)
+    made = FeatureEngine(features)(batch)
+    assert len(FeatureEngine(features).stages()) <= 40
+    for feature in features:
+        for name, expected in alone(feature, features, batch).items():
+            assert same(made[name], expected), name
+    for name, entry in before.items():
+        assert same(entry, batch[name]), name
+
+
+def test_long_columns_give_the_same_bits_together_as_alone():
+    batch = {f"n{i}": torch.randn(10_000 + 37 * i) * 1000 for i in range(5)}
+    features = [Feature(n).normalise(1.1 * i, 3.3).clip(0).log1p().round(2) for i, n in enumerate(batch)]
+    made = FeatureEngine(features)(batch)
+    for feature in features:
+        assert same(made[feature.name], run(feature, batch[feature.name]))
+
+
+def test_a_batch_without_rows_gives_features_without_rows():
+    features, _ = many_features(0)
+    batch = {n: e[:0] for n, e in many_features(1)[1].items() if isinstance(e, torch.Tensor)}
+    empty = torch.zeros(1, dtype=torch.int64)
+    for i in range(3):
+        batch[f"r{i}"] = Ragged(torch.zeros(0), empty)
+        batch[f"h{i}"] = Ragged(torch.zeros(0, dtype=torch.int64), empty)
+        batch[f"t{i}"] = Ragged(torch.zeros(0, dtype=torch.uint8), empty)
+        batch[f"l{i}"] = nested([])
+    assert Batch(FeatureEngine(features)(batch)).rows == 0
+
+
+def test_many_threads_may_share_an_engine():
+    features, batch = many_features(3)
+    engine = FeatureEngine(features)
+    expected = engine(batch)
+    with ThreadPoolExecutor(4) as pool:
+        for made in pool.map(engine, [batch] * 16):
+            assert all(same(made[name], entry) for name, entry in expected.items())
+
+
+def test_constants_made_in_inference_mode_serve_autograd_later():
+    engine = FeatureEngine([Feature("x").clip(0, 123.25).normalise(3.25, 7.5)])
+    with torch.inference_mode():
+        engine({"x": torch.ones(3)})
+    x = torch.ones(3, requires_grad=True)
+    engine({"x": x})["x"].sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 1 / 7.5))
+
+
+def test_users_can_add_ops_of_their_own():
+    calls = []
+
+    @dataclass(frozen=True)
+    class Scale(ElementOp):
+        by: float
+        name: ClassVar[str] = "scale"
+
+        def settings(self):
+            return None
+
+        def parameters(self, dtype):
+            return (self.by,)
+
+        def compute(self, values, *parameters):
+            calls.append(len(values))
+            return values * parameters[0]
+
+    engine = FeatureEngine([Feature("a").then(Scale(2.0)), Feature("b").then(Scale(3.0))])
+    made = engine({"a": torch.ones(2), "b": torch.ones(3)})
+    assert made["a"].tolist() == [2, 2]
+    assert made["b"].tolist() == [3, 3, 3]
+    assert calls == [5]
+
+
+def test_chains_are_values_that_no_method_changes():
+    start = Feature("x")
+    longer = start.mod(3)
+    assert start == Feature("x")
+    assert longer == Feature("x").mod(3)
+    assert longer.mod(2) != longer
+    assert hash(longer) == hash(Feature("x").mod(3))
+
+
+def test_engines_can_be_pickled_and_find_their_words_in_another_process():
+    engine = FeatureEngine([Feature("query").vocabulary(["Q1", "Q0"]), Feature("price").normalise()])
+    engine.fit([batch_of()])
+    script = "import pickle, sys; e, b = pickle.loads(sys.stdin.buffer.read()); o = e.features[0].ops[0]; "
+    script += "print(e(b)['query'].tolist(), hash(o) == hash(type(o)(o.words, o.oov)))"
+    sent = pickle.dumps((engine, {"query": batch_of()["query"], "price": torch.zeros(4)}))
+    done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, check=True)
+    assert done.stdout.split(b"\n")[0] == b"[1, 0, 1, 0] True"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_gpu_gives_what_the_cpu_gives_and_fused_equals_single(seed):
+    features, batch = many_features(seed)
+    moved = {name: entry.to("cuda") for name, entry in batch.items()}
+    made = FeatureEngine(features)(moved)
+    expected = FeatureEngine(features)(batch)
+    for feature in features:
+        for name, single in alone(feature, features, moved).items():
+            assert same(made[name], single), name
+            values = made[name] if isinstance(made[name], torch.Tensor) else made[name].values
+            assert values.is_cuda
+            if values.is_floating_point():
+                wanted = expected[name] if isinstance(expected[name], torch.Tensor) else expected[name].values
+                torch.testing.assert_close(values.cpu(), wanted, equal_nan=True)
+            else:
+                assert same(made[name].to("cpu"), expected[name]), name
