@@ -1,5 +1,7 @@
 """Karvan trains recommendation models whose embedding tables outgrow a machine."""
 
+from typing import TYPE_CHECKING, Any
+
 from karvan import ids
 from karvan.embedding import (
     LFU,
@@ -23,6 +25,9 @@ from karvan.features import Feature, FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
+
+if TYPE_CHECKING:
+    from karvan import data
 
 __version__ = "0.1.0"
 
@@ -50,9 +55,18 @@ __all__ = [
     "Store",
     "Table",
     "TableHandle",
+    "data",
     "get_num_threads",
     "ids",
     "init",
     "optim",
     "set_num_threads",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":  # brings pyarrow along, which those who only embed need not wait for
+        import karvan.data
+
+        return karvan.data
+    raise AttributeError(f"module 'karvan' has no attribute '{name}'")

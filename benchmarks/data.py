@@ -1,0 +1,172 @@
+"""Files to ready batches, features included, beside pyarrow's own reading and torch's DataLoader.
+
+Rows are Criteo-like: a label, 13 numbers, 26 ids. A pass reads all files once and turns them into batches
+with the features of a DLRM (numbers log1p'd, ids as they are). pyarrow's figure is the time to tables of the
+same files on all cores, without batches or features; the loaders of torch read the same files with pandas
+and with pyarrow, file by file, and make the same features. All are interleaved in one run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.orc as pa_orc
+import pyarrow.parquet as pq
+import torch
+from common import Report, interleave, medians, parser
+
+import karvan as kv
+from karvan.data import criteo
+
+BATCH = 4096
+FILES = 4
+NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)
+
+
+def make_table(rows: int, seed: int) -> pa.Table:
+    """Return Criteo-like rows."""
+    rng = np.random.default_rng(seed)
+    columns = {"label": rng.integers(0, 2, rows).astype(np.float32)}
+    columns |= {name: rng.exponential(20.0, rows).astype(np.float32) for name in NUMBERS}
+    columns |= {name: rng.zipf(1.2, rows) % (1 << 32) for name in IDS}
+    return pa.table(columns)
+
+
+def write_files(folder: Path, rows: int) -> None:
+    """Write the same rows as Parquet and ORC, and fewer as Criteo's TSV, `FILES` files each."""
+    for number in range(FILES):
+        table = make_table(rows // FILES, number)
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=65536)
+        pa_orc.write_table(table, folder / f"{number}.orc")
+        part = table.slice(0, table.num_rows // 4)
+        hexadecimal = {name: [f"{value:08x}" for value in part[name].to_pylist()] for name in IDS}
+        integers = {name: part[name].cast(pa.int64(), safe=False) for name in ["label", *NUMBERS]}
+        options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+        pa_csv.write_csv(pa.table(integers | hexadecimal), folder / f"{number}.tsv", options)
+
+
+def features() -> kv.FeatureEngine:
+    """Return the features of a DLRM."""
+    return kv.FeatureEngine([kv.Feature(name).clip(0, None).log1p() for name in NUMBERS])
+
+
+def karvan_pass(folder: Path, kind: str) -> Callable[[], None]:
+    """Return a pass of karvan over the files of a format."""
+    engine = features()
+
+    def run() -> None:
+        transform = lambda batch: kv.Batch(engine(batch))  # noqa: E731
+        if kind == "tsv":
+            loader = kv.data.Loader(
+                criteo.open_logs(folder / "*.tsv"),
+                kv.data.Decoder(criteo.columns()),
+                BATCH,
+                transform=transform,
+            )
+        else:
+            loader = kv.data.read(folder / f"*.{kind}", BATCH, transform=transform)
+        for _ in loader:
+            pass
+
+    return run
+
+
+def arrow_pass(folder: Path, kind: str) -> Callable[[], None]:
+    """Return pyarrow's own reading of the files of a format to tables."""
+    paths = sorted(folder.glob(f"*.{kind}"))
+    if kind == "parquet":
+        return lambda: [pq.read_table(path) for path in paths] and None
+    if kind == "orc":
+        return lambda: [pa_orc.read_table(path) for path in paths] and None
+    read = pa_csv.ReadOptions(column_names=["label", *NUMBERS, *IDS])
+    convert = pa_csv.ConvertOptions(column_types={name: pa.string() for name in IDS})
+    parse = pa_csv.ParseOptions(delimiter="\t", quote_char=False)
+    return lambda: [pa_csv.read_csv(path, read, parse, convert) for path in paths] and None
+
+
+class Files(torch.utils.data.IterableDataset):
+    """Batches for torch's DataLoader: each file read whole, then cut."""
+
+    def __init__(self, folder: Path, with_pandas: bool) -> None:
+        self._paths = sorted(folder.glob("*.parquet"))
+        self._with_pandas = with_pandas
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for path in self._paths:
+            if self._with_pandas:
+                frame = pd.read_parquet(path)
+                columns = {name: torch.from_numpy(frame[name].to_numpy(copy=True)) for name in frame.columns}
+            else:
+                table = pq.read_table(path)
+                arrays = {name: table[name].to_numpy() for name in table.column_names}
+                columns = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+            rows = len(columns["label"])
+            for start in range(0, rows, BATCH):
+                batch = {name: column[start : start + BATCH] for name, column in columns.items()}
+                for name in NUMBERS:
+                    batch[name] = torch.log1p(batch[name].clip(min=0))
+                yield batch
+
+
+def torch_pass(folder: Path, with_pandas: bool) -> Callable[[], None]:
+    """Return a pass of torch's DataLoader over the Parquet files."""
+    loader = torch.utils.data.DataLoader(Files(folder, with_pandas), batch_size=None)
+
+    def run() -> None:
+        for _ in loader:
+            pass
+
+    return run
+
+
+def hashing(report: Report) -> None:
+    """Add the rate of string hashing on one thread."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(8, 33, 200_000)
+    values = torch.from_numpy(rng.integers(97, 123, int(lengths.sum()), dtype=np.uint8))
+    words = kv.Ragged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])))
+    for name, hash_words in (("farm", kv.ids.farm), ("murmur", kv.ids.murmur)):
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            hash_words(words)
+            times.append(time.perf_counter() - start)
+        report.figures[f"{name}_hash_mb_per_s"] = len(values) / min(times) / 1e6
+
+
+def main() -> None:
+    """Write files, time all candidates, print the tables and write the JSON."""
+    args = parser((__doc__ or "").splitlines()[0]).parse_args()
+    report = Report("data", args.quick)
+    rows = 200_000 if args.quick else 1_000_000
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_files(folder, rows)
+        candidates = {f"karvan_{kind}": karvan_pass(folder, kind) for kind in ("parquet", "orc", "tsv")}
+        candidates |= {f"pyarrow_{kind}": arrow_pass(folder, kind) for kind in ("parquet", "orc", "tsv")}
+        candidates |= {
+            "torch_loader_pandas": torch_pass(folder, with_pandas=True),
+            "torch_loader_pyarrow": torch_pass(folder, with_pandas=False),
+        }
+        seconds = medians(interleave(candidates, rounds=3 if args.quick else 7, burst=2))
+    for name, each in seconds.items():
+        report.add_timing(name, each, rows // 4 if name.endswith("tsv") else rows)
+    hashing(report)
+    report.ratios["parquet_vs_pyarrow"] = seconds["pyarrow_parquet"] / seconds["karvan_parquet"]
+    report.ratios["orc_vs_pyarrow"] = seconds["pyarrow_orc"] / seconds["karvan_orc"]
+    report.ratios["csv_vs_pyarrow"] = seconds["pyarrow_tsv"] / seconds["karvan_tsv"]
+    report.ratios["parquet_vs_pandas_loader"] = seconds["torch_loader_pandas"] / seconds["karvan_parquet"]
+    report.finish()
+    report.show()
+    report.write(args.json)
+
+
+if __name__ == "__main__":
+    main()

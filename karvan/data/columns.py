@@ -1,0 +1,164 @@
+"""What becomes of each column: `Fixed`, `Varlen`, `Raw`, and `infer` for those who do not want to say.
+
+| declared | the column may hold | the batch gets |
+|---|---|---|
+| `Fixed` | numbers, booleans, dates; lists of `length` of them | a tensor (rows,) or (rows, length) |
+| `Varlen` | numbers or, with `hash`, strings; lists of them; `{id: weight}` | a `Ragged`, with weights |
+| `Varlen` | lists of lists of them | a `NestedRagged` |
+| `Raw` | strings or bytes; lists of them | a `Ragged` or `NestedRagged` of uint8 |
+
+Integers of every width become int64 (the bits of an unsigned 64-bit id are kept), floats and decimals
+become float32, so that a model sees the same whatever a file was written by. Timestamps become
+microseconds and dates days since 1970.
+
+A missing value (null) becomes the default of a `Fixed`, and an empty row elsewhere; inside of a list it
+becomes 0, the empty string or, where it was a weight, 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import torch
+from pyarrow import types
+
+from karvan.data.errors import DataError
+
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Exactly `length` numbers per row; rows that are null, or an empty list, get the default.
+
+    `default` is one number for all places or one for each. `dtype` is int64, float32 or bool by the
+    column's type where it is not given.
+    """
+
+    name: str
+    default: Number | Sequence[Number] = 0
+    length: int = 1
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"Fixed '{self.name}' needs a length of at least 1, but has {self.length}.")
+        if isinstance(self.default, Sequence) and len(self.default) != self.length:
+            raise ValueError(
+                f"Fixed '{self.name}' needs one default or {self.length}, but has {len(self.default)}."
+            )
+
+    def defaults(self) -> list[Number]:
+        """The default of each place."""
+        return list(self.default) if isinstance(self.default, Sequence) else [self.default] * self.length
+
+
+@dataclass(frozen=True)
+class Varlen:
+    """Any number of values per row. Strings become ids by `hash`: "farm" or "murmur".
+
+    With `bucket` 0 an id is the hash without its sign bit; otherwise it is the hash, read as unsigned,
+    modulo `bucket`.
+    """
+
+    name: str
+    hash: str | None = None
+    bucket: int = 0
+
+    def __post_init__(self) -> None:
+        if self.hash not in (None, "farm", "murmur"):
+            raise ValueError(
+                f'Varlen \'{self.name}\' can hash by "farm" or "murmur", but is asked for {self.hash!r}.'
+            )
+        if self.bucket < 0:
+            raise ValueError(f"Varlen '{self.name}' needs a bucket of 0 or more, but has {self.bucket}.")
+        if self.bucket and self.hash is None:
+            raise ValueError(f"Varlen '{self.name}' has a bucket but no hash whose values it could hold.")
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The bytes of strings as they are."""
+
+    name: str
+
+
+Column = Fixed | Varlen | Raw
+
+
+def infer(schema: pa.Schema) -> list[Column]:
+    """A column for every field: numbers `Fixed`, strings `Raw`, lists and `{id: weight}` `Varlen`."""
+    return [_infer(field) for field in schema]
+
+
+def _infer(field: pa.Field) -> Column:
+    levels, leaf = unnest(field.type)
+    if types.is_fixed_size_list(field.type) and is_number(field.type.value_type) and field.type.list_size:
+        return Fixed(field.name, length=field.type.list_size)
+    if is_text(leaf) and levels <= 1:
+        return Raw(field.name)
+    if is_number(leaf) and levels == 0:
+        return Fixed(field.name)
+    if is_number(leaf) and levels <= 2:
+        return Varlen(field.name)
+    if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
+        return Varlen(field.name)
+    hint = "Declare how to read it, or the columns without it"
+    if types.is_null(leaf):
+        hint = "Every value seen is missing: declare the column's type"
+    raise DataError(f"Nothing can be inferred for the type {field.type}. {hint}.", column=field.name)
+
+
+def unnest(type_: pa.DataType) -> tuple[int, pa.DataType]:
+    """How many lists lie around the values, and the type of these; a map is a list of pairs."""
+    levels = 0
+    while True:
+        if types.is_map(type_):
+            return levels + 1, pa.struct([("key", type_.key_type), ("value", type_.item_type)])
+        if not is_list(type_):
+            return levels, type_
+        type_, levels = type_.value_type, levels + 1
+
+
+def is_list(type_: pa.DataType) -> bool:
+    """Whether values are lists of any kind (maps aside)."""
+    return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
+
+
+def is_number(type_: pa.DataType) -> bool:
+    """Whether values become numbers."""
+    return bool(
+        types.is_integer(type_)
+        or types.is_floating(type_)
+        or types.is_boolean(type_)
+        or types.is_decimal(type_)
+        or types.is_timestamp(type_)
+        or types.is_date(type_)
+    )
+
+
+def is_text(type_: pa.DataType) -> bool:
+    """Whether values are strings or bytes, dictionary-encoded ones included."""
+    if types.is_dictionary(type_):
+        return is_text(type_.value_type)
+    return bool(
+        types.is_string(type_)
+        or types.is_large_string(type_)
+        or types.is_string_view(type_)
+        or types.is_binary(type_)
+        or types.is_large_binary(type_)
+        or types.is_binary_view(type_)
+        or types.is_fixed_size_binary(type_)
+    ) and not types.is_decimal(type_)
+
+
+def is_weighted(type_: pa.DataType) -> bool:
+    """Whether values are pairs of an id, or a string, and a weight."""
+    if not types.is_struct(type_) or type_.num_fields != 2:
+        return False
+    key, weight = type_.field(0).type, type_.field(1).type
+    return (types.is_integer(key) or is_text(key)) and (
+        types.is_floating(weight) or types.is_integer(weight) or types.is_decimal(weight)
+    )

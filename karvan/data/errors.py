@@ -1,0 +1,42 @@
+"""`DataError`: what is wrong with the data, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+# What pyarrow and the file systems raise for bytes they cannot make sense of.
+_FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)
+
+
+class DataError(ValueError):
+    """Data that cannot be read as asked; names the file, the place in it and the column as far as known."""
+
+    def __init__(
+        self, detail: str, *, path: str | None = None, place: str | None = None, column: str | None = None
+    ) -> None:
+        where = [path, place, None if column is None else f"column '{column}'"]
+        told = ", ".join(part for part in where if part is not None)
+        super().__init__(f"{told}: {detail}" if told else detail)
+        self.path = path
+        self.place = place
+        self.column = column
+
+
+@contextmanager
+def located(path: str | None = None, place: str | None = None, column: str | None = None) -> Iterator[None]:
+    """Turn errors of pyarrow and of file systems into `DataError`s that name the place."""
+    try:
+        yield
+    except DataError:
+        raise
+    except _FOREIGN as error:
+        raise DataError(reason(error), path=path, place=place, column=column) from error
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's text, which is what a reader needs."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,244 @@
+"""`FileSource`: what all file formats share.
+
+A file is a sequence of *groups* whose records are counted in advance: row groups of Parquet, stripes of ORC,
+record batches of Arrow IPC, runs of lines of CSV, runs of records of RecordIO. A split is read by going to
+the group its first record lies in. Every group is held against its count, so that damaged files are errors
+and not silently shorter.
+
+A split that ends inside of a group leaves its reader behind, and the split that follows goes on from there:
+reading a file in small splits, in order, decodes each group once. Splits in random order decode the group
+they begin in up to their end, so they should be about as long as groups are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import fs
+
+from karvan.data.errors import DataError, located
+from karvan.data.paths import Files
+from karvan.data.source import Part, Split
+
+_KEPT_READERS = 4  # each may hold a decoded stripe
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file's columns and where its groups begin: `starts` has one entry more than there are groups."""
+
+    schema: pa.Schema
+    starts: NDArray[np.int64]
+    detail: Any = None
+
+    @property
+    def records(self) -> int:
+        """How many records the file has."""
+        return int(self.starts[-1])
+
+
+class FileSource(ABC):
+    """Files of one format, with the columns of the first of them.
+
+    Every file must have these columns, with the same types; `columns` narrows them down, so that others are
+    not read. The counts of all files are taken when `parts()` is first asked for.
+    """
+
+    group_name: ClassVar[str]
+
+    def __init__(self, files: Files, columns: Sequence[str] | None = None) -> None:
+        self._files = files
+        self._columns = None if columns is None else list(columns)
+        self._layouts: dict[str, Layout] = {}
+        self._schema: pa.Schema | None = None
+        self._readers: dict[tuple[str, int], _Reader] = {}
+        self._lock = Lock()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that are read, as the first file has them."""
+        if self._schema is None:
+            path = self._files.paths[0]
+            layout = self._inspect_file(path)
+            with located(path):
+                names = layout.schema.names if self._columns is None else self._columns
+                fields = [_field(layout.schema, name, path) for name in names]
+                self._schema = pa.schema([pa.field(field.name, field.type) for field in fields])
+            self._layouts[path] = layout
+        return self._schema
+
+    def parts(self) -> list[Part]:
+        """All files, with their counts of records."""
+        first, *others = self._files.paths
+        layouts = [self._layout(first)]
+        if others:
+            with ThreadPoolExecutor(min(len(others), 8)) as pool:
+                layouts += pool.map(self._layout, others)
+        return [Part(path, layout.records) for path, layout in zip(self._files.paths, layouts, strict=True)]
+
+    @property
+    def group_records(self) -> int | None:
+        """How many records a group has, as a rule: splits of about that size decode nothing twice."""
+        sizes = np.concatenate([np.diff(self._layout(part.path).starts) for part in self.parts()])
+        return int(np.median(sizes)) if len(sizes) and np.median(sizes) >= 1 else None
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        """The records of a split in order."""
+        if split.path not in self._files.paths:
+            raise DataError("The split is of a file that this source does not have.", path=split.path)
+        layout = self._layout(split.path)
+        first, end = split.first, split.first + split.count
+        if not 0 <= first <= end <= layout.records:
+            raise DataError(
+                f"Records {first} to {end} were asked for, but there are {layout.records}.", path=split.path
+            )
+        if first == end:
+            return
+        with self._lock:
+            reader = self._readers.pop((split.path, first), None)
+        if reader is None:
+            group = int(np.searchsorted(layout.starts, first, side="right")) - 1
+            reader = _Reader(self._batches(split.path, layout, group), int(layout.starts[group]))
+        yield from reader.take(first, end)
+        if end < layout.records:
+            with self._lock:
+                self._readers[(split.path, end)] = reader
+                while len(self._readers) > _KEPT_READERS:
+                    del self._readers[next(iter(self._readers))]
+
+    @abstractmethod
+    def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
+        """Read what a file says about itself."""
+
+    @abstractmethod
+    def _groups(
+        self, path: str, layout: Layout, group: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """From a group on, the number of the group and a piece of it, to the end of the file."""
+
+    def _open(self, path: str) -> pa.NativeFile:
+        return self._files.filesystem.open_input_file(path)
+
+    def _layout(self, path: str) -> Layout:
+        schema = self.schema
+        layout = self._layouts.get(path)
+        if layout is None:
+            layout = self._inspect_file(path)
+            for field in schema:
+                with located(path):
+                    found = _field(layout.schema, field.name, path)
+                if found.type != field.type:
+                    raise DataError(
+                        f"Expected the type {field.type}, as in {self._files.paths[0]}, "
+                        f"but it is {found.type}.",
+                        path=path,
+                        column=field.name,
+                    )
+            self._layouts[path] = layout
+        return layout
+
+    def _inspect_file(self, path: str) -> Layout:
+        with located(path):
+            info = self._files.filesystem.get_file_info(path)
+            if info.type != fs.FileType.File:
+                raise DataError("There is no such file.", path=path)
+            if info.size == 0:
+                raise DataError("The file is empty: it has not a single byte.", path=path)
+            with self._open(path) as file:
+                return self._inspect(path, file)
+
+    def _batches(self, path: str, layout: Layout, group: int) -> Iterator[pa.RecordBatch]:
+        """The pieces of a file from a group on, each group held against its count."""
+        schema = self.schema
+        pieces = self._groups(path, layout, group, schema.names)
+        starts = layout.starts
+        at = int(starts[group])
+        while True:
+            while group < len(starts) - 1 and at == starts[group + 1]:
+                group += 1
+            try:
+                with located(path, self._place(layout, group)):
+                    found, batch = next(pieces, (-1, None))
+                    if batch is not None:
+                        # The same schema object for all, without the metadata of whoever wrote the file.
+                        batch = pa.RecordBatch.from_arrays(
+                            [batch.column(name) for name in schema.names], schema=schema
+                        )
+            except DataError as error:
+                raise self._blamed(error, path, layout, group) from error.__cause__
+            if group == len(starts) - 1 and batch is None:
+                return
+            if batch is None or found != group or at + batch.num_rows > starts[group + 1]:
+                expected = int(starts[group + 1] - starts[group]) if group < len(starts) - 1 else 0
+                raise DataError(
+                    f"Expected {expected} records, but there are {'fewer' if found != group else 'more'}.",
+                    path=path,
+                    place=self._place(layout, group),
+                )
+            at += batch.num_rows
+            yield batch
+
+    def _blamed(self, error: DataError, path: str, layout: Layout, group: int) -> DataError:
+        """The error of a group again, with the column that cannot be read by itself."""
+        if error.column is not None or error.__cause__ is None:
+            return error
+        found: list[DataError] = []
+        for name in self._separable():
+            try:
+                with located(path, self._place(layout, group), name):
+                    next(self._groups(path, layout, group, [name]), None)
+            except DataError as narrower:
+                found.append(narrower)
+        # Where none, or every one, fails by itself, the columns are not to blame.
+        return found[0] if 0 < len(found) < len(self.schema) else error
+
+    def _separable(self) -> list[str]:
+        """Columns that can be read once more, alone, when a group could not be read."""
+        return list(self.schema.names)
+
+    def _place(self, layout: Layout, group: int) -> str:
+        return f"{self.group_name} {group}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._files.paths)} files, columns {self.schema.names})"
+
+
+class _Reader:
+    """Where the reading of a file stands: the pieces to come, and the rest of the one at hand."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch], at: int) -> None:
+        self._batches = batches
+        self._at = at
+        self._rest: pa.RecordBatch | None = None
+
+    def take(self, first: int, end: int) -> Iterator[pa.RecordBatch]:
+        while self._at < end:
+            batch = self._rest
+            if batch is None:
+                batch = next(self._batches)
+            skipped = max(first - self._at, 0)
+            stop = min(end - self._at, batch.num_rows)
+            self._rest = batch.slice(stop) if stop < batch.num_rows else None
+            self._at += stop
+            if skipped < stop:
+                yield batch.slice(skipped, stop - skipped)
+
+
+def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
+    places = schema.get_all_field_indices(name)
+    if len(places) != 1:
+        what = "missing" if not places else f"there {len(places)} times"
+        raise DataError(
+            f"The column is {what}. The file's columns are: {', '.join(schema.names)}.",
+            path=path,
+            column=name,
+        )
+    return schema.field(places[0])

@@ -1,0 +1,82 @@
+"""`open_files`: the source of files of any format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyarrow import fs
+
+from karvan.data.csv import CsvSource
+from karvan.data.errors import DataError, located
+from karvan.data.files import FileSource
+from karvan.data.ipc import IpcSource
+from karvan.data.orc import OrcSource
+from karvan.data.parquet import ParquetSource
+from karvan.data.paths import PathLike, find
+from karvan.data.recordio import RecordIOSource
+
+_FORMATS = {
+    "parquet": "parquet", "pq": "parquet", "orc": "orc", "arrow": "ipc", "ipc": "ipc", "feather": "ipc",
+    "csv": "csv", "tsv": "tsv", "recordio": "recordio", "rio": "recordio",
+}  # fmt: skip
+_MAGIC = {b"PAR1": "parquet", b"ORC": "orc", b"ARROW1": "ipc", b"KVRECORD": "recordio"}
+_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+
+
+def open_files(
+    paths: PathLike | Iterable[PathLike],
+    format: str | None = None,
+    columns: Sequence[str] | None = None,
+    filesystem: fs.FileSystem | None = None,
+    **options: Any,
+) -> FileSource:
+    """The source of files: a path, folder, glob, URL, or several.
+
+    The format is that of the first file's extension, or of its first bytes, unless given: "parquet", "orc",
+    "ipc", "csv", "tsv" or "recordio". `options` are those of the format's source (`CsvSource`,
+    `RecordIOSource`).
+    """
+    files = find(paths, filesystem)
+    if format is None:
+        formats = [(_format(files.filesystem, path), path) for path in files.paths]
+        format = formats[0][0]
+        for other, path in formats:
+            if other != format:
+                raise DataError(
+                    f"Expected {format}, as {files.paths[0]} is, but this is {other}. "
+                    "Name the files of one format.",
+                    path=path,
+                )
+    sources: dict[str, type[FileSource]] = {
+        "parquet": ParquetSource,
+        "orc": OrcSource,
+        "ipc": IpcSource,
+        "csv": CsvSource,
+        "tsv": CsvSource,
+        "recordio": RecordIOSource,
+    }
+    if format not in sources:
+        raise ValueError(f"A format must be one of {', '.join(sources)}, but is {format!r}.")
+    if format == "tsv":
+        options.setdefault("delimiter", "\t")
+    return sources[format](files, columns, **options)
+
+
+def _format(filesystem: fs.FileSystem, path: str) -> str:
+    name = path.lower()
+    for ending in _COMPRESSIONS:
+        name = name.removesuffix(ending)
+    known = _FORMATS.get(name.rpartition(".")[2])
+    if known is not None:
+        return known
+    with located(path), filesystem.open_input_stream(path, compression=None) as file:
+        start = file.read(8)
+    for magic, found in _MAGIC.items():
+        if start.startswith(magic):
+            return found
+    raise DataError(
+        "Neither its name nor its first bytes say what the file is: pass format=, which may be "
+        f"{', '.join(sorted(set(_FORMATS.values())))}.",
+        path=path,
+    )

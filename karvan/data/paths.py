@@ -1,0 +1,142 @@
+"""Which files a path means: one file, a folder, a glob, a URL of any file system, or a list of them.
+
+Folders are read recursively, in sorted order. Names that begin with "_" or "." are passed over inside of
+folders and globs, because other programs keep their marks (`_SUCCESS`) and unfinished files there; a file
+named in full is always read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+
+import pyarrow as pa
+from pyarrow import fs
+
+from karvan.data.errors import DataError, located
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one file system, in the order in which they are read."""
+
+    filesystem: fs.FileSystem
+    paths: tuple[str, ...]
+
+
+def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None = None) -> Files:
+    """The files that `paths` means; finding none, or one of them twice, is an error.
+
+    `filesystem` is a `pyarrow.fs.FileSystem` or an fsspec file system for paths without a scheme.
+    """
+    asked = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found: list[str] = []
+    chosen: fs.FileSystem | None = None
+    for each in asked:
+        text = os.fspath(each)
+        system, inside = resolve(text, filesystem)
+        if chosen is not None and not system.equals(chosen):
+            raise DataError("All files of one source must be on one file system.", path=text)
+        chosen = system
+        with located(text):
+            expanded = list(_expand(system, inside))
+        if not expanded:
+            raise DataError("There is no such file, and no file inside of such a folder.", path=text)
+        found += expanded
+    if chosen is None:
+        raise DataError("At least one path is needed, but there are none.")
+    seen: set[str] = set()
+    for path in found:
+        if path in seen:
+            raise DataError("The file is named twice, so its records would be read twice.", path=path)
+        seen.add(path)
+    return Files(chosen, tuple(found))
+
+
+def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or URL, and the path inside of it."""
+    text = os.fspath(path)
+    if filesystem is not None:
+        if not isinstance(filesystem, fs.FileSystem):
+            filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        return filesystem, text
+    if "://" not in text:
+        return fs.LocalFileSystem(), str(Path(text).expanduser())
+    # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
+    fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
+    cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
+    head, tail = text[:cut], text[cut:]
+    try:
+        system, inside = fs.FileSystem.from_uri(head)
+    except (pa.ArrowException, OSError, ValueError):
+        system, inside = _fsspec(text, head)
+    return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
+
+
+def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise DataError("Paths of this kind need the package fsspec.", path=text) from error
+    try:
+        system, inside = fsspec.core.url_to_fs(head)
+    except (ImportError, ValueError, OSError) as error:
+        raise DataError(f"The file system cannot be opened: {error}", path=text) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
+
+
+def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
+    info = system.get_file_info(path)
+    if info.type == fs.FileType.File:
+        yield path
+    elif info.type == fs.FileType.Directory:
+        yield from _inside(system, path)
+    elif any(mark in path for mark in "*?["):
+        yield from sorted(_match(system, "", path.split("/")))
+
+
+def _inside(system: fs.FileSystem, folder: str) -> list[str]:
+    base = folder.rstrip("/")
+    listed = system.get_file_info(fs.FileSelector(folder, recursive=True))
+    names = [info.path for info in listed if info.type == fs.FileType.File]
+    return sorted(name for name in names if not _hidden(name[len(base) :]))
+
+
+def _match(system: fs.FileSystem, done: str, segments: list[str]) -> Iterator[str]:
+    """Files below `done` that match the segments of a glob; a folder that matches wholly is read inside."""
+    while segments and not any(mark in segments[0] for mark in "*?["):
+        done, segments = done + segments[0] + ("/" if len(segments) > 1 else ""), segments[1:]
+    if not segments:
+        info = system.get_file_info(done)
+        if info.type == fs.FileType.File:
+            yield done
+        elif info.type == fs.FileType.Directory:
+            yield from _inside(system, done)
+        return
+    segment, rest = segments[0], segments[1:]
+    if segment == "**":
+        yield from _match(system, done, rest or ["*"])
+    fits = re.compile(translate("*" if segment == "**" else segment))
+    for info in system.get_file_info(fs.FileSelector(done.rstrip("/") or done or ".", allow_not_found=True)):
+        name = info.base_name
+        if (_hidden(name) and not segment.startswith(name[0])) or not fits.fullmatch(name):
+            continue
+        inner = done + name
+        if segment == "**":
+            if info.type == fs.FileType.Directory:
+                yield from _match(system, inner + "/", segments)
+        elif rest:
+            if info.type == fs.FileType.Directory:
+                yield from _match(system, inner + "/", rest)
+        else:
+            yield from _match(system, inner, [])
+
+
+def _hidden(path: str) -> bool:
+    return any(name[:1] in ("_", ".") for name in path.split("/") if name)

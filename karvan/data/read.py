@@ -1,0 +1,94 @@
+"""`read`: from a path or a frame to batches, in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs
+
+from karvan.data.columns import Column, infer
+from karvan.data.decode import Decoder
+from karvan.data.errors import DataError
+from karvan.data.formats import open_files
+from karvan.data.frames import open_frame
+from karvan.data.loader import Loader
+from karvan.data.source import Source
+from karvan.ragged import Batch
+
+
+def read(
+    data: Any,
+    batch_size: int,
+    *,
+    columns: Sequence[Column | str] | None = None,
+    format: str | None = None,
+    filesystem: fs.FileSystem | None = None,
+    options: Mapping[str, Any] | None = None,
+    shuffle: int = 0,
+    seed: int = 0,
+    epochs: int | None = 1,
+    steps_per_epoch: int | None = None,
+    drop_remainder: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 2,
+    prefetch: int = 4,
+    transform: Callable[[Batch], Batch] | None = None,
+    split_records: int | None = None,
+) -> Loader:
+    """Read batches from files, from a frame or arrays in memory, or from a `Source`.
+
+        for batch in kv.data.read("clicks/*.parquet", batch_size=4096, shuffle=100_000): ...
+
+    `data` is a path, folder, glob or URL, a list of them, a frame of pandas or polars, an Arrow table, a
+    mapping from names to arrays, or a `Source`. `columns` names those to read, or declares what becomes of
+    them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. `format` and `options`
+    are those of `open_files`; the others are those of `Loader`.
+    """
+    wanted = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
+    if _is_path(data):
+        source: Source = open_files(data, format, wanted, filesystem, **(options or {}))
+    else:
+        given = {"format": format, "filesystem": filesystem, "options": options}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
+        source = data if _is_source(data) else open_frame(data)
+    asked: Sequence[Column | str] = source.schema.names if columns is None else columns
+    decode = Decoder([_inferred(source.schema, c) if isinstance(c, str) else c for c in asked])
+    decode.check(source.schema)
+    return Loader(
+        source,
+        decode,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        drop_remainder=drop_remainder,
+        rank=rank,
+        world=world,
+        workers=workers,
+        prefetch=prefetch,
+        transform=transform,
+        split_records=split_records,
+    )
+
+
+def _is_path(data: object) -> bool:
+    if isinstance(data, str | os.PathLike):
+        return True
+    return isinstance(data, list | tuple) and len(data) > 0 and all(map(_is_path, data))
+
+
+def _is_source(data: object) -> bool:
+    return all(hasattr(data, name) for name in ("schema", "parts", "read"))
+
+
+def _inferred(schema: pa.Schema, name: str) -> Column:
+    if name not in schema.names:
+        raise DataError(f"There is no such column; there are: {', '.join(schema.names)}.", column=name)
+    return infer(pa.schema([schema.field(name)]))[0]

@@ -1,0 +1,99 @@
+"""Python iterables as records: what has no file and cannot be read twice.
+
+A stream has no parts and no splits, so it is not a `Source`: it is an iterator of record batches, and a
+decoder turns these into batches.
+
+    batches = map(Decoder(columns), record_batches(rows, size=4096))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import json
+
+from karvan.data.errors import DataError, reason
+
+# What turns messages of a stream, or byte records of a file, into as many rows.
+DecodeBytes = Callable[[list[bytes]], pa.RecordBatch]
+BYTES_SCHEMA = pa.schema([("record", pa.binary())])
+
+
+def bytes_rows(records: list[bytes]) -> pa.RecordBatch:
+    """Records as they are, in the one column `record`."""
+    return pa.record_batch([pa.array(records, pa.binary())], schema=BYTES_SCHEMA)
+
+
+def json_rows(schema: pa.Schema) -> DecodeBytes:
+    """A function that reads each record as a JSON object with these columns; others are an error."""
+    options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+
+    def decode(records: list[bytes]) -> pa.RecordBatch:
+        if not records:
+            return pa.RecordBatch.from_pylist([], schema)
+        # Within JSON a line end can only be between tokens, where a space is as good.
+        lines = b"\n".join(record.replace(b"\n", b" ").replace(b"\r", b" ") for record in records)
+        try:
+            reading = json.ReadOptions(block_size=len(lines) + 1, use_threads=False)
+            table = json.read_json(pa.BufferReader(lines), reading, options).select(schema.names)
+        except (pa.ArrowException, ValueError) as error:
+            raise DataError(
+                f"Expected JSON objects with {', '.join(schema.names)}: {reason(error)}"
+            ) from error
+        if table.num_rows != len(records):
+            raise DataError(
+                f"Expected one JSON object in each of {len(records)} records, but there are {table.num_rows}."
+            )
+        return table.combine_chunks().to_batches()[0]
+
+    return decode
+
+
+def record_batches(
+    rows: Iterable[Mapping[str, Any]], size: int, schema: pa.Schema | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Batches of `size` rows of an iterable of dicts, and the rest at its end.
+
+    Without a schema, that of the first batch holds for all. A row that lacks a column has null there; a
+    column that the schema does not have is an error, since it would be lost.
+    """
+    if size < 1:
+        raise ValueError(f"A batch needs a size of at least 1, but it is {size}.")
+    source = iter(rows)
+    done = 0
+    while chunk := list(islice(source, size)):
+        batch = _batch(chunk, schema, done)
+        schema = batch.schema
+        done += len(chunk)
+        yield batch
+
+
+def _batch(chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int) -> pa.RecordBatch:
+    for number, row in enumerate(chunk, done):
+        if not isinstance(row, Mapping):
+            raise DataError(f"Expected a dict, but it is a {type(row).__name__}.", place=f"record {number}")
+    names = list(dict.fromkeys(name for row in chunk for name in row)) if schema is None else schema.names
+    known = set(names)
+    arrays = []
+    for name in names:
+        type_ = None if schema is None else schema.field(name).type
+        try:
+            arrays.append(pa.array([row.get(name) for row in chunk], type_))
+        except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+            raise DataError(
+                reason(error), place=f"records {done} to {done + len(chunk)}", column=name
+            ) from error
+    for number, row in enumerate(chunk, done):
+        if not row.keys() <= known:
+            extra = sorted(row.keys() - known)[0]
+            raise DataError(
+                f"The record has a column that is not among: {', '.join(names)}.",
+                place=f"record {number}",
+                column=extra,
+            )
+    if schema is None:
+        schema = pa.schema([(name, array.type) for name, array in zip(names, arrays, strict=True)])
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

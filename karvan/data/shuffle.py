@@ -1,0 +1,126 @@
+"""Which records come when: an epoch's order of blocks, and of the records inside each.
+
+A *block* is the unit that is handed to a rank and that a position counts in. Without shuffling it is a
+split. With it, the splits are shuffled, and a block is made of consecutive ones with about `shuffle` records
+together, or is a part of one if splits are larger than that. The records of a block are permuted by
+(seed, epoch, block number). That is the shuffle buffer: bounded by `shuffle`, the same on every machine, and
+the place inside it is one number, so it can be left and entered anywhere.
+
+Records of different blocks mix only as far as the splits do. Splits much smaller than `shuffle` mix better
+and read worse, because file formats decode whole row groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from karvan.data.source import Part, Split
+from karvan.data.splits import cut, default_split_records, permutation, shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Splits that are read together; `number` counts the blocks of an epoch."""
+
+    number: int
+    splits: tuple[Split, ...]
+
+    @property
+    def records(self) -> int:
+        """The records of all splits."""
+        return sum(split.count for split in self.splits)
+
+
+def blocks(splits: Iterable[Split], records: int) -> list[Block]:
+    """Group consecutive splits into blocks of at least `records` records; the last one may be smaller.
+
+    Inside a block the splits are sorted and joined where they touch, so that they are read in few pieces.
+    """
+    return [Block(number, group) for number, group in enumerate(_groups(splits, records))]
+
+
+def _groups(splits: Iterable[Split], records: int) -> Iterator[tuple[Split, ...]]:
+    group: list[Split] = []
+    held = 0
+    for split in splits:
+        group.append(split)
+        held += split.count
+        if held >= records:
+            yield _joined(group)
+            group, held = [], 0
+    if group:
+        yield _joined(group)
+
+
+def _joined(splits: Sequence[Split]) -> tuple[Split, ...]:
+    joined: list[Split] = []
+    for split in sorted(splits):
+        last = joined[-1] if joined else None
+        if last is not None and (last.path, last.first + last.count) == (split.path, split.first):
+            joined[-1] = Split(last.path, last.first, last.count + split.count)
+        else:
+            joined.append(split)
+    return tuple(joined)
+
+
+def _evenly(split: Split, most: int) -> Iterator[Split]:
+    pieces = -(-split.count // most)
+    bounds = [number * split.count // pieces for number in range(pieces + 1)]
+    for first, end in pairwise(bounds):
+        yield Split(split.path, split.first + first, end - first)
+
+
+class Plan:
+    """The order of a data set's records in every epoch, a pure function of the parts and these settings."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        shuffle: int = 0,
+        seed: int = 0,
+        split_records: int | None = None,
+        group_records: int | None = None,
+    ) -> None:
+        if shuffle < 0:
+            raise ValueError(f"shuffle is a number of records, 0 for none, but is {shuffle}.")
+        self.shuffle = shuffle
+        self.seed = seed
+        if split_records is None:
+            split_records = default_split_records(parts, shuffle, group_records)
+        self.split_records = split_records
+        self._splits = cut(parts, self.split_records)
+        self._parts = list(parts)
+        self.blocks = lru_cache(maxsize=2)(self._blocks)
+
+    def _blocks(self, epoch: int) -> list[Block]:
+        if not self.shuffle:
+            return blocks(self._splits, 1)
+        splits = shuffled(self._splits, self.seed, epoch)
+        if self.split_records <= self.shuffle:
+            return blocks(splits, self.shuffle)
+        return blocks((part for split in splits for part in _evenly(split, self.shuffle)), 1)
+
+    def order(self, epoch: int, block: Block) -> npt.NDArray[np.int64]:
+        """In which order the block's records come, if they are shuffled."""
+        return permutation(block.records, self.seed, epoch, block.number)
+
+    def settings(self) -> dict[str, Any]:
+        """What a position is valid for, JSON-able. Folders do not count: data may move as a whole."""
+        names = "\n".join(f"{part.path.rsplit('/', 1)[-1]} {part.records}" for part in self._parts)
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "split_records": self.split_records,
+            "parts": len(self._parts),
+            "records": sum(part.records for part in self._parts),
+            "names": hashlib.sha256(names.encode()).hexdigest()[:16],
+        }

@@ -1,0 +1,204 @@
+"""CSV and TSV: types, cells with lists, line ends of all kinds, and Criteo's logs."""
+
+import gzip
+import random
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rows import read_all
+
+from karvan.data import cells, criteo
+from karvan.data import csv as csv_module
+from karvan.data.decode import Decoder
+from karvan.data.errors import DataError
+from karvan.data.formats import open_files
+from karvan.data.source import Split
+
+
+def put(folder, text, name="x.csv"):
+    path = folder / name
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_types_are_inferred_from_the_first_file_and_hold_for_all(tmp_path):
+    put(tmp_path, "a,b,c\n1,0.5,x\n2,,y\n", "1.csv")
+    put(tmp_path, "c,a,b\nz,3,1\n", "2.csv")
+    source = open_files(tmp_path)
+    assert source.schema == pa.schema([("a", pa.int64()), ("b", pa.float64()), ("c", pa.string())])
+    assert read_all(source).to_pylist() == [
+        {"a": 1, "b": 0.5, "c": "x"},
+        {"a": 2, "b": None, "c": "y"},
+        {"a": 3, "b": 1.0, "c": "z"},
+    ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_ends_empty_lines_and_a_last_line_without_end(tmp_path, end):
+    text = end.join(["a,b", "1,2", "", "", "3,4", "", '"5",6'])
+    assert read_all(open_files(put(tmp_path, text)), 1)["a"].to_pylist() == [1, 3, 5]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_name(tmp_path):
+    assert open_files(put(tmp_path, "\ufeffa\n1\n")).schema.names == ["a"]
+
+
+@given(
+    st.lists(st.sampled_from(["1,x", "22,yy", "", "333,zzz zzz", "4,"]), max_size=30),
+    st.integers(4, 40),
+    st.booleans(),
+)
+def test_runs_of_lines_of_any_size_give_the_same_records(tmp_path_factory, lines, span, ended):
+    path = put(tmp_path_factory.mktemp("runs"), "\n".join(["a,b", *lines]) + "\n" * ended)
+    before, csv_module._SPAN = csv_module._SPAN, span
+    try:
+        source = open_files(path, schema={"a": pa.int64(), "b": pa.string()})
+        expected = [int(line.split(",")[0]) for line in lines if line]
+        assert source.parts()[0].records == len(expected)
+        assert read_all(source, 3)["a"].to_pylist() == expected
+    finally:
+        csv_module._SPAN = before
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_line_ends_in_quotes_need_to_be_announced(tmp_path, quoted):
+    path = put(tmp_path, 'a,b\n1,"x\ny"\n2,z\n')
+    if quoted:
+        source = open_files(path, quoted_newlines=True)
+        assert [part.records for part in source.parts()] == [2]
+        assert read_all(source, 1)["b"].to_pylist() == ["x\ny", "z"]
+    else:
+        with pytest.raises(DataError, match=r"x\.csv"):
+            read_all(open_files(path))
+
+
+def test_compressed_files_are_read_in_splits_too(tmp_path):
+    path = tmp_path / "x.csv.gz"
+    path.write_bytes(gzip.compress(b"a\n" + b"".join(b"%d\n" % i for i in range(1000))))
+    source = open_files(path)
+    assert read_all(source, 70)["a"].to_pylist() == list(range(1000))
+    assert next(source.read(Split(str(path), 500, 2)))["a"].to_pylist() == [500, 501]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"x\.csv\.gz"):
+        read_all(open_files(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n3\n", r"x\.csv, among records 0 to [01]: .*2 columns.*got 1"),
+        ("a,b\n1,2\n3,4,5\n", r"x\.csv, among records 0 to [01]: .*2 columns.*got 3"),
+        ("a,b\n1,2\n3,x\n", r"x\.csv, among records 0 to [01], column 'b': .*invalid value 'x'"),
+        ("\n\na,b\n1,2\n", "Expected a header"),
+        ("a,a\n1,2\n", "column 'a': The header names the column twice"),
+        ("a,b\n1,2\r3,4\n", r"x\.csv, among records 0 to [01]: Expected 1 records, but there are more"),
+        ("a,c\n1,2\n", "column 'b': The schema has a column that the file has not"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path, text, message):
+    path = put(tmp_path, text)
+    with pytest.raises(DataError, match=message):
+        read_all(open_files(path, schema={"a": pa.int64(), "b": pa.int64()}))
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"a,b\n1,\xff\xfe\n")
+    with pytest.raises(DataError, match=r"column 'b'.*UTF8"):
+        read_all(open_files(path, schema={"b": pa.string()}))
+    assert read_all(open_files(path, schema={"b": pa.binary()}))["b"].to_pylist() == [b"\xff\xfe"]
+
+
+def test_long_lines_are_read(tmp_path):
+    wide = "x" * (3 << 20)
+    path = put(tmp_path, f"a,b\n1,{wide}\n2,y\n")
+    assert [len(x) for x in read_all(open_files(path))["b"].to_pylist()] == [len(wide), 1]
+
+
+@pytest.mark.parametrize(
+    ("type_", "cell", "value"),
+    [
+        (pa.list_(pa.int64()), "1|2|3", [1, 2, 3]),
+        (pa.list_(pa.int64()), "", None),
+        (pa.list_(pa.float32()), "0.5", [0.5]),
+        (pa.list_(pa.string()), "a b|c", ["a b", "c"]),
+        (pa.list_(pa.list_(pa.int64())), "1;2|3", [[1, 2], [3]]),
+        (pa.list_(pa.list_(pa.int64())), "1||3", [[1], [], [3]]),
+        (pa.map_(pa.string(), pa.float64()), "a:0.5|b:1", [("a", 0.5), ("b", 1.0)]),
+        (pa.list_(pa.struct([("k", pa.int64()), ("v", pa.float64())])), "7:2", [{"k": 7, "v": 2.0}]),
+    ],
+)
+def test_cells_hold_lists_and_weights(tmp_path, type_, cell, value):
+    path = put(tmp_path, f"n,x\n0,{cell}\n1,\n2,{cell}\n")
+    got = read_all(open_files(path, schema={"x": type_}))
+    assert got.schema.field("x").type == type_
+    assert got["x"].to_pylist() == [value, None, value]
+
+
+@pytest.mark.parametrize(
+    ("type_", "cell"), [(pa.list_(pa.int64()), "1|x"), (pa.map_(pa.int64(), pa.float32()), "1|2")]
+)
+def test_a_cell_that_is_no_list_is_an_error_that_names_the_column(tmp_path, type_, cell):
+    path = put(tmp_path, f"n,x\n0,{cell}\n")
+    with pytest.raises(DataError, match=r"column 'x'"):
+        read_all(open_files(path, schema={"x": type_}))
+
+
+@given(st.lists(st.none() | st.integers(0, (1 << 64) - 1), max_size=20), st.booleans(), st.integers(0, 3))
+def test_hexadecimal_ids_are_parsed(values, eight, skip):
+    values = [x if x is None or not eight else x >> 32 for x in values]
+    texts = [None if x is None else f"{x:08x}" if eight else f"{x:X}" for x in values]
+    got = cells.from_hex(pa.array(texts, pa.string())[skip:], "x").to_pylist()
+    assert [None if x is None else x % (1 << 64) for x in got] == values[skip:]
+
+
+@pytest.mark.parametrize("texts", [["0000000g", "00000001"], ["xyz"], ["123456789012345678"]])
+def test_ids_that_are_not_hexadecimal_are_an_error(texts):
+    with pytest.raises(DataError, match="column 'C1': Expected ids in base 16"):
+        cells.from_hex(pa.array(texts), "C1")
+
+
+def criteo_line(draw):
+    numbers = [draw.choice(["", "-3", "0", "12345"]) for _ in range(13)]
+    ids = [draw.choice(["", f"{draw.getrandbits(32):08x}"]) for _ in range(26)]
+    return [draw.choice("01"), *numbers, *ids]
+
+
+def test_criteo_logs_are_decoded_as_written(tmp_path):
+    draw = random.Random(0)
+    lines = [criteo_line(draw) for _ in range(200)]
+    path = put(tmp_path, "".join("\t".join(line) + "\n" for line in lines), "train.txt")
+    source = criteo.open_logs(path)
+    assert source.schema == criteo.schema()
+    records = read_all(source).combine_chunks().to_batches()[0]
+    batch = Decoder(criteo.columns())(records)
+    assert list(batch) == ["label", *criteo.INTEGERS, *criteo.IDS]
+    for place, (name, tensor) in enumerate(batch.items()):
+        column = [line[place] for line in lines]
+        if name in criteo.IDS:
+            assert tensor.dtype == torch.int64
+            assert tensor.tolist() == [int(cell, 16) if cell else -1 for cell in column]
+        else:
+            assert tensor.dtype == torch.float32
+            assert tensor.tolist() == [float(cell or 0) for cell in column]
+
+
+def test_criteo_test_logs_have_no_label(tmp_path):
+    line = criteo_line(random.Random(1))[1:]
+    source = criteo.open_logs(put(tmp_path, "\t".join(line), "test.txt"), labelled=False)
+    assert source.schema.names == [*criteo.INTEGERS, *criteo.IDS]
+    assert read_all(source).num_rows == 1
+
+
+def test_options_are_checked(tmp_path):
+    path = put(tmp_path, "1,2\n")
+    with pytest.raises(ValueError, match="needs a schema"):
+        open_files(path, header=False)
+    with pytest.raises(ValueError, match="must differ"):
+        open_files(path, separators=("|", "|", ":"))
+    assert read_all(open_files(path, header=False, schema={"a": pa.int64(), "b": pa.int8()})).to_pylist() == [
+        {"a": 1, "b": 2}
+    ]
