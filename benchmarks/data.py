@@ -61,8 +61,10 @@ def karvan_pass(folder: Path, kind: str) -> Callable[[], None]:
     """Return a pass of karvan over the files of a format."""
     engine = features()
 
+    def transform(batch: kv.Batch) -> kv.Batch:
+        return kv.Batch(engine(batch))
+
     def run() -> None:
-        transform = lambda batch: kv.Batch(engine(batch))  # noqa: E731
         if kind == "tsv":
             loader = kv.data.Loader(
                 criteo.open_logs(folder / "*.tsv"),

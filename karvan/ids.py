@@ -66,13 +66,19 @@ def bucket(hashes: Tensor, size: int = 0) -> Tensor:
     return mod(hashes, size) if size else _ids(hashes) & 0x7FFF_FFFF_FFFF_FFFF
 
 
-def mod(ids: Tensor, modulus: int) -> Tensor:
-    """The remainder of ids read as unsigned: `mod(tensor([-1]), 10)` is 5, since 2**64 - 1 ends in 5."""
-    if not 1 <= modulus < 1 << 63:
+def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
+    """The remainder of ids read as unsigned: `mod(tensor([-1]), 10)` is 5, since 2**64 - 1 ends in 5.
+
+    A tensor gives each id a modulus of its own; what it holds is not checked.
+    """
+    if isinstance(modulus, int) and not 1 <= modulus < 1 << 63:
         raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
+    # Most ids are not negative. On a GPU the question alone would wait for all work before it.
+    if _ids(ids).is_cpu and (not ids.numel() or int(ids.amin()) >= 0):
+        return ids % modulus
     # Halved, an id fits into the 63 bits of a positive int64; doubling its remainder and adding the lost bit
     # brings the whole remainder back.
-    lost = _ids(ids) & 1
+    lost = ids & 1
     half = ((ids >> 1) & 0x7FFF_FFFF_FFFF_FFFF) % modulus
     room = modulus - half
     # half - room is 2 * half - modulus, without the overflow.

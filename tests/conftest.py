@@ -24,6 +24,13 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True)
+def _same_numbers_every_time():
+    """Tests that draw from torch's own generator get the same numbers in every run and order."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _same_threads_afterwards():
     """Tests may set karvan's thread count; those that run without the native part have none to restore."""
     karvan = sys.modules.get("karvan")

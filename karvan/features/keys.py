@@ -47,7 +47,7 @@ class Mod(IdOp):
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """As `karvan.ids.mod`, with moduli that may differ."""
-        return _unsigned_mod(values, parameters[0])
+        return ids.mod(values, parameters[0])
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Prefix(IdOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """As `karvan.ids.prefix`, with groups that may differ."""
         low, upper = parameters
-        return _unsigned_mod(values, low) + upper
+        return ids.mod(values, low) + upper
 
 
 @dataclass(frozen=True)
@@ -165,17 +165,6 @@ def _stacked(entry: Entry, values: Tensor, rounds: int) -> Entry:
         return NestedRagged(values, entry.inner * rounds, entry.outer)
     weights = None if entry.weights is None else entry.weights.repeat_interleave(rounds)
     return Ragged(values, as_offsets(entry) * rounds, weights)
-
-
-def _unsigned_mod(values: Tensor, modulus: Tensor) -> Tensor:
-    # On a GPU the question alone would wait for all work before it.
-    if values.is_cpu and (not values.numel() or int(values.amin()) >= 0):
-        return values % modulus
-    # Halved, an id fits into 63 bits; twice its remainder (without overflow) and the lost bit are the whole.
-    lost = values & 1
-    half = ((values >> 1) & (SIGN - 1)) % modulus
-    room = modulus - half
-    return torch.where(half + lost >= room, half - room, half + half) + lost
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,8 +35,7 @@ class Vocabulary(StringOp):
                 f"vocabulary expects at least 1 bucket for words it does not know, but received {self.oov}."
             )
         if len(set(self.words)) != len(self.words):
-            seen: set[bytes | int] = set()
-            twice = next(word for word in self.words if word in seen or seen.add(word))  # type: ignore[func-returns-value]
+            twice = next(word for word, times in Counter(self.words).items() if times > 1)
             raise ValueError(f"vocabulary expects each word once, but received {twice!r} twice.")
         # Hashing the whole list for every lookup among other ops would cost more than the lookup.
         object.__setattr__(self, "_hash", hash((self.words, self.oov)))
