@@ -7,6 +7,7 @@ medians compared; karvan runs on all cores, a peer counts with its better figure
 w1     26 single-valued features, batch 4096, dim 16, Zipf(1.05), 20 M rows
 w2     two ragged features, batch 1024, mean length 200, dim 32, 10 M rows, sum-pooled and unpooled
 scale  one table, dim 16, uniform keys: time per key at 50 M rows over time per key at 1 M
+growth steps of w1's shape at 8 M rows in which every tenth key is new: the worst beside the median
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from workload import Ids, Shape, make_batches
 
 import karvan as kv
 
-PARTS = ("w1", "w2", "scale")
+PARTS = ("w1", "w2", "scale", "growth")
 
 
 class Karvan:
@@ -70,9 +71,13 @@ class Karvan:
         self.engine(self._batch(ids))
 
     def settle(self, batches: list[Ids]) -> None:
-        """Look batches up until an index that was growing when the fill ended has its new size."""
-        for ids in islice(cycle(batches), 40):
+        """Look batches up until every index that was growing when the fill ended has its new size."""
+        moved = -1
+        for ids in cycle(batches):
             self.look_up(ids)
+            before, moved = moved, sum(handle.stats()["moved"] for handle in self.tables())
+            if moved == before:
+                break
 
     def stepper(self, batches: list[Ids]) -> Callable[[], None]:
         """Return a function that runs one step on the next batch."""
@@ -239,6 +244,33 @@ def scale(report: Report) -> None:
         report.figures["per_key_5m_vs_1m_stands_for_50m_because_quick"] = seconds[large] / seconds[small]
 
 
+def growth(report: Report) -> None:
+    """Training that meets new keys all the time: no step may pause for the tables to grow."""
+    shape = Shape(features=26, table_rows=(2 if report.quick else 8) * 10**6 // 26, batch=4096, dim=16)
+    karvan = Karvan(shape)
+    karvan.fill(chunk=shape.batch)
+    set_threads(cores())
+    fresh, times = 0, []
+    rng = np.random.default_rng(5)
+    for ids in islice(cycle(make_batches(shape, count=12)), 100 if report.quick else 500):
+        new = rng.random((shape.features, shape.batch)) < 0.1
+        for values, places in zip(ids.values, new, strict=True):
+            count = int(places.sum())
+            values[places] = shape.table_rows + fresh + np.arange(count)
+            fresh += count
+        step = karvan.stepper([ids])
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    times = times[5:]  # the first ones make the threads and buffers
+    median = statistics.median(times)
+    report.figures["growth_rows_added"] = sum(handle.rows for handle in karvan.tables()) - shape.rows
+    report.figures["growth_median_step_ms"] = median * 1e3
+    report.figures["growth_worst_step_ms"] = max(times) * 1e3
+    report.figures["growth_worst_vs_median_step"] = max(times) / median
+    report.figures["growth_steps_above_2_medians"] = sum(each > 2 * median for each in times)
+
+
 def _parts(text: str) -> list[str]:
     """Read the value of --only."""
     parts = text.split(",")
@@ -257,6 +289,7 @@ def main() -> None:
         "w1": [lambda: w1(report)],
         "w2": [lambda: w2(report, pooled=True), lambda: w2(report, pooled=False)],
         "scale": [lambda: scale(report)],
+        "growth": [lambda: growth(report)],
     }
     if {"w1", "w2"} & set(args.only):
         require_fbgemm()

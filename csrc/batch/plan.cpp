@@ -250,7 +250,7 @@ void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
   if (training) {
     reserve(slot, all);
     parallel(static_cast<uint32_t>(all.size()), [&](uint32_t u) { insert(all[u], step); });
-    tables_[slot]->end_batch();
+    tables_[slot]->end_batch(groups_.unique_in(slot));
     tables_[slot]->next_version();
   }
   version_[slot] = tables_[slot]->version();

@@ -196,6 +196,7 @@ void bind_table(nb::module_& m) {
              d["rejected"] = s.rejected;
              d["dropped_gradients"] = s.dropped_gradients;
              d["skipped_updates"] = s.skipped_updates;
+             d["moved"] = s.moved;
              return d;
            })
       .def("set_state",

@@ -29,7 +29,12 @@ class RowArena {
   // Hands out `count` consecutive fresh rows, zeroed; returns the first. Threads may call it at the same time.
   uint32_t take(uint32_t count);
 
+  // Makes the system clear the next 2 MiB page before it is needed, when what has been taken is `phase` of a page (0 to
+  // 1) before it. That takes a while, and many arenas that fill at the same pace shall not ask for it at the same time.
+  void touch_ahead(double phase);
+
  private:
+  void make_chunks(uint32_t count);
   char** directory() const { return reinterpret_cast<char**>(directory_.data()); }
 
   uint32_t stride_, shift_;
@@ -37,6 +42,7 @@ class RowArena {
   std::atomic<uint32_t> ready_{0};  // chunks that exist
   std::mutex growing_;
   std::vector<Pages> chunks_;
+  size_t touched_ = 0;              // bytes up to which touch_ahead has come
   Pages directory_;  // one pointer for each chunk that could ever exist; pages of it appear as they are touched
 };
 

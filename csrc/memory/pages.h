@@ -21,19 +21,16 @@ class Pages {
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
-  void shrink(size_t bytes);  // gives that much back from the end; nothing is left when there is no more
+  // Enlarges it, with zeroes behind what it holds. The contents get another address, but on Linux are not copied.
+  void grow(size_t bytes);
   void swap(Pages& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(size_, other.size_);
-    std::swap(map_, other.map_);
-    std::swap(map_size_, other.map_size_);
   }
 
  private:
   char* data_ = nullptr;
   size_t size_ = 0;
-  void* map_ = nullptr;
-  size_t map_size_ = 0;
 };
 
 }  // namespace karvan

@@ -1,9 +1,13 @@
 #include "table/index.h"
 
+#include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 namespace karvan {
 namespace {
+
+constexpr uint32_t kTogether = 64;  // buckets moved at a time
 
 Entry append(Bucket* b, const Bucket* end, uint64_t hash, uint32_t row, uint32_t count, uint32_t last) {
   while (b->fill == Bucket::kEntries) ++b;
@@ -34,35 +38,43 @@ void ShardIndex::attach(Bucket* buckets, uint32_t homes) {
 void ShardIndex::start_growth(Bucket* buckets, uint32_t homes) {
   old_ = now_;
   old_homes_ = homes_;
-  sweep_ = 0;
+  sweep_ = old_homes_ + tail(old_homes_);
   now_ = buckets;
   homes_ = homes;
 }
 
 uint32_t ShardIndex::advance(uint32_t entries) {
-  if (!old_) return 0;
-  const uint32_t buckets = old_homes_ + tail(old_homes_);
-  const Bucket* end = now_ + homes_ + tail(homes_);
+  thread_local std::vector<Bucket> held;
+  const Bucket* const end = now_ + homes_ + tail(homes_);
   uint32_t moved = 0;
-  // Stops only behind a bucket that was not full: no entry whose home has moved lies further on.
-  while (sweep_ < buckets) {
-    const Bucket& from = old_[sweep_++];
-    for (uint32_t slot = 0; slot < from.fill; ++slot) {
-      append(now_ + scale(from.hash[slot] << shift_, homes_), end, from.hash[slot], from.row[slot],
-             from.count[slot], from.last[slot]);
+  while (old_ && moved < std::max(entries, 1u)) {
+    // Down to a bucket behind one that is not full: all entries from there on have their homes there as well, so none
+    // moves to a place before it, and no search that begins before it has to go on behind it.
+    const uint32_t last = sweep_;
+    do moved += old_[--sweep_].fill;
+    while (sweep_ > 0 && (old_[sweep_ - 1].fill == Bucket::kEntries || (moved < entries && last - sweep_ < kTogether)));
+    held.assign(old_ + sweep_, old_ + last);
+    for (Bucket* b = old_ + sweep_; b < old_ + last; ++b) b->fill = 0;
+    for (const Bucket& from : held) {
+      for (uint32_t slot = 0; slot < from.fill; ++slot) {
+        append(now_ + scale(from.hash[slot] << shift_, homes_), end, from.hash[slot], from.row[slot], from.count[slot],
+               from.last[slot]);
+      }
     }
-    moved += from.fill;
-    if (from.fill < Bucket::kEntries && moved >= entries) break;
+    if (sweep_ == 0) old_ = nullptr;
   }
-  if (sweep_ >= buckets) old_ = nullptr;
   return moved;
 }
 
 Entry ShardIndex::insert(uint64_t hash, uint32_t row, uint32_t count, uint32_t last) {
   Bucket* b = first_bucket(hash);
-  const bool in_old = old_ && b >= old_ && b < old_ + old_homes_;
-  const Bucket* end = in_old ? old_ + old_homes_ + tail(old_homes_) : now_ + homes_ + tail(homes_);
-  return append(b, end, hash, row, count, last);
+  if (old_ && b < old_ + sweep_ && b >= old_) {
+    while (b < old_ + sweep_ && b->fill == Bucket::kEntries) ++b;
+    if (b < old_ + sweep_) return append(b, b + 2, hash, row, count, last);
+    advance(1);  // it has no place before the homes that have moved: its own moves now
+    b = first_bucket(hash);
+  }
+  return append(b, now_ + homes_ + tail(homes_), hash, row, count, last);
 }
 
 void ShardIndex::erase(Entry entry) {

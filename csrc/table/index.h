@@ -4,9 +4,10 @@
 // of buckets, so homes grow with hashes; an entry lies in its home or in the next bucket that was not full. No bucket
 // before it on that way is ever left with a gap, hence a search stops at the first bucket that is not full.
 //
-// Growing: the table hands the shard a larger array; entries move over in order of their home, some after each batch.
-// Homes below `sweep` have moved, the others are still in the old array, so each key has one place to be.
-// Because homes keep their order, moving is a walk through both arrays, not a random scatter.
+// Growing: the array becomes larger, in place. A shard's new part of it begins where its old part did or further on, and
+// so does each home in it; entries therefore move from the last home to the first, some after each batch, and what they
+// leave is free for those that follow. Homes from `sweep` on have moved, so each key has one place to be. Moving is a walk
+// backwards through the array, not a random scatter, and takes no more memory than the larger array has.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -48,7 +49,10 @@ class ShardIndex {
 
   void set_shift(int shard_bits) { shift_ = shard_bits; }
   void attach(Bucket* buckets, uint32_t homes);          // an empty array, for an empty shard
-  void start_growth(Bucket* buckets, uint32_t homes);    // a larger empty array; the old one is emptied bit by bit
+  void rebase(Bucket* buckets) { now_ = buckets; }       // the same array at another address; not while growing
+  // More homes, in an array that begins at the old one or behind it. It may overlap the old one, but nothing else that
+  // is in use, and is empty elsewhere.
+  void start_growth(Bucket* buckets, uint32_t homes);
   bool growing() const { return old_ != nullptr; }
   uint64_t capacity() const { return uint64_t{old_ ? old_homes_ : homes_} * Bucket::kEntries; }  // the old one until moved
   uint32_t homes() const { return homes_; }
@@ -60,7 +64,7 @@ class ShardIndex {
     const uint64_t x = hash << shift_;
     if (old_) [[unlikely]] {
       const uint32_t home = scale(x, old_homes_);
-      if (home >= sweep_) return old_ + home;
+      if (home < sweep_) return old_ + home;
     }
     return now_ + scale(x, homes_);
   }
@@ -82,8 +86,8 @@ class ShardIndex {
   // Calls f(Entry) for every entry, in order of the buckets. f may change count and last.
   template <class F>
   void each(F&& f) const {
-    each_in(old_, old_ ? sweep_ : 0, old_ ? old_homes_ + tail(old_homes_) : 0, f);
-    each_in(now_, 0, homes_ ? homes_ + tail(homes_) : 0, f);
+    if (old_) each_in(old_, 0, sweep_, f);
+    each_in(now_, old_ ? moved_to(sweep_) : 0, homes_ ? homes_ + tail(homes_) : 0, f);
   }
 
   // Erases the entries for which f(Entry) is true. Not while growing.
@@ -103,6 +107,10 @@ class ShardIndex {
  private:
   static uint32_t scale(uint64_t x, uint32_t n) {
     return static_cast<uint32_t>(static_cast<unsigned __int128>(x) * n >> 64);
+  }
+  // The first home, among the new ones, of those that were at or behind an old one.
+  uint32_t moved_to(uint32_t home) const {
+    return home < old_homes_ ? static_cast<uint32_t>(uint64_t{home} * homes_ / old_homes_) : homes_;
   }
   template <class F>
   static void each_in(Bucket* buckets, uint32_t begin, uint32_t end, F& f) {

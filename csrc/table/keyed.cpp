@@ -51,7 +51,7 @@ void Table::lookup(const uint64_t* keys, const uint32_t* counts, size_t count, b
     }
   });
   if (training) {
-    end_batch();
+    end_batch(count);
     next_version();
   }
 }

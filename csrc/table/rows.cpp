@@ -80,7 +80,7 @@ void Table::load(const uint64_t* keys, size_t count, const float* vectors, const
                 state ? state + static_cast<size_t>(i) * layout_.state : initial_state_.data());
     }
   });
-  end_batch();
+  end_batch(count);
 }
 
 }  // namespace karvan

@@ -11,17 +11,7 @@
 namespace karvan {
 namespace {
 
-// Loads of the index: growth starts at the soft one and goes on after each batch; a batch that would pass the hard one
-// grows first. New arrays are a fifth larger, so a row's share of the index is 28 to 36 bytes. Tables of the same size,
-// which would otherwise all grow in the same batch, differ by up to kSpread in their soft load.
-constexpr double kSoftLoad = 0.75, kSpread = 0.04, kHardLoad = 0.85, kFreshLoad = 0.625;
-// Entries moved after a batch: enough for each insertion that growth ends well before the hard load, and some more, so
-// that it ends soon even if nothing is inserted any more. A few shards at a time: every fresh page is cleared by the
-// system when it is first touched, and a batch shall touch few of them.
-constexpr uint64_t kMovesPerInsert = 12, kBatchesToMove = 32, kLeastMoves = 4096, kMostMoves = 131072;
-constexpr uint32_t kShardsTogether = 4;
 constexpr size_t kRunBytes = size_t{64} << 10;
-constexpr size_t kReleasedPerBatch = size_t{32} << 20;  // giving back gigabytes takes the system a while
 
 TableConfig checked(TableConfig config) {
   if (!std::has_single_bit(config.shards) || config.shards > 256)
@@ -38,7 +28,7 @@ Table::Table(TableConfig config)
       layout_{config_.type, config_.dim, 0},
       stream_(table_stream(config_.seed, config_.name)),
       shard_bits_(std::countr_zero(config_.shards)),
-      soft_load_(kSoftLoad - kSpread * 0x1p-64 * static_cast<double>(mix(stream_))),
+      phase_(0x1p-64 * static_cast<double>(mix(stream_))),
       arena_(std::make_unique<RowArena>(layout_.stride())),
       shards_(config_.shards) {
   if (config_.admit.kind == Admission::Kind::min_count) filter_ = CountingFilter(config_.admit.slots);
@@ -52,16 +42,13 @@ uint64_t Table::rows() const {
   return total;
 }
 
-uint64_t Table::bytes() const {
-  return arena_->bytes() + buckets_.size() + old_buckets_.size() + filter_.bytes() + evictions_.bytes();
-}
-
 TableStats Table::stats() const {
   TableStats s;
   s.rows = rows();
   s.bytes = bytes();
   for (const Shard& shard : shards_) s.inserted += shard.inserted;
   s.evicted = evicted_;
+  s.moved = moved_;
   s.rejected = rejected.load();
   s.dropped_gradients = dropped_gradients.load();
   s.skipped_updates = skipped_updates.load();
@@ -88,10 +75,10 @@ uint32_t Table::take_row(Shard& shard) {
     return row;
   }
   if (shard.block == shard.block_end) {
-    // Runs keep the rows of a shard together, which means fewer pages to translate while its keys are worked on. Shards
-    // fill at the same pace and take their next runs in the same batch, so long ones would make it slow.
-    const uint64_t most = kRunBytes / layout_.stride() + 1;
-    const auto size = static_cast<uint32_t>(std::clamp<uint64_t>(shard.rows / 64, 1, most));
+    // Runs keep the rows of a shard together, which means fewer pages to translate while its keys are worked on. Their
+    // sizes vary, because shards fill at the same pace and would all take their next runs, and pages, in the same batch.
+    const uint64_t most = std::clamp<uint64_t>(shard.rows / 64, 1, kRunBytes / layout_.stride() + 1);
+    const auto size = static_cast<uint32_t>(most - mix(shard.rows) % (most / 2 + 1));
     shard.block = arena_->take(size);
     shard.block_end = shard.block + size;
   }
@@ -120,77 +107,6 @@ uint32_t Table::insert(uint64_t hash, uint32_t times, uint32_t step) {
   ++shard.rows;
   ++shard.inserted;
   return row;
-}
-
-void Table::allocate(uint64_t rows_per_shard) {
-  const auto wanted = static_cast<uint64_t>(static_cast<double>(rows_per_shard) / kFreshLoad / Bucket::kEntries) + 1;
-  homes_ = static_cast<uint32_t>(std::max<uint64_t>({wanted, homes_ + homes_ / 5 + 1, 2}));
-  old_buckets_ = std::move(buckets_);
-  buckets_ = Pages((homes_ + ShardIndex::tail(homes_)) * shards_.size() * sizeof(Bucket));
-  moving_ = 0;
-  settled_rows_ = stats().inserted;
-  if (old_buckets_.data()) return;
-  for (size_t s = 0; s < shards_.size(); ++s) shards_[s].index.attach(place_of(s), homes_);
-}
-
-Bucket* Table::place_of(size_t shard) const {
-  return reinterpret_cast<Bucket*>(buckets_.data()) + shard * (homes_ + ShardIndex::tail(homes_));
-}
-
-uint32_t Table::move(Shard& shard, uint32_t entries) {
-  if (shard.index.homes() != homes_) shard.index.start_growth(place_of(&shard - shards_.data()), homes_);
-  return shard.index.advance(entries);
-}
-
-void Table::settle() {
-  if (!old_buckets_.data()) return;
-  parallel(shards(), [&](uint32_t s) { move(shards_[s], UINT32_MAX); });
-  old_buckets_ = Pages();
-}
-
-void Table::reserve(const std::vector<uint32_t>& new_keys_per_shard) {
-  uint64_t fullest = 0;
-  double load = 0;
-  const auto look = [&] {
-    fullest = 0;
-    load = 0;
-    for (size_t s = 0; s < shards_.size(); ++s) {
-      const uint64_t rows = shards_[s].rows + new_keys_per_shard[s];
-      fullest = std::max(fullest, rows);
-      load = std::max(load, static_cast<double>(rows) / static_cast<double>(shards_[s].index.capacity()));
-    }
-  };
-  look();
-  if (load > kHardLoad) {
-    settle();
-    look();
-  }
-  if (load > kHardLoad) {
-    allocate(fullest);
-    settle();
-  } else if (load > soft_load_ && !old_buckets_.data()) {
-    allocate(0);
-  }
-}
-
-void Table::end_batch() {
-  if (!old_buckets_.data()) return;
-  if (moving_ == shards()) {
-    old_buckets_.shrink(kReleasedPerBatch);
-    return;
-  }
-  const uint64_t inserted = stats().inserted;
-  int64_t moves = static_cast<int64_t>(std::clamp(rows() / kBatchesToMove, kLeastMoves, kMostMoves) +
-                                       kMovesPerInsert * (inserted - settled_rows_));
-  settled_rows_ = inserted;
-  while (moves > 0 && moving_ < shards()) {
-    const uint32_t together = std::min(kShardsTogether, shards() - moving_);
-    const auto each = static_cast<uint32_t>(std::min<int64_t>(moves / together + 1, UINT32_MAX / 2));
-    std::atomic<uint64_t> done{0};
-    parallel(together, [&](uint32_t i) { done.fetch_add(move(shards_[moving_ + i], each)); });
-    moves -= std::max<int64_t>(1, static_cast<int64_t>(done.load()));
-    while (moving_ < shards() && moved(shards_[moving_])) ++moving_;
-  }
 }
 
 void Table::set_state(const std::vector<float>& initial, bool fresh) {
@@ -225,7 +141,6 @@ void Table::clear() {
   evictions_.add(next_version(), std::move(hashes), SIZE_MAX);
   ++row_epoch_;
   buckets_ = Pages();
-  old_buckets_ = Pages();
   homes_ = 0;
   arena_ = std::make_unique<RowArena>(layout_.stride());
   if (filter_.bytes()) filter_ = CountingFilter(config_.admit.slots);

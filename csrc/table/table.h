@@ -22,6 +22,7 @@ struct Rule;
 
 struct TableStats {
   uint64_t rows = 0, bytes = 0, inserted = 0, evicted = 0, rejected = 0, dropped_gradients = 0, skipped_updates = 0;
+  uint64_t moved = 0;  // entries, in all growth of the index
 };
 
 // Rows in order of their hash, one array for each part of them.
@@ -74,9 +75,9 @@ class Table {
   void lookup(const uint64_t* keys, const uint32_t* counts, size_t count, bool training, uint32_t step, float* vectors);
   void apply(const std::vector<Push>& pushes, const Rule& rule, uint64_t step);
 
-  // Around the insertions of a batch: room for so many new keys in each shard, then the end of the batch.
+  // Around the insertions of a batch: room for so many new keys in each shard, then the end of a batch of so many keys.
   void reserve(const std::vector<uint32_t>& new_keys_per_shard);
-  void end_batch();
+  void end_batch(uint64_t keys);
   uint64_t next_version() { return ++version_; }
 
   // Removing rows. `now` is wall-clock time in seconds.
@@ -104,11 +105,11 @@ class Table {
     std::vector<uint32_t> free;
   };
 
-  void allocate(uint64_t rows_per_shard);  // new arrays; entries are then moved shard by shard
-  bool moved(const Shard& shard) const { return shard.index.homes() == homes_ && !shard.index.growing(); }
-  Bucket* place_of(size_t shard) const;    // its part of the newest arrays
-  uint32_t move(Shard& shard, uint32_t entries);
-  void settle();                           // finishes growth
+  void allocate(uint64_t rows_per_shard);  // larger arrays; entries are then moved shard by shard
+  static size_t shard_bytes(uint32_t homes);
+  Bucket* place_of(uint32_t shard, uint32_t homes) const;  // its array when each has so many homes
+  void advance(uint64_t moves);            // growth, by about that many entries
+  void settle() { advance(UINT64_MAX); }   // finishes growth
   std::vector<std::vector<uint32_t>> by_shard(const uint64_t* keys, size_t count) const;  // places in keys
   uint32_t take_row(Shard& shard);
   void write_row(char* row, const float* vector, const float* state);
@@ -123,13 +124,15 @@ class Table {
   std::vector<float> initial_state_;
   uint64_t stream_;
   int shard_bits_;
-  double soft_load_;
+  double phase_;  // 0 to 1, by the table's name
   std::unique_ptr<RowArena> arena_;
   std::vector<Shard> shards_;
-  uint32_t homes_ = 0;        // of each shard, in the newest arrays
-  uint32_t moving_ = 0;       // while growing: the shards before this one have moved to the newest arrays
-  uint64_t settled_rows_ = 0; // while growing: inserted rows whose share of moves has been made
-  Pages buckets_, old_buckets_;
+  Pages buckets_;
+  uint32_t homes_ = 0;  // of each shard
+  // While growing: homes before it; shards that have not moved, which are all before the others; inserted rows whose
+  // share of moves has been made. And entries moved in all growth.
+  uint32_t old_homes_ = 0, unmoved_ = 0;
+  uint64_t moved_for_ = 0, moved_ = 0;
   CountingFilter filter_;
   EvictionLog evictions_;
   std::vector<std::pair<uint64_t, double>> clock_;  // (step, time) now and then: turns a TTL into a step

@@ -25,8 +25,8 @@ class Twins {
   Twins(int shard_bits, uint32_t homes, uint64_t seed)
       : shard_bits_(shard_bits), homes_(homes), random_(seed) {
     index.set_shift(shard_bits);
-    memory_ = Pages(bytes(homes));
-    index.attach(buckets(memory_), homes);
+    memory_ = Pages((shard() + 1) * size(homes) * sizeof(Bucket));
+    index.attach(buckets(homes), homes);
   }
 
   // All keys of a shard share the top bits of their hash.
@@ -73,16 +73,16 @@ class Twins {
 
   void grow() {
     settle();
-    homes_ += homes_ / 4 + 1;
-    old_memory_ = std::move(memory_);
-    memory_ = Pages(bytes(homes_));
-    index.start_growth(buckets(memory_), homes_);
+    const uint32_t before = homes_;
+    homes_ += homes_ / 5 + 1 + (below(random_, 8) == 0 ? homes_ : 0);
+    memory_.grow(((shard() + 1) * size(homes_)) * sizeof(Bucket));
+    index.rebase(buckets(before));
+    index.start_growth(buckets(homes_), homes_);
   }
 
   void settle() {
     index.finish_growth();
     CHECK(!index.growing());
-    old_memory_ = Pages();
   }
 
   bool finds(uint64_t h) const {
@@ -117,13 +117,15 @@ class Twins {
   std::unordered_map<uint64_t, Value> map;
 
  private:
-  static size_t bytes(uint32_t homes) { return (homes + ShardIndex::tail(homes)) * sizeof(Bucket); }
-  static Bucket* buckets(const Pages& pages) { return reinterpret_cast<Bucket*>(pages.data()); }
+  // Its array lies where that of shard 0 or of the third one of a table would.
+  size_t shard() const { return shard_bits_ ? 2 : 0; }
+  static size_t size(uint32_t homes) { return homes + ShardIndex::tail(homes); }
+  Bucket* buckets(uint32_t homes) const { return reinterpret_cast<Bucket*>(memory_.data()) + shard() * size(homes); }
 
   int shard_bits_;
   uint32_t homes_;
   Random random_;
-  Pages memory_, old_memory_;
+  Pages memory_;
 };
 
 }  // namespace
@@ -156,7 +158,7 @@ TEST(index_holds_what_a_map_holds_over_random_operations) {
 
 TEST(index_is_whole_at_every_moment_of_growth) {
   for (const int shard_bits : {0, 3}) {
-    Twins twins(shard_bits, 60, 7);
+    Twins twins(shard_bits, 150, 7);
     while (!twins.full()) twins.insert(twins.hash());
     twins.grow();
     CHECK(twins.index.growing());

@@ -53,6 +53,23 @@ TEST(pages_move_without_copying) {
   CHECK(d.data() == address && c.size() == 1);
 }
 
+TEST(pages_grow_and_keep_what_they_hold) {
+  Pages pages;
+  pages.grow(100);
+  CHECK_EQ(pages.size(), 100u);
+  std::vector<char> want(100, 1);
+  std::memset(pages.data(), 1, 100);
+  for (const size_t bytes : {size_t{90}, size_t{4096}, size_t{5000}, kHugePage, kHugePage + 1, 5 * kHugePage - 1}) {
+    pages.grow(bytes);
+    CHECK_EQ(pages.size(), std::max(bytes, want.size()));
+    if (bytes >= kHugePage) CHECK_EQ(reinterpret_cast<uintptr_t>(pages.data()) % kHugePage, 0u);
+    CHECK(std::equal(want.begin(), want.end(), pages.data()));
+    CHECK(all_zero(pages.data() + want.size(), pages.size() - want.size()));
+    want.resize(pages.size(), static_cast<char>(bytes % 101));
+    std::memcpy(pages.data(), want.data(), want.size());
+  }
+}
+
 TEST(a_dropped_buffer_comes_back) {
   release_pooled_bytes();
   CHECK_EQ(pooled_bytes(), 0u);
@@ -203,4 +220,23 @@ TEST(threads_take_rows_at_the_same_time) {
   for (size_t i = 0; i < all.size(); ++i)
     wrong |= all[i] != i + 1 || *reinterpret_cast<uint32_t*>(arena.view().at(all[i])) != all[i];
   CHECK(!wrong);
+}
+
+TEST(an_arena_is_the_same_with_pages_touched_ahead) {
+  for (const uint32_t stride : {72u, 128u, 1000u}) {
+    RowArena arena(stride);
+    bool zero = true;
+    for (uint32_t taken = 1; taken < (40u << 20) / stride;) {
+      const uint32_t row = arena.take(997);
+      CHECK_EQ(row, taken);
+      taken += 997;
+      zero &= all_zero(arena.view().at(row), stride) && all_zero(arena.view().at(row + 996), stride);
+      std::memset(arena.view().at(row), 1, stride);
+      std::memset(arena.view().at(row + 996), 1, stride);
+      arena.touch_ahead(0x1p-4 * (taken % 16));
+      zero &= arena.view().at(row)[0] == 1 && arena.view().at(row + 996)[stride - 1] == 1;
+    }
+    CHECK(zero);
+    CHECK_EQ(arena.bytes(), static_cast<size_t>(arena.taken()) * stride);
+  }
 }

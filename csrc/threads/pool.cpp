@@ -184,13 +184,15 @@ int thread_count() { return process().wanted.load(); }
 
 void set_thread_count(int count) { process().wanted.store(std::max(1, count)); }
 
+uint32_t parallel_width() { return inside_task ? 1 : static_cast<uint32_t>(thread_count()); }
+
 void parallel(uint32_t tasks, TaskRef task) {
-  Process& p = process();
-  const int wanted = p.wanted.load();
-  if (wanted == 1 || tasks <= 1 || inside_task) {
+  if (tasks <= 1 || parallel_width() == 1) {
     for (uint32_t i = 0; i < tasks; ++i) task(i);
     return;
   }
+  Process& p = process();
+  const int wanted = p.wanted.load();
   if (!p.pool || p.pool->threads() != wanted) {
     delete p.pool;
     p.pool = nullptr;

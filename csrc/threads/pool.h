@@ -44,5 +44,6 @@ void set_thread_count(int count);  // count >= 1; takes effect with the next ope
 // Exclusive. The first exception a task throws is thrown again here after the others have finished. Inside a task it
 // runs everything on the task's own thread.
 void parallel(uint32_t tasks, TaskRef task);
+uint32_t parallel_width();  // threads that parallel() would use if it were called here
 
 }  // namespace karvan

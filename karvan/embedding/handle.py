@@ -58,7 +58,10 @@ class TableHandle:
         return self._store.version(self.name)
 
     def stats(self) -> dict[str, int]:
-        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
+
+        The last one counts index entries that growth has moved; while it rises, the index is growing.
+        """
         return self._store.stats(self.name)
 
     def keys(self) -> Tensor:

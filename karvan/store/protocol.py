@@ -156,7 +156,10 @@ class Store(ABC):
 
     @abstractmethod
     def stats(self, table: str) -> dict[str, int]:
-        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates."""
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
+
+        The last one counts index entries that growth has moved; while it rises, the index is growing.
+        """
 
     def forward(self, program: Program, inputs: list[int], *, training: bool, step: int, now: float) -> Plan:
         """Look up a batch and fill its outputs; `inputs` are the native call's numbers for each feature."""

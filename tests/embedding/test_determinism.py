@@ -67,7 +67,7 @@ def run(optimizer, threads, shards, data):
         handle = engine.table(name)
         seen |= {f"{part} of {name}": tensor for part, tensor in ref.sort_rows(handle.snapshot()).items()}
         seen[f"evicted of {name}"] = handle.evicted_since(versions[name]).sort().values
-        counted = {k: v for k, v in handle.stats().items() if k != "bytes"}
+        counted = {k: v for k, v in handle.stats().items() if k not in ("bytes", "moved")}
         seen[f"stats of {name}"] = torch.tensor([counted[k] for k in sorted(counted)])
     return seen
 
