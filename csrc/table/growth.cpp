@@ -12,8 +12,8 @@ namespace karvan {
 namespace {
 
 // Loads of the index: growth starts at the soft one, less up to kSpread by the table's phase; a batch that would pass
-// the hard one grows first. New arrays are a fifth larger, and a sixth more rows come in while it lasts: a table that is
-// being filled grows almost all the time, at an even pace.
+// the hard one grows first. New arrays are a fifth larger, and a sixth more rows come in while entries move to them: a
+// table that is being filled grows almost all the time, at an even pace.
 constexpr double kSoftLoad = 0.72, kSpread = 0.04, kHardLoad = 0.85, kFreshLoad = 0.625;
 // A batch's moves. One to a page that nothing has used costs more than others: the system has to clear the page.
 constexpr uint64_t kMovesPerInsert = 10, kFreshMove = 4;
