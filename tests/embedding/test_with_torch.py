@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 
@@ -285,3 +286,24 @@ def test_rows_are_released_with_their_engine():
         assert alive() is None, "the store should go with its last user, without the garbage collector"
     finally:
         gc.enable()
+
+
+def test_a_forked_child_looks_up_with_threads_of_its_own_and_leaves_the_parent_alone():
+    engine, handle = one()
+    opt = kv.optim.SGD(engine, lr=0.1)
+    many = torch.arange(20_000)
+    kv.set_num_threads(2)
+    train(engine, opt, f=many)
+    before = handle.vectors(many)
+    child = os.fork()
+    if child == 0:  # whatever happens here must not come back into the test runner
+        try:
+            torch.set_num_threads(1)  # torch's own threads do not survive a fork
+            engine({"f": many + 10_000})
+            os._exit(0 if handle.rows == 30_000 and torch.equal(handle.vectors(many), before) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert handle.rows == 20_000
+    train(engine, opt, f=many)
+    assert not torch.equal(handle.vectors(many), before)
