@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.errors import DataError, located
+from karvan.data.errors import DataError, located, reason
 
 PathLike = str | os.PathLike[str]
+
+_HINTS = dict.fromkeys(
+    ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
+)
 
 
 @dataclass(frozen=True)
@@ -68,26 +73,32 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
         return filesystem, text
     if "://" not in text:
         return fs.LocalFileSystem(), str(Path(text).expanduser())
+    text, query = _split_query(text)
     # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
     fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
-    head, tail = text[:cut], text[cut:]
+    head, tail = text[:cut] + query, text[cut:]
     try:
         system, inside = fs.FileSystem.from_uri(head)
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # not one of pyarrow's
         system, inside = _fsspec(text, head)
+    except OSError as error:
+        hint = _HINTS.get(text.partition("://")[0], "")
+        raise DataError(f"The file system cannot be opened: {reason(error)}{hint}", path=text) from error
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
+
+
+def _split_query(url: str) -> tuple[str, str]:
+    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` does not end in a glob."""
+    found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None
+    return (url, "") if found is None else (url[: found.start()], found.group())
 
 
 def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
     try:
-        import fsspec
-    except ImportError as error:
-        raise DataError("Paths of this kind need the package fsspec.", path=text) from error
-    try:
         system, inside = fsspec.core.url_to_fs(head)
     except (ImportError, ValueError, OSError) as error:
-        raise DataError(f"The file system cannot be opened: {error}", path=text) from error
+        raise DataError(f"The file system cannot be opened: {reason(error)}", path=text) from error
     return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
 
 
