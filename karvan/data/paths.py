@@ -89,7 +89,7 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
 
 
 def _split_query(url: str) -> tuple[str, str]:
-    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` does not end in a glob."""
+    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
     found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None
     return (url, "") if found is None else (url[: found.start()], found.group())
 
