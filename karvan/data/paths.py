@@ -29,10 +29,14 @@ _HINTS = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one file system, in the order in which they are read."""
+    """Files of one file system, in the order in which they are read.
+
+    `below` has the part of each path that was found, not named: what follows a folder, or begins with a glob.
+    """
 
     filesystem: fs.FileSystem
     paths: tuple[str, ...]
+    below: tuple[str, ...]
 
 
 def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None = None) -> Files:
@@ -42,6 +46,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
     """
     asked = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[str] = []
+    below: list[str] = []
     chosen: fs.FileSystem | None = None
     for each in asked:
         text = os.fspath(each)
@@ -54,6 +59,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
         if not expanded:
             raise DataError("There is no such file, and no file inside of such a folder.", path=text)
         found += expanded
+        below += [path[_fixed(inside, path) :].lstrip("/") for path in expanded]
     if chosen is None:
         raise DataError("At least one path is needed, but there are none.")
     seen: set[str] = set()
@@ -61,7 +67,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
         if path in seen:
             raise DataError("The file is named twice, so its records would be read twice.", path=path)
         seen.add(path)
-    return Files(chosen, tuple(found))
+    return Files(chosen, tuple(found), tuple(below))
 
 
 def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
@@ -100,6 +106,14 @@ def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
     except (ImportError, ValueError, OSError) as error:
         raise DataError(f"The file system cannot be opened: {reason(error)}", path=text) from error
     return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
+
+
+def _fixed(asked: str, path: str) -> int:
+    """How much of a path was named by what was asked for: a file's folder, a folder, or up to a glob."""
+    if asked == path:
+        return path.rfind("/") + 1
+    start = min((asked.find(mark) for mark in "*?[" if mark in asked), default=len(asked))
+    return start if start == len(asked) else asked.rfind("/", 0, start) + 1
 
 
 def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
