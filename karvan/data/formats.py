@@ -18,10 +18,17 @@ from karvan.data.paths import Files, PathLike, find
 from karvan.data.recordio import RecordIOSource
 
 _FORMATS = {
-    "parquet": "parquet", "pq": "parquet", "orc": "orc", "arrow": "ipc", "ipc": "ipc", "feather": "ipc",
+    "parquet": "parquet", "pq": "parquet", "orc": "orc",
+    "arrow": "ipc", "arrows": "ipc", "ipc": "ipc", "feather": "ipc",
     "csv": "csv", "tsv": "tsv", "recordio": "recordio", "rio": "recordio",
 }  # fmt: skip
-_MAGIC = {b"PAR1": "parquet", b"ORC": "orc", b"ARROW1": "ipc", b"KVRECORD": "recordio"}
+_MAGIC = {
+    b"PAR1": "parquet",
+    b"ORC": "orc",
+    b"ARROW1": "ipc",
+    b"\xff\xff\xff\xff": "ipc",
+    b"KVRECORD": "recordio",
+}
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 
 
