@@ -143,6 +143,17 @@ def hashing(report: Report) -> None:
         report.figures[f"{name}_hash_mb_per_s"] = len(values) / min(times) / 1e6
 
 
+def synthetic(report: Report) -> None:
+    """Add the rates at which synthetic click logs are drawn and written, on all cores."""
+    rows = 250_000 if report.quick else 1_000_000
+    for kind in ("parquet", "orc"):
+        log = kv.data.synthetic.ClickLog(seed=1)
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            log.write(folder, rows, kind, files=2)
+            report.figures[f"synthetic_{kind}_rows_per_s"] = rows / (time.perf_counter() - start)
+
+
 def main() -> None:
     """Write files, time all candidates, print the tables and write the JSON."""
     args = parser((__doc__ or "").splitlines()[0]).parse_args()
@@ -161,6 +172,7 @@ def main() -> None:
     for name, each in seconds.items():
         report.add_timing(name, each, rows // 4 if name.endswith("tsv") else rows)
     hashing(report)
+    synthetic(report)
     report.ratios["parquet_vs_pyarrow"] = seconds["pyarrow_parquet"] / seconds["karvan_parquet"]
     report.ratios["orc_vs_pyarrow"] = seconds["pyarrow_orc"] / seconds["karvan_orc"]
     report.ratios["csv_vs_pyarrow"] = seconds["pyarrow_tsv"] / seconds["karvan_tsv"]

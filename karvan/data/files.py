@@ -191,7 +191,7 @@ class FileSource(ABC):
         if error.column is not None or error.__cause__ is None:
             return error
         found: list[DataError] = []
-        for name in self._separable():
+        for name in self.schema.names:
             try:
                 with located(path, self._place(layout, group), name):
                     next(self._groups(path, layout, group, [name]), None)
@@ -199,10 +199,6 @@ class FileSource(ABC):
                 found.append(narrower)
         # Where none, or every one, fails by itself, the columns are not to blame.
         return found[0] if 0 < len(found) < len(self.schema) else error
-
-    def _separable(self) -> list[str]:
-        """Columns that can be read once more, alone, when a group could not be read."""
-        return list(self.schema.names)
 
     def _place(self, layout: Layout, group: int) -> str:
         return f"{self.group_name} {group}"

@@ -13,15 +13,33 @@ from karvan.data.files import FileSource
 from karvan.data.ipc import IpcSource
 from karvan.data.orc import OrcSource
 from karvan.data.parquet import ParquetSource
-from karvan.data.paths import PathLike, find
+from karvan.data.partitions import PartitionedSource, partition_columns
+from karvan.data.paths import Files, PathLike, find
 from karvan.data.recordio import RecordIOSource
 
 _FORMATS = {
-    "parquet": "parquet", "pq": "parquet", "orc": "orc", "arrow": "ipc", "ipc": "ipc", "feather": "ipc",
+    "parquet": "parquet", "pq": "parquet", "orc": "orc",
+    "arrow": "ipc", "arrows": "ipc", "ipc": "ipc", "feather": "ipc",
     "csv": "csv", "tsv": "tsv", "recordio": "recordio", "rio": "recordio",
 }  # fmt: skip
-_MAGIC = {b"PAR1": "parquet", b"ORC": "orc", b"ARROW1": "ipc", b"KVRECORD": "recordio"}
+_MAGIC = {
+    b"PAR1": "parquet",
+    b"ORC": "orc",
+    b"ARROW1": "ipc",
+    b"\xff\xff\xff\xff": "ipc",
+    b"KVRECORD": "recordio",
+}
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+
+
+_SOURCES: dict[str, type[FileSource]] = {
+    "parquet": ParquetSource,
+    "orc": OrcSource,
+    "ipc": IpcSource,
+    "csv": CsvSource,
+    "tsv": CsvSource,
+    "recordio": RecordIOSource,
+}
 
 
 def open_files(
@@ -29,38 +47,54 @@ def open_files(
     format: str | None = None,
     columns: Sequence[str] | None = None,
     filesystem: fs.FileSystem | None = None,
+    *,
+    partitions: bool = True,
     **options: Any,
-) -> FileSource:
+) -> FileSource | PartitionedSource:
     """The source of files: a path, folder, glob, URL, or several.
 
     The format is that of the first file's extension, or of its first bytes, unless given: "parquet", "orc",
-    "ipc", "csv", "tsv" or "recordio". `options` are those of the format's source (`CsvSource`,
-    `RecordIOSource`).
+    "ipc", "csv", "tsv" or "recordio". Folders such as `day=2026-01-31` are columns, unless `partitions` is
+    False; see `partitions.py`. `options` are those of the format's source (`CsvSource`, `RecordIOSource`).
     """
     files = find(paths, filesystem)
     if format is None:
-        formats = [(_format(files.filesystem, path), path) for path in files.paths]
-        format = formats[0][0]
-        for other, path in formats:
-            if other != format:
-                raise DataError(
-                    f"Expected {format}, as {files.paths[0]} is, but this is {other}. "
-                    "Name the files of one format.",
-                    path=path,
-                )
-    sources: dict[str, type[FileSource]] = {
-        "parquet": ParquetSource,
-        "orc": OrcSource,
-        "ipc": IpcSource,
-        "csv": CsvSource,
-        "tsv": CsvSource,
-        "recordio": RecordIOSource,
-    }
-    if format not in sources:
-        raise ValueError(f"A format must be one of {', '.join(sources)}, but is {format!r}.")
+        format = _common_format(files)
+    if format not in _SOURCES:
+        raise ValueError(f"A format must be one of {', '.join(_SOURCES)}, but is {format!r}.")
     if format == "tsv":
         options.setdefault("delimiter", "\t")
-    return sources[format](files, columns, **options)
+    make = _SOURCES[format]
+    found = partition_columns(files) if partitions else {}
+    if not found:
+        return make(files, columns, **options)
+    whole = make(files, **options)
+    if both := [name for name in found if name in whole.schema.names]:
+        raise DataError(
+            "The file has the column, and its folders are named by it; partitions=False reads the file's.",
+            path=files.paths[0],
+            column=both[0],
+        )
+    if columns is None:
+        return PartitionedSource(whole, files, found)
+    inside = [name for name in columns if name not in found]
+    if not inside:
+        raise DataError("At least one column must be of the files, but all are of their folders.")
+    asked = {name: found[name] for name in columns if name in found}
+    return PartitionedSource(make(files, inside, **options), files, asked)
+
+
+def _common_format(files: Files) -> str:
+    formats = [(_format(files.filesystem, path), path) for path in files.paths]
+    first = formats[0][0]
+    for other, path in formats:
+        if other != first:
+            raise DataError(
+                f"Expected {first}, as {files.paths[0]} is, but this is {other}. "
+                "Name the files of one format.",
+                path=path,
+            )
+    return first
 
 
 def _format(filesystem: fs.FileSystem, path: str) -> str:

@@ -14,20 +14,29 @@ from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.errors import DataError, located
+from karvan.data.errors import DataError, located, reason
 
 PathLike = str | os.PathLike[str]
+
+_HINTS = dict.fromkeys(
+    ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
+)
 
 
 @dataclass(frozen=True)
 class Files:
-    """Files of one file system, in the order in which they are read."""
+    """Files of one file system, in the order in which they are read.
+
+    `below` has the part of each path that was found, not named: what follows a folder, or begins with a glob.
+    """
 
     filesystem: fs.FileSystem
     paths: tuple[str, ...]
+    below: tuple[str, ...]
 
 
 def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None = None) -> Files:
@@ -37,6 +46,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
     """
     asked = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[str] = []
+    below: list[str] = []
     chosen: fs.FileSystem | None = None
     for each in asked:
         text = os.fspath(each)
@@ -49,6 +59,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
         if not expanded:
             raise DataError("There is no such file, and no file inside of such a folder.", path=text)
         found += expanded
+        below += [path[_fixed(inside, path) :].lstrip("/") for path in expanded]
     if chosen is None:
         raise DataError("At least one path is needed, but there are none.")
     seen: set[str] = set()
@@ -56,7 +67,7 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
         if path in seen:
             raise DataError("The file is named twice, so its records would be read twice.", path=path)
         seen.add(path)
-    return Files(chosen, tuple(found))
+    return Files(chosen, tuple(found), tuple(below))
 
 
 def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
@@ -68,27 +79,41 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
         return filesystem, text
     if "://" not in text:
         return fs.LocalFileSystem(), str(Path(text).expanduser())
+    text, query = _split_query(text)
     # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
     fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
-    head, tail = text[:cut], text[cut:]
+    head, tail = text[:cut] + query, text[cut:]
     try:
         system, inside = fs.FileSystem.from_uri(head)
-    except (pa.ArrowException, OSError, ValueError):
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # not one of pyarrow's
         system, inside = _fsspec(text, head)
+    except OSError as error:
+        hint = _HINTS.get(text.partition("://")[0], "")
+        raise DataError(f"The file system cannot be opened: {reason(error)}{hint}", path=text) from error
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
+
+
+def _split_query(url: str) -> tuple[str, str]:
+    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
+    found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None
+    return (url, "") if found is None else (url[: found.start()], found.group())
 
 
 def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
     try:
-        import fsspec
-    except ImportError as error:
-        raise DataError("Paths of this kind need the package fsspec.", path=text) from error
-    try:
         system, inside = fsspec.core.url_to_fs(head)
     except (ImportError, ValueError, OSError) as error:
-        raise DataError(f"The file system cannot be opened: {error}", path=text) from error
+        raise DataError(f"The file system cannot be opened: {reason(error)}", path=text) from error
     return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
+
+
+def _fixed(asked: str, path: str) -> int:
+    """How much of a path was named by what was asked for: a file's folder, a folder, or up to a glob."""
+    if asked == path:
+        return path.rfind("/") + 1
+    start = min((asked.find(mark) for mark in "*?[" if mark in asked), default=len(asked))
+    return start if start == len(asked) else asked.rfind("/", 0, start) + 1
 
 
 def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:

@@ -123,19 +123,31 @@ class ClickLog:
     def write(
         self, path: str | os.PathLike[str], rows: int, format: str = "parquet", files: int = 1
     ) -> Written:
-        """Write the first `rows` records to `files` files in the folder `path`, as Parquet or ORC."""
+        """Write the first `rows` records to `files` files in the folder `path`, as Parquet or ORC.
+
+        Records are drawn while others are written, and two files are written at once.
+        """
         if format not in ("parquet", "orc"):
             raise ValueError(f"format must be 'parquet' or 'orc', but is {format!r}.")
         os.makedirs(path, exist_ok=True)
-        paths, clicks = [], 0.0
-        for number, (first, count) in enumerate(_shares(rows, files)):
-            name = os.path.join(path, f"part-{number:05d}.{format}")
-            with _writer(name, format) as writer:
-                for table in self._ahead(first, count):
-                    writer.write(table)
-                    clicks += float(np.sum(table.column("label").to_numpy(), dtype=np.float64))
-            paths.append(name)
-        return Written(paths, rows, self.best_auc, clicks / rows if rows else 0.0)
+        shares = _shares(rows, files)
+        paths = [os.path.join(path, f"part-{number:05d}.{format}") for number in range(files)]
+        with ThreadPoolExecutor(2, thread_name_prefix="karvan-synthetic") as pool:
+            writing = [
+                pool.submit(self._write_file, *each, format) for each in zip(paths, shares, strict=True)
+            ]
+            best_auc = pool.submit(lambda: self.best_auc)
+            clicks = sum(each.result() for each in writing)
+        return Written(paths, rows, best_auc.result(), clicks / rows if rows else 0.0)
+
+    def _write_file(self, path: str, share: tuple[int, int], format: str) -> float:
+        """Write a share of the records, and return how many clicks are among them."""
+        clicks = 0.0
+        with _writer(path, format) as writer:
+            for table in self._ahead(*share):
+                writer.write(table)
+                clicks += float(np.sum(table.column("label").to_numpy(), dtype=np.float64))
+        return clicks
 
     def _ahead(self, first: int, count: int) -> Iterator[pa.Table]:
         """The records in row groups, at least one, drawn on a second thread while the caller writes."""

@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from karvan.features.layout import Entry
 from karvan.features.numbers import INT64, NumberOp
-from karvan.features.op import ElementOp, Number, floats
+from karvan.features.op import GroupElementOp, Number, Op, expect_numbers, floats
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ToIds(NumberOp):
 
 
 @dataclass(frozen=True)
-class Bucketize(NumberOp):
+class Bucketize(GroupElementOp):
     """How many boundaries are not above the value: bucket 0 lies below the first, NaN in the last."""
 
     boundaries: tuple[float, ...]
@@ -60,12 +61,16 @@ class Bucketize(NumberOp):
         if not listed or not all(map(math.isfinite, listed)) or any(a >= b for a, b in pairwise(listed)):
             raise ValueError(f"bucketize expects increasing finite boundaries, but received {listed}.")
 
+    def check(self, *entries: Entry) -> None:
+        """Numbers of any type."""
+        expect_numbers(*entries)
+
     def settings(self) -> Hashable:
         """Boundaries may differ, unless they are so many that a table of all ops together would be large."""
         return None if len(self.boundaries) <= 128 else self
 
     @classmethod
-    def compute_group(cls, ops: Sequence[ElementOp], values: Tensor, counts: Sequence[int]) -> Tensor:
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
         """One search among the boundaries of all ops; a table says which bucket of each op that is."""
         boundaries = tuple(op.boundaries for op in ops if isinstance(op, Bucketize))
         alike = all(row == boundaries[0] for row in boundaries)

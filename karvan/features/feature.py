@@ -11,7 +11,7 @@ from karvan.features.combine import Concat, Cross
 from karvan.features.hashing import Hash
 from karvan.features.keys import DropSign, HashStack, Mod, MultiHash, Prefix
 from karvan.features.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
-from karvan.features.op import Number, Op
+from karvan.features.op import Number, Step
 from karvan.features.sequences import FillEmpty, Flatten, ToDense, ToRagged
 from karvan.features.strings import Lower, Split, Strip, Substring, Upper
 from karvan.features.truncate import Truncate
@@ -30,7 +30,7 @@ class Feature:
     name: str
     columns: tuple[str, ...] = field(default=(), kw_only=True)
     raw: bool = field(default=False, kw_only=True)
-    ops: tuple[Op, ...] = field(default=(), kw_only=True)
+    ops: tuple[Step, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -47,7 +47,7 @@ class Feature:
             raise ValueError(f"Feature '{self.name}', select: expected names, but received {list(columns)}.")
         return replace(self, columns=columns, raw=raw)
 
-    def then(self, op: Op) -> Feature:
+    def then(self, op: Step) -> Feature:
         """Add a step; the methods below do this for the steps that are known here."""
         if op.joins and self.width() < 2:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,9 +30,9 @@ class StringOp(Op):
         """Equal settings on one device, strings with strings."""
         return (self, is_text(entries[0]), values_of(entries[0]).device)
 
+    @abstractmethod
     def compute(self, items: Ragged) -> Tensor:
         """An id for each item, which is a string or the eight bytes of an id."""
-        raise NotImplementedError
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:

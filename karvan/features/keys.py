@@ -12,7 +12,7 @@ from torch import Tensor
 
 from karvan import ids
 from karvan.features.layout import Entry, as_offsets, describe, values_of
-from karvan.features.op import ElementOp, Number, Op, expect_ids
+from karvan.features.op import ElementOp, Number, Op, Step, expect_ids
 from karvan.ragged import NestedRagged, Ragged
 
 SIGN = 1 << 63
@@ -84,7 +84,7 @@ class Prefix(IdOp):
 
 
 @dataclass(frozen=True)
-class MultiHash(IdOp):
+class MultiHash(Step):
     """Each id as several small ids, each for a table of its own (RecIS `IDMultiHash`)."""
 
     buckets: tuple[int, ...]

@@ -1,15 +1,17 @@
 """What a transform is, and how equal transforms of many features run as one call.
 
-A chain's step is an `Op`: a frozen record of settings. The engine hands all steps that are due at the same
-time to `run`, which groups those that can go together and gives each group to its class: element ops see
-the values of all entries as one tensor, row ops one entry with the rows of all.
+A chain consists of `Step`s: frozen records of settings. Most are an `Op`, which can run; others stand for
+several. The engine hands all ops that are due at the same time to `run`, which groups those that can go
+together and gives each group to its class: element ops see the values of all entries as one tensor, row ops
+one entry with the rows of all.
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +30,10 @@ from karvan.features.layout import (
 )
 
 Number = int | float
-OpType = TypeVar("OpType", bound="Op")
 
 
-class Op:
-    """A step of a chain. Subclasses are frozen dataclasses; equal settings make equal ops."""
+class Step(ABC):
+    """A step of a chain. Subclasses are frozen dataclasses; equal settings make equal steps."""
 
     name: ClassVar[str]
     """What the step is called in errors and plans: the method of `Feature` that adds it."""
@@ -40,21 +41,29 @@ class Op:
     joins: ClassVar[bool] = False
     """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
 
+    @abstractmethod
     def parts(self) -> Sequence[Op]:
-        """The ops that stand for this one, one for each entry it makes of an entry."""
+        """The ops that it consists of, one for each entry it makes of an entry."""
+
+
+class Op(Step):
+    """A step that makes one entry of its arguments."""
+
+    def parts(self) -> Sequence[Op]:
+        """Itself."""
         return (self,)
 
     def check(self, *entries: Entry) -> None:
         """Raise a TypeError or ValueError if the entries are not what the step expects."""
 
+    @abstractmethod
     def fuse_key(self, *entries: Entry) -> Hashable:
         """Steps of one class with equal keys run as one call."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Run steps of equal keys at once."""
-        raise NotImplementedError
 
 
 class Job(NamedTuple):
@@ -83,12 +92,8 @@ def run(jobs: Sequence[Job]) -> list[Entry]:
     return [entry for entry in results if entry is not None]
 
 
-class ElementOp(Op):
+class GroupElementOp(Op):
     """A step that works on each value by itself, and leaves rows and weights alone."""
-
-    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
-        """Settings in which ops that run together may differ, for values of this dtype."""
-        return ()
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """Everything that is no parameter must be equal; see `settings`."""
@@ -99,51 +104,71 @@ class ElementOp(Op):
         """What must be equal for ops to run together; with parameters, the rest."""
         return self
 
-    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """New values; a parameter has one entry for all, or one for each value."""
-        raise NotImplementedError
-
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Values of all entries in one tensor, computed, and handed back to their entries."""
-        own = [op for op in ops if isinstance(op, cls)]
         entries = [entry for (entry,) in arguments]
         flat = [values_of(entry).reshape(-1) for entry in entries]
         counts = [int(part.shape[0]) for part in flat]
-        made = cls.compute_group(own, flat[0] if len(flat) == 1 else torch.cat(flat), counts)
+        made = cls.compute_group(ops, flat[0] if len(flat) == 1 else torch.cat(flat), counts)
         return [
             with_values(entry, part) for entry, part in zip(entries, torch.split(made, counts), strict=True)
         ]
 
     @classmethod
-    def compute_group(cls, ops: Sequence[ElementOp], values: Tensor, counts: Sequence[int]) -> Tensor:
+    @abstractmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
         """New values of several ops, the first `counts[0]` of them for the first op, and so on."""
-        settings = [op.parameters(values.dtype) for op in ops]
-        return ops[0].compute(values, *spread(settings, counts, values))
 
 
-class RowOp(Op):
+class ElementOp(GroupElementOp):
+    """An element op whose settings are numbers, which may differ among ops that run together."""
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Settings in which ops that run together may differ, for values of this dtype."""
+        return ()
+
+    @abstractmethod
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """New values; a parameter has one entry for all, or one for each value."""
+
+    @classmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The parameters of all ops in one tensor each."""
+        own = [op for op in ops if isinstance(op, ElementOp)]
+        return own[0].compute(values, *spread([op.parameters(values.dtype) for op in own], counts, values))
+
+
+class GroupRowOp(Op):
     """A step that works on each row by itself, of one entry or, where it joins, of several side by side."""
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """Equal settings, and entries of equal kinds."""
         return (self, *map(kind_of, entries))
 
-    def run_rows(self, *entries: Entry) -> Entry:
-        """New rows."""
-        raise NotImplementedError
-
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """The rows of all entries in one entry, computed, and cut again."""
-        own = [op for op in ops if isinstance(op, cls)]
         joined = [join_rows(entries) for entries in zip(*arguments, strict=True)]
         counts = [rows_of(entries[0]) for entries in arguments]
-        return split_rows(cls.run_joined(own, joined, counts), counts)
+        return split_rows(cls.run_joined(ops, joined, counts), counts)
 
     @classmethod
-    def run_joined(cls: type[OpType], ops: Sequence[OpType], joined: list[Entry], counts: list[int]) -> Entry:
+    @abstractmethod
+    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
         """New rows of several ops whose entries have been joined."""
+
+
+class RowOp(GroupRowOp):
+    """A row op that does the same to all rows."""
+
+    @abstractmethod
+    def run_rows(self, *entries: Entry) -> Entry:
+        """New rows."""
+
+    @classmethod
+    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+        """The ops are equal, so one stands for all."""
         assert isinstance(ops[0], RowOp)
         return ops[0].run_rows(*joined)
 

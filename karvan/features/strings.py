@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,9 +59,9 @@ class TextOp(RowOp):
         assert isinstance(entry, Ragged)
         return self.run_strings(entry)
 
+    @abstractmethod
     def run_strings(self, strings: Ragged) -> Ragged:
         """New strings."""
-        raise NotImplementedError
 
 
 def _parts(strings: Ragged) -> tuple[Tensor, Tensor]:

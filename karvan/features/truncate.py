@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from karvan.features.layout import Entry, as_offsets, check_rows, describe, kind_of, take
-from karvan.features.op import OpType, RowOp, spread
+from karvan.features.op import GroupRowOp, Op, spread
 from karvan.ragged import NestedRagged, Ragged
 
 
 @dataclass(frozen=True)
-class Truncate(RowOp):
+class Truncate(GroupRowOp):
     """Rows cut to a length. Side "left" cuts on the left and keeps the last values, "right" the first.
 
     Of lists of lists, level "outer" limits the lists in a row, "inner" the values in each list.
@@ -49,7 +49,7 @@ class Truncate(RowOp):
         return (self.side, self.level, length, kind_of(entries[0]))
 
     @classmethod
-    def run_joined(cls: type[OpType], ops: Sequence[OpType], joined: list[Entry], counts: list[int]) -> Entry:
+    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
         """Cuts each row to its own op's length."""
         own = [op for op in ops if isinstance(op, Truncate)]
         first, (entry,) = own[0], joined

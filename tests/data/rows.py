@@ -9,7 +9,7 @@ from karvan.data.recordio import RecordWriter
 from karvan.data.source import Split
 from karvan.ragged import NestedRagged, Ragged
 
-FORMATS = ("parquet", "orc", "csv", "tsv", "arrow", "recordio")
+FORMATS = ("parquet", "orc", "csv", "tsv", "arrow", "arrows", "recordio")
 
 SCHEMA = pa.schema(
     [
@@ -52,8 +52,8 @@ def write(data, path, group=100):
     elif kind == "orc":
         # Stripes are cut by size, looked at every so many rows.
         orc.write_table(data, path, stripe_size=1024, batch_size=group)
-    elif kind == "arrow":
-        with ipc.new_file(path, data.schema) as writer:
+    elif kind in ("arrow", "arrows"):
+        with (ipc.new_file if kind == "arrow" else ipc.new_stream)(path, data.schema) as writer:
             writer.write_table(data, max_chunksize=group)
     elif kind == "recordio":
         with RecordWriter(path, data.schema) as writer:

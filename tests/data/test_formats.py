@@ -6,6 +6,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import ipc
 from pyarrow import parquet as pq
 from rows import FORMATS, SCHEMA, assert_same, options, read_all, table, write
 
@@ -17,6 +18,7 @@ from karvan.data.formats import open_files
 from karvan.data.source import Split
 
 ROWS = table(523)
+END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_a_missing_column_is_an_error_that_names_file_and_column(files, kind):
         _ = open_files(files[kind], columns=["nowhere"], **options(files[kind])).schema
 
 
-@pytest.mark.parametrize("kind", ["parquet", "orc", "arrow", "recordio"])
+@pytest.mark.parametrize("kind", ["parquet", "orc", "arrow", "arrows", "recordio"])
 def test_a_column_of_another_type_than_in_the_first_file_is_an_error(tmp_path, kind):
     write(pa.table({"user": [1, 2]}), tmp_path / f"a.{kind}")
     write(pa.table({"user": ["x"]}), tmp_path / f"b.{kind}")
@@ -96,7 +98,7 @@ def test_a_column_of_another_type_than_in_the_first_file_is_an_error(tmp_path, k
         open_files(tmp_path).parts()
 
 
-@pytest.mark.parametrize("kind", ["parquet", "orc", "arrow", "recordio"])
+@pytest.mark.parametrize("kind", ["parquet", "orc", "arrow", "arrows", "recordio"])
 @pytest.mark.parametrize("keep", [0.1, 0.6, 0.99])
 def test_a_truncated_file_is_an_error_that_names_it(tmp_path, files, kind, keep):
     content = files[kind].read_bytes()
@@ -104,6 +106,18 @@ def test_a_truncated_file_is_an_error_that_names_it(tmp_path, files, kind, keep)
     path.write_bytes(content[: int(len(content) * keep)])
     with pytest.raises(DataError, match=rf"cut\.{kind}"):
         read_all(open_files(path))
+
+
+def test_a_stream_cut_between_record_batches_is_an_error(tmp_path):
+    path = write(ROWS, tmp_path / "cut.arrows")
+    whole = path.read_bytes()
+    stream = pa.BufferReader(whole)
+    reader = ipc.open_stream(stream)
+    reader.read_next_batch()
+    for content in (whole[: stream.tell()], whole[: stream.tell()] + END + whole[stream.tell() :]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"cut\.arrows: The stream does not end with its end mark"):
+            open_files(path).parts()
 
 
 def test_damage_names_file_row_group_and_column(tmp_path):
@@ -160,7 +174,7 @@ def test_a_reader_that_is_dropped_half_way_does_not_harm_the_next(sources, files
 
 
 def test_the_format_is_found_by_the_first_bytes_where_the_name_is_silent(tmp_path, files):
-    for kind in ("parquet", "orc", "arrow", "recordio"):
+    for kind in ("parquet", "orc", "arrow", "arrows", "recordio"):
         path = tmp_path / f"part-{kind}"
         path.write_bytes(files[kind].read_bytes())
         assert read_all(open_files(path)).num_rows == 523
