@@ -94,6 +94,27 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
 
 
+def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
+    """Folders below `root` that match a glob, sorted, without the root; looked up anew each time."""
+    if isinstance(system, fs.PyFileSystem):
+        system.handler.fs.invalidate_cache()  # of fsspec
+    found = [""]
+    for segment in pattern.strip("/").split("/"):
+        fits = re.compile(translate(segment))
+        found = [
+            f"{above}/{info.base_name}"
+            for above in found
+            for info in system.get_file_info(fs.FileSelector(root + above, allow_not_found=True))
+            if info.type == fs.FileType.Directory and fits.fullmatch(info.base_name)
+        ]
+    return sorted(path[1:] for path in found)
+
+
+def exists(system: fs.FileSystem, path: str) -> bool:
+    """Whether there is a file."""
+    return bool(system.get_file_info(path).type == fs.FileType.File)
+
+
 def _split_query(url: str) -> tuple[str, str]:
     """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
     found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None

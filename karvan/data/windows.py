@@ -12,16 +12,15 @@ when positions are saved to be merged, so `next_window` is called by all of them
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from karvan.data.loader import Loader
+from karvan.data.paths import PathLike, exists, folders, resolve
 from karvan.data.position import merge
 
 
@@ -36,12 +35,13 @@ class Window:
 class Windows:
     """The folders under `root` that match `pattern`, one window each, as they become complete.
 
-    `read` makes the loader of a folder. `poll` is how many seconds pass between looks at the root.
+    `root` is a path or the URL of any file system. `read` makes the loader of a folder. `poll` is how many
+    seconds pass between looks at the root.
     """
 
     def __init__(
         self,
-        root: str,
+        root: PathLike,
         pattern: str = "*",
         *,
         read: Callable[[str], Loader],
@@ -49,7 +49,8 @@ class Windows:
         end: str = "_END",
         poll: float = 5.0,
     ) -> None:
-        self._files, self._root = fsspec.core.url_to_fs(root)
+        self._named = os.fspath(root).rstrip("/")
+        self._files, self._root = resolve(self._named)
         self._pattern = pattern
         self._read = read
         self._complete = complete
@@ -124,10 +125,9 @@ class Windows:
         if self._closed.is_set():
             self._over = True
             return None
-        self._files.invalidate_cache()
         # Before the folders: those that came before the end marker are then all seen.
-        ending = self._files.exists(f"{self._root}/{self._end}")
-        names = self._names()
+        ending = exists(self._files, f"{self._root}/{self._end}")
+        names = folders(self._files, self._root, self._pattern)
         if self._resumed is not None:
             if self._after not in names:
                 raise FileNotFoundError(
@@ -140,22 +140,15 @@ class Windows:
         self._over = ending and not later
         return None
 
-    def _names(self) -> list[str]:
-        found = self._files.glob(f"{self._root}/{self._pattern}", detail=True)
-        folders = [path for path, info in found.items() if info["type"] == "directory"]
-        return sorted(path.rstrip("/")[len(self._root.rstrip("/")) + 1 :] for path in folders)
-
     def _is_complete(self, names: list[str], ending: bool) -> bool:
         if self._complete is None:
             return ending or len(names) > 1
-        return bool(self._files.exists(f"{self._root}/{names[0]}/{self._complete}"))
+        return exists(self._files, f"{self._root}/{names[0]}/{self._complete}")
 
     def _open(self, name: str | None) -> Window | None:
         if name is None:
             return None
-        path = f"{self._root}/{name}"
-        local = isinstance(self._files, LocalFileSystem)
-        loader = self._read(path if local else self._files.unstrip_protocol(path))
+        loader = self._read(f"{self._named}/{name}")
         if self._resumed is not None:
             loader.load_state_dict(self._resumed["position"])
             self._resumed = None

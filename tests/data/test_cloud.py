@@ -10,6 +10,7 @@ from karvan.data.errors import DataError
 from karvan.data.formats import open_files
 from karvan.data.paths import find
 from karvan.data.read import read
+from karvan.data.windows import Windows
 
 ROWS = table(60)
 KEYS = [
@@ -67,6 +68,19 @@ def test_options_of_the_file_system_may_end_the_url(s3):
     asked = f"?region=here&scheme=http&endpoint_override={s3}"
     assert find(f"s3://names/b.csv{asked}").paths == ("names/b.csv",)
     assert len(find(f"s3://names/*.csv{asked}").paths) == 2
+
+
+def test_windows_are_folders_on_s3_as_well(s3):
+    windows = Windows("s3://names", "day=*", read=lambda folder: read(f"{folder}/*.csv", 8), poll=0.01)
+    window = windows.next_window(timeout=0)
+    assert window is not None
+    assert window.name == "day=1"
+    assert sum(batch.rows for batch in window.loader) == 1
+    assert windows.next_window(timeout=0) is None  # the second one is not complete
+    deep = Windows("s3://names/", "day=*/hour=*", read=lambda folder: read(folder, 8), complete=None)
+    window = deep.next_window(timeout=0)
+    assert window is not None
+    assert window.name == "day=3/hour=01"
 
 
 def test_a_missing_bucket_or_key_is_an_error_that_names_it(s3):
