@@ -61,19 +61,16 @@ def karvan_pass(folder: Path, kind: str) -> Callable[[], None]:
     """Return a pass of karvan over the files of a format."""
     engine = features()
 
-    def transform(batch: kv.Batch) -> kv.Batch:
-        return kv.Batch(engine(batch))
-
     def run() -> None:
         if kind == "tsv":
             loader = kv.data.Loader(
                 criteo.open_logs(folder / "*.tsv"),
                 kv.data.Decoder(criteo.columns()),
                 BATCH,
-                transform=transform,
+                transform=engine,
             )
         else:
-            loader = kv.data.read(folder / f"*.{kind}", BATCH, transform=transform)
+            loader = kv.data.read(folder / f"*.{kind}", BATCH, transform=engine)
         for _ in loader:
             pass
 

@@ -10,8 +10,10 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from karvan.features.layout import Entry, describe, values_of
+from karvan.features.layout import describe
 from karvan.features.op import ElementOp, Number, expect_numbers, floats
+from karvan.ragged import Entry
+from karvan.rows import values_of
 
 INT64 = torch.iinfo(torch.int64)
 

@@ -14,18 +14,9 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import (
-    Entry,
-    check_rows,
-    describe,
-    is_text,
-    join_rows,
-    kind_of,
-    rows_of,
-    split_rows,
-    values_of,
-    with_values,
-)
+from karvan.features.layout import check_rows, describe, is_text, kind_of, with_values
+from karvan.ragged import Entry
+from karvan.rows import join_rows, rows_of, split_rows, values_of
 
 Number = int | float
 OpType = TypeVar("OpType", bound="Op")
@@ -39,6 +30,9 @@ class Op:
 
     joins: ClassVar[bool] = False
     """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
+
+    row_wise: ClassVar[bool] = True
+    """Whether a row of the result depends on the same row of the entries alone."""
 
     def parts(self) -> Sequence[Op]:
         """The ops that stand for this one, one for each entry it makes of an entry."""
