@@ -73,8 +73,11 @@ def split_batch(batch: Batch, counts: Sequence[int]) -> list[Batch]:
     """The first `counts[0]` rows, the next `counts[1]` rows, and so on; the counts add up to all rows."""
     if not len(batch):
         return [batch] * len(counts)
-    runs = zip(*(split_rows(entry, counts) for entry in batch.values()), strict=True)
-    return [Batch(dict(zip(batch, entries, strict=True))) for entries in runs]
+    columns = [split_rows(entry, counts) for entry in batch.values()]
+    return [
+        Batch.trusted(dict(zip(batch, entries, strict=True)), count)
+        for count, *entries in zip(counts, *columns, strict=True)
+    ]
 
 
 def split_rows(entry: Entry, counts: Sequence[int]) -> list[Entry]:
@@ -82,7 +85,7 @@ def split_rows(entry: Entry, counts: Sequence[int]) -> list[Entry]:
     if len(counts) == 1:
         return [entry]
     if isinstance(entry, Tensor):
-        return list(torch.split_with_sizes(entry, counts))
+        return list(torch.unsafe_split_with_sizes(entry, counts))
     rows = list(accumulate(counts, initial=0))
     if isinstance(entry, NestedRagged):
         lists, outer = _cut(entry.outer, rows)

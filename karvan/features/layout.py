@@ -15,9 +15,17 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 from karvan.rows import as_offsets, offsets_from, values_of
 
 
+def flat_values(entry: Entry) -> Tensor:
+    """All values one after the other."""
+    values = values_of(entry)
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
 def with_values(entry: Entry, values: Tensor) -> Entry:
     """The same rows, and weights, of other values."""
-    values = values.reshape(values_of(entry).shape)
+    shape = values_of(entry).shape
+    if values.shape != shape:
+        values = values.reshape(shape)
     if isinstance(entry, Ragged):
         return Ragged(values, entry.offsets, entry.weights)
     if isinstance(entry, NestedRagged):
