@@ -18,6 +18,7 @@ def start(loops: Sequence[Callable[[], None]]) -> list[threading.Thread]:
     begun = threading.Barrier(len(loops) + 1)
 
     def run(loop: Callable[[], None]) -> None:
+        torch.get_num_threads()  # a thread's first call takes over what holds for new threads
         torch.set_num_threads(1)
         begun.wait()
         loop()
