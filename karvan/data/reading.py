@@ -54,12 +54,19 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
+class Buffer:
+    """How many records a reader has put into its readings that have not been used."""
+
+    records: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Reading:
     """Jobs that are read in one go, and what has been read of them but not been used."""
 
     jobs: deque[Job]
+    buffer: Buffer
     pieces: deque[Piece] = field(default_factory=deque)
-    buffered: int = 0
     finished: bool = False
     error: BaseException | None = None
 
