@@ -16,6 +16,7 @@ from karvan.features.op import ElementOp, Number, expect_numbers, floats, kept
 from karvan.ragged import Entry
 from karvan.rows import values_of
 
+_WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
 INT64 = torch.iinfo(torch.int64)
 
 
@@ -43,7 +44,11 @@ def _log1p(values: Tensor) -> Tensor:
     """Torch's, or where that is possible the core's, which is nearly twice as fast."""
     if not values.is_cpu or values.dtype != torch.float32 or values.requires_grad:
         return torch.log1p(values)
-    made = torch.empty_like(values, memory_format=torch.contiguous_format)
+    if values.numel() < _WORTH_POOLING:
+        made = torch.empty_like(values, memory_format=torch.contiguous_format)
+    else:
+        pooled = _native.Buffer(4 * values.numel())  # fresh memory's page faults would cost as much again
+        made = torch.frombuffer(pooled, dtype=torch.float32, count=values.numel()).view(values.shape)
     _native.log1p(values.contiguous().view(-1).numpy(), made.view(-1).numpy())
     return made
 
