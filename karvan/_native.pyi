@@ -5,6 +5,23 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
+def count_lines(text: NDArray[numpy.uint8]) -> int:
+    """How many lines are not empty."""
+
+def parse_lines(
+    text: NDArray[numpy.uint8],
+    delimiter: str,
+    bases: Sequence[int],
+    values: NDArray[numpy.int64],
+    present: NDArray[numpy.uint8],
+) -> list[int] | None:
+    """
+    Read a table of integers: a base for each column (0: not read), and for each that is read a row of values and one of bits, all set, of which those of empty cells are cleared. Returns how many those are in each, or None if the text is anything else than such a table.
+    """
+
+def log1p(values: NDArray[numpy.float32], out: NDArray[numpy.float32]) -> None:
+    """out[i] becomes log(1 + values[i])."""
+
 def farm64(data: bytes) -> int:
     """FarmHash Fingerprint64, as a signed number."""
 

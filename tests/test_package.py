@@ -17,6 +17,7 @@ PACKAGE = ROOT / "karvan"
 LAYERS = [
     ("_native",),
     ("ragged", "ids", "threads"),
+    ("rows",),
     ("features", "data"),
     ("store",),
     ("embedding",),

@@ -4,6 +4,7 @@ NB_MODULE(_native, m) {
   // Objects that live until the interpreter ends are no leaks worth a page of warnings.
   nanobind::set_leak_warnings(false);
   m.doc() = "Karvan's native core: tables of rows, batch operations, hashes.";
+  karvan::bindings::bind_data(m);
   karvan::bindings::bind_hashing(m);
   karvan::bindings::bind_store(m);
   karvan::bindings::bind_system(m);

@@ -19,9 +19,11 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, types
 
+from karvan import _native
 from karvan.data.cells import from_hex, from_text
 from karvan.data.errors import DataError
 from karvan.data.files import FileSource, Layout
+from karvan.data.integers import IntegerTable
 from karvan.data.paths import Files
 
 _SPAN = 8 << 20
@@ -102,10 +104,16 @@ class CsvSource(FileSource):
                     yield number, self._convert(batch)
             return
         bounds: list[int] = layout.detail
+        integers = IntegerTable.of(self._parsing, self._nulls, layout.schema, columns, self._hexadecimal)
         with self._text(path) as text:
             _skip(text, bounds[group])
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
                 data = text.read(end - begin)
+                rows = int(layout.starts[number + 1] - layout.starts[number])
+                whole = None if integers is None else integers.parse(data, rows)
+                if whole is not None:
+                    yield number, whole
+                    continue
                 for batch in self._parse(data, names, columns).to_batches():
                     yield number, self._convert(batch)
 
@@ -222,25 +230,20 @@ def _scan(text: pa.NativeFile, begin: int) -> tuple[list[int], list[int]]:
             if waiting > _LONGEST_LINE:
                 raise ValueError(f"A line is longer than {_LONGEST_LINE >> 20} MB.")
             continue
-        run = b"".join([*open_line, chunk[:cut]])
-        if run:
-            counts.append(_lines(run))
-            bounds.append(bounds[-1] + len(run))
+        # Only the line that the last chunk left open is copied.
+        head = chunk.find(b"\n") + 1
+        line = b"".join([*open_line, chunk[:head]])
+        if line:
+            counts.append(_lines(line) + _lines(memoryview(chunk)[head:cut]))
+            bounds.append(bounds[-1] + waiting + cut)
         if not chunk:
             return counts, bounds
         open_line, waiting = [chunk[cut:]], len(chunk) - cut
 
 
-def _lines(run: bytes) -> int:
+def _lines(run: bytes | memoryview) -> int:
     """Lines that are not empty; pyarrow passes over the others."""
-    text = np.frombuffer(run, np.uint8)
-    ends = np.flatnonzero(text == ord("\n"))
-    lengths = np.diff(ends, prepend=-1)
-    empty = np.count_nonzero(lengths == 1)
-    if b"\r" in run:
-        empty += np.count_nonzero(text[ends[lengths == 2] - 1] == ord("\r"))
-    unended = run[run.rfind(b"\n") + 1 :] not in (b"", b"\r")
-    return int(len(ends) - empty + unended)
+    return _native.count_lines(np.frombuffer(run, np.uint8)) if len(run) else 0
 
 
 def _skip(text: pa.NativeFile, size: int) -> None:

@@ -7,6 +7,7 @@ not themselves. What each column may hold and becomes is told in `columns`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pyarrow as pa
 import torch
@@ -22,6 +23,9 @@ _Read = Callable[[pa.Array], Entry]
 
 class Decoder:
     """Call it with a record batch to get a `Batch` of the declared columns, in their order."""
+
+    row_wise: ClassVar[bool] = True
+    """What becomes of a record does not depend on those next to it."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.columns = tuple(columns)

@@ -7,12 +7,10 @@ the very batches that would have come, and any other number shares what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any
-
-import pyarrow as pa
 
 from karvan.data.pipeline import Closed, Outcome, Pipeline
 from karvan.data.position import VERSION, Position, check_settings
@@ -20,6 +18,7 @@ from karvan.data.reading import Job
 from karvan.data.shuffle import Block, Plan
 from karvan.data.source import Source
 from karvan.data.splits import MOST_RECORDS_PER_SPLIT, check_rank, of_rank
+from karvan.data.steps import Decode, Steps, Transform
 from karvan.ragged import Batch
 
 
@@ -35,15 +34,20 @@ class Loader:
     starts again at its end. Ranks have equal numbers of steps then, as synchronous training needs.
 
     `shuffle` is the number of records that are shuffled at a time, 0 for the order of the source. `workers`
-    threads read and as many decode, `transform` included; at most `prefetch` batches, and for each worker a
-    block that waits and one that is being read, are held. Data is divided by splits of `split_records`; a
-    source whose records are decoded in groups says their usual size by an attribute `group_records`.
+    threads read, as many decode large pieces, from which batches are cut, and as many run `transform` on each
+    batch. A `decode` or `transform` that is row-wise (see `steps.py`), as a `Decoder` and a `FeatureEngine`
+    are, is run on the large pieces instead, which is much faster. For each worker a block that waits and one
+    that is being read are held, and at most `prefetch` transformed batches. Batches of a piece share its
+    memory: copy what is to be kept for long.
+
+    Data is divided by splits of `split_records`; a source whose records are decoded in groups says their
+    usual size by an attribute `group_records`.
     """
 
     def __init__(
         self,
         source: Source,
-        decode: Callable[[pa.RecordBatch], Batch],
+        decode: Decode,
         batch_size: int,
         *,
         shuffle: int = 0,
@@ -55,7 +59,7 @@ class Loader:
         world: int = 1,
         workers: int = 2,
         prefetch: int = 4,
-        transform: Callable[[Batch], Batch] | None = None,
+        transform: Transform | None = None,
         split_records: int | None = None,
     ) -> None:
         at_least_one = {
@@ -70,7 +74,7 @@ class Loader:
                 raise ValueError(f"{name} must be at least 1, but is {value}.")
         check_rank(rank, world)
         self._source = source
-        self._decode = decode if transform is None else lambda records: transform(decode(records))
+        self._steps = Steps(decode, transform)
         self._plan = Plan(
             source.parts(),
             shuffle=shuffle,
@@ -79,7 +83,7 @@ class Loader:
             group_records=getattr(source, "group_records", None),
         )
         self._position = Position()
-        self._pipeline: Pipeline[Batch] | None = None
+        self._pipeline: Pipeline | None = None
         self._batch_size = batch_size
         self._epochs = epochs
         self._steps_per_epoch = steps_per_epoch
@@ -107,7 +111,7 @@ class Loader:
         pipeline = self._pipeline = Pipeline(
             self._source,
             self._jobs(self._position),
-            self._decode,
+            self._steps,
             batch_size=self._batch_size,
             drop_remainder=self._drop_remainder,
             workers=self._workers,
@@ -127,7 +131,7 @@ class Loader:
         finally:
             pipeline.close()
 
-    def _count(self, outcome: Outcome[Batch]) -> None:
+    def _count(self, outcome: Outcome) -> None:
         for receipt in outcome.receipts:
             self._position.add(receipt)
         self._position.steps += outcome.batch is not None

@@ -1,18 +1,21 @@
 """Reading ahead on threads, in order and within bounds.
 
 ```
- jobs ──► readers ──► readings (in order, one per reader) ──► decoders ──► outcomes (in order) ──► caller
+ jobs ──► readers ──► pieces (in order, in readings) ──► batches (in order) ──► caller
+                           preparers                         finishers
 ```
 
 A *job* is a block of records to read, or the rest of one. Readers take jobs in order, neighbours in a file
-together as one *reading*, and fill it with Arrow data; a reader keeps at most one block waiting, next to the
-one that it reads, and begins the next reading when its last has been used up. Decoders take turns to cut the
-readings into batches, then decode side by side. A batch needs one of `prefetch` tickets; the caller gives it
-back by taking the batch.
+together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
+the one that it reads, be it of the same reading or of its next. Preparers do to a piece
+what can be done to many batches' rows at once (see `steps.py`). Then batches are cut from the pieces. Mostly
+that is all, and the caller does it; but if there are steps for each batch, finishers cut in turns and do them
+side by side, each batch with one of `prefetch` tickets that the caller gives back by taking it.
 
 An error takes the place of the data that it prevented: the caller gets every batch before it, then the
-error. Closing wakes all threads; each ends at its next step. Nothing in here knows who the jobs come from,
-so they may as well be handed out by another process.
+error. A piece that cannot be prepared is cut as it was read, so that the batch that holds the fault fails.
+Closing wakes all threads; each ends at its next step. Nothing in here knows who the jobs come from, so they
+may as well be handed out by another process.
 """
 
 from __future__ import annotations
@@ -22,24 +25,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import pyarrow as pa
 
 from karvan.data.errors import DataError
 from karvan.data.position import Receipt
-from karvan.data.reading import Job, Piece, Reading, concatenated, regrouped, runs
+from karvan.data.reading import Buffer, Job, Piece, Reading, grouped, regrouped, runs
 from karvan.data.source import Source, Split
+from karvan.data.steps import Rows, Steps
+from karvan.data.threads import start
+from karvan.ragged import Batch
 
-T = TypeVar("T")
+_WORTH_PREPARING = (
+    16_384  # fewer records are joined first: the steps cost about as much for a few as for many
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[T]):
+class Outcome:
     """A batch, or nothing at the end, with what it takes from which blocks."""
 
-    batch: T | None
+    batch: Batch | None
     receipts: list[Receipt]
     error: BaseException | None = None
 
@@ -48,14 +56,14 @@ class Closed(Exception):  # noqa: N818 - not an error: it ends threads
     """The pipeline has been closed while somebody waited for it."""
 
 
-class Pipeline(Generic[T]):
+class Pipeline:
     """Threads that turn jobs into batches ahead of the caller; `next()` gives them in order."""
 
     def __init__(
         self,
         source: Source,
         jobs: Iterator[Job],
-        decode: Callable[[pa.RecordBatch], T],
+        steps: Steps,
         *,
         batch_size: int,
         drop_remainder: bool,
@@ -66,7 +74,7 @@ class Pipeline(Generic[T]):
     ) -> None:
         self._source = source
         self._runs = runs(jobs)
-        self._decode = decode
+        self._steps = steps
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
         self._buffer = buffer
@@ -78,26 +86,31 @@ class Pipeline(Generic[T]):
         self._all_taken = False
         self._tickets = prefetch
         self._cut = 0
-        self._outcomes: dict[int, Outcome[T]] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._handed = 0
         self._ended = False
         self._closed = False
-        loops = [self._read_loop] * workers + [self._decode_loop] * min(workers, prefetch)
-        self._threads = [threading.Thread(target=loop, name="karvan-data", daemon=True) for loop in loops]
         atexit.register(self.close)
-        for thread in self._threads:
-            thread.start()
+        self._threads = start(
+            [self._read_loop] * workers
+            + [self._prepare_loop] * (workers if steps.on_pieces else 0)
+            + [self._finish_loop] * (min(workers, prefetch) if steps.on_batches else 0)
+        )
 
-    def next(self) -> Outcome[T]:
+    def next(self) -> Outcome:
         """The next batch, or an outcome without one at the end; raises what a thread has met in its place."""
+        outcome = self._finished() if self._steps.on_batches else self._make(*self._cut_next())
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome
+
+    def _finished(self) -> Outcome:
         with self._changed:
             self._wait(lambda: self._handed in self._outcomes)
             outcome = self._outcomes.pop(self._handed)
             self._handed += 1
             self._tickets += 1
             self._changed.notify_all()
-        if outcome.error is not None:
-            raise outcome.error
         return outcome
 
     def close(self) -> None:
@@ -117,8 +130,9 @@ class Pipeline(Generic[T]):
             raise Closed
 
     def _read_loop(self) -> None:
+        buffer = Buffer()
         try:
-            while (reading := self._take_reading()) is not None:
+            while (reading := self._take_reading(buffer)) is not None:
                 try:
                     self._fill(reading)
                 except Closed:
@@ -128,17 +142,18 @@ class Pipeline(Generic[T]):
                 with self._changed:
                     reading.finished = True
                     self._changed.notify_all()
-                    self._wait(lambda: reading not in self._readings)
+                if reading.error is not None:
+                    return
         except Closed:
             pass
 
-    def _take_reading(self) -> Reading | None:
+    def _take_reading(self, buffer: Buffer) -> Reading | None:
         with self._taking:
             try:
                 jobs = None if self._closed or self._all_taken else next(self._runs, None)
-                reading = None if jobs is None else Reading(jobs)
+                reading = None if jobs is None else Reading(jobs, buffer)
             except BaseException as error:
-                reading = Reading(deque(), error=error, finished=True)
+                reading = Reading(deque(), buffer, error=error, finished=True)
             with self._changed:
                 self._all_taken = reading is None or reading.finished
                 if reading is not None:
@@ -147,20 +162,24 @@ class Pipeline(Generic[T]):
                 return None if self._all_taken else reading
 
     def _fill(self, reading: Reading) -> None:
-        jobs = list(reading.jobs)
+        for records in grouped(self._records(list(reading.jobs)), min(_WORTH_PREPARING, self._buffer)):
+            ready = not self._steps.on_pieces
+            self._put(reading, Piece(records, len(records), claimed=ready, ready=ready))
+
+    def _records(self, jobs: list[Job]) -> Iterator[pa.RecordBatch]:
+        """The records of neighbouring jobs, in their order."""
         splits = jobs[0].splits
         if len(jobs) > 1:
             last = jobs[-1].splits[0]
             splits = (Split(last.path, splits[0].first, last.first + last.count - splits[0].first),)
         if jobs[0].order is None:
             skip, split = jobs[0].skip, splits[0]
-            for batch in self._read(Split(split.path, split.first + skip, split.count - skip)):
-                self._put(reading, Piece(batch))
+            yield from self._read(Split(split.path, split.first + skip, split.count - skip))
             return
         batches = (batch for split in splits for batch in self._read(split))
         for job, block in zip(jobs, regrouped(batches, [job.records for job in jobs]), strict=True):
             assert job.order is not None
-            self._put(reading, Piece(block, job.order()[job.skip :]))
+            yield block.take(pa.array(job.order()[job.skip :]))
         next(batches, None)  # lets the count of the last split be checked
 
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
@@ -180,12 +199,33 @@ class Pipeline(Generic[T]):
 
     def _put(self, reading: Reading, piece: Piece) -> None:
         with self._changed:
-            self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
+            held = reading.buffer
+            self._wait(lambda: not held.records or held.records + piece.records <= self._buffer)
             reading.pieces.append(piece)
-            reading.buffered += piece.records
+            held.records += piece.records
             self._changed.notify_all()
 
-    def _decode_loop(self) -> None:
+    def _prepare_loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._wait(lambda: self._unprepared() is not None)
+                    piece = self._unprepared()
+                    assert piece is not None
+                    piece.claimed = True
+                with suppress(BaseException):  # the batch that holds the fault will meet it again
+                    piece.rows = self._steps.prepare(piece.rows)
+                with self._changed:
+                    piece.ready = True
+                    self._changed.notify_all()
+        except Closed:
+            pass
+
+    def _unprepared(self) -> Piece | None:
+        pieces = (piece for reading in self._readings for piece in reading.pieces)
+        return next((piece for piece in pieces if not piece.claimed), None)
+
+    def _finish_loop(self) -> None:
         try:
             while True:
                 with self._changed:
@@ -195,56 +235,71 @@ class Pipeline(Generic[T]):
                     if self._ended:
                         return
                     number = self._cut
-                    self._cut += 1
-                    pieces, receipts, error = self._cut_or_error()
-                    self._ended = error is not None or not pieces
-                batch: T | None = None
-                if error is None and pieces:
-                    try:
-                        batch = self._decode(concatenated([piece.rows() for piece in pieces]))
-                    except BaseException as failure:
-                        error, self._ended = failure, True
+                    parts, receipts, error = self._cut_next()
+                    self._ended = error is not None or not parts
+                outcome = self._make(parts, receipts, error)
+                self._ended |= outcome.error is not None
                 with self._changed:
-                    self._outcomes[number] = Outcome(batch, receipts, error)
+                    self._outcomes[number] = outcome
                     self._changed.notify_all()
         except Closed:
             pass
 
-    def _cut_or_error(self) -> tuple[list[Piece], list[Receipt], BaseException | None]:
+    def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> Outcome:
+        batch: Batch | None = None
+        if error is None and parts:
+            try:
+                batch = self._steps.finish(parts)
+            except BaseException as failure:
+                error = failure
+        return Outcome(batch, receipts, error)
+
+    def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
+        """The rows of the next batch; none at the end; or the error that came instead."""
         try:
             return self._cut_batch()
         except Closed:
             raise
-        except BaseException as error:  # the caller would wait for ever if it ended this thread
+        except BaseException as error:  # the caller would wait for ever if it ended a finisher
             return [], [], error
 
-    def _cut_batch(self) -> tuple[list[Piece], list[Receipt], BaseException | None]:
-        """The records of the next batch; none at the end; or the error that came instead."""
-        pieces: list[Piece] = []
+    def _cut_batch(self) -> tuple[list[Rows], list[Receipt], None]:
+        parts: list[Rows] = []
         receipts: list[Receipt] = []
-        missing = self._batch_size if self._cut - 1 != self._most_batches else 0
-        while missing:
-            with self._changed:
-                self._wait(lambda: bool(self._readings) or self._all_taken)
-                if not self._readings:
-                    break
-                reading = self._readings[0]
-                self._wait(lambda: bool(reading.pieces) or reading.finished)  # noqa: B023 - used at once
-                if not reading.pieces:
-                    if reading.error is not None:
-                        return [], [], reading.error
-                    self._readings.popleft()
-                    self._changed.notify_all()
-                    continue
-                piece, taken, last = reading.take(missing)
-                if reading.finished and not reading.pieces and reading.error is None:
-                    self._readings.popleft()
-                self._changed.notify_all()
-            pieces.append(piece)
+        missing = self._batch_size if self._cut != self._most_batches else 0
+        self._cut += 1
+        while missing and (reading := self._next_reading()) is not None:
+            count, rows, taken, last = reading.take(missing, self._batch_size)
+            parts.append(rows)
             receipts += taken
-            missing -= piece.records
+            missing -= count
+            if reading.is_used():
+                self._drop_used(reading)
             if last and missing and self._drop_remainder:
-                pieces, missing = [], self._batch_size
+                parts, missing = [], self._batch_size
             elif last:
                 break
-        return pieces, receipts, None
+        return parts, receipts, None
+
+    def _next_reading(self) -> Reading | None:
+        """The reading that the next rows come from, when they can be cut; None at the end."""
+        with self._changed:
+            while True:
+                self._wait(lambda: bool(self._readings) or self._all_taken)
+                if not self._readings:
+                    return None
+                reading = self._readings[0]
+                self._wait(lambda: reading.pieces[0].ready if reading.pieces else reading.finished)  # noqa: B023
+                if reading.pieces:
+                    return reading
+                if reading.error is not None:
+                    raise reading.error
+                self._readings.popleft()
+                self._changed.notify_all()
+
+    def _drop_used(self, reading: Reading) -> None:
+        with self._changed:
+            reading.buffer.records -= reading.pieces.popleft().records
+            if reading.finished and not reading.pieces and reading.error is None:
+                self._readings.popleft()
+            self._changed.notify_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +16,7 @@ from karvan.data.formats import open_files
 from karvan.data.frames import open_frame
 from karvan.data.loader import Loader
 from karvan.data.source import Source
-from karvan.ragged import Batch
+from karvan.data.steps import Transform
 
 
 def read(
@@ -36,7 +36,7 @@ def read(
     world: int = 1,
     workers: int = 2,
     prefetch: int = 4,
-    transform: Callable[[Batch], Batch] | None = None,
+    transform: Transform | None = None,
     split_records: int | None = None,
 ) -> Loader:
     """Read batches from files, from a frame or arrays in memory, or from a `Source`.

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from karvan.data.position import Receipt
 from karvan.data.source import Split
+from karvan.data.steps import Rows, split
 
 MOST_RECORDS_PER_READING = 1 << 20
 
@@ -33,27 +34,30 @@ class Job:
     """Whether it is the last of its epoch: batches do not span epochs."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Piece:
-    """Records, in the given order or, without one, as they are."""
+    """Records that were read together. They are prepared, then cut into batches."""
 
-    data: pa.RecordBatch
-    order: Order | None = None
+    rows: Rows
+    records: int
+    claimed: bool = False
+    """Whether a thread prepares it, or nothing is left to prepare."""
+    ready: bool = False
+    """Whether it can be cut."""
+    cuts: deque[tuple[int, Rows]] = field(default_factory=deque)
 
-    @property
-    def records(self) -> int:
-        """How many they are."""
-        return len(self.data) if self.order is None else len(self.order)
+    def cut(self, first: int, size: int) -> None:
+        """Cut it into up to `first` rows, then into runs of `size`, of which the last may be shorter."""
+        whole, rest = divmod(max(self.records - first, 0), size)
+        counts = [min(first, self.records), *[size] * whole, *[rest] * (rest > 0)]
+        self.cuts.extend(zip(counts, split(self.rows, counts), strict=True))
 
-    def cut(self, first: int, count: int) -> Piece:
-        """Some of them; nothing is copied."""
-        if self.order is None:
-            return Piece(self.data.slice(first, count))
-        return Piece(self.data, self.order[first : first + count])
 
-    def rows(self) -> pa.RecordBatch:
-        """The records in their order."""
-        return self.data if self.order is None else self.data.take(pa.array(self.order))
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """How many records a reader has put into its readings that have not been used."""
+
+    records: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,19 +65,18 @@ class Reading:
     """Jobs that are read in one go, and what has been read of them but not been used."""
 
     jobs: deque[Job]
+    buffer: Buffer
     pieces: deque[Piece] = field(default_factory=deque)
-    buffered: int = 0
     finished: bool = False
     error: BaseException | None = None
 
-    def take(self, count: int) -> tuple[Piece, list[Receipt], bool]:
-        """Up to `count` records of the first piece, their receipts, and whether an epoch ends with them."""
-        piece = self.pieces.popleft()
-        if piece.records > count:
-            self.pieces.appendleft(piece.cut(count, piece.records - count))
-            piece = piece.cut(0, count)
-        self.buffered -= piece.records
-        receipts, left, last = [], piece.records, False
+    def take(self, missing: int, batch_size: int) -> tuple[int, Rows, list[Receipt], bool]:
+        """Up to `missing` rows of the first piece, their receipts, and whether an epoch ends with them."""
+        piece = self.pieces[0]
+        if not piece.cuts:
+            piece.cut(missing, batch_size)
+        count, rows = piece.cuts.popleft()
+        receipts, left, last = [], count, False
         while left:
             job = self.jobs.popleft()
             handed = min(left, job.records - job.skip)
@@ -84,12 +87,34 @@ class Reading:
             if not complete:
                 self.jobs.appendleft(rest)
             last = complete and job.last
-        return piece, receipts, last
+        return count, rows, receipts, last
+
+    def is_used(self) -> bool:
+        """Whether all rows of the first piece have been taken."""
+        return not self.pieces[0].cuts
 
 
-def concatenated(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of all; a single one is not copied."""
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
+    """The same records in batches of at least `least`; before an error comes what came before it."""
+    held: list[pa.RecordBatch] = []
+    try:
+        for batch in batches:
+            held.append(batch)
+            if sum(map(len, held)) >= least:
+                yield joined(held)
+    except BaseException:
+        if held:
+            yield joined(held)
+        raise
+    if held:
+        yield joined(held)
+
+
+def joined(held: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of all, which are let go of; a single one is not copied."""
+    batch = held[0] if len(held) == 1 else pa.concat_batches(held)
+    held.clear()
+    return batch
 
 
 def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Iterator[pa.RecordBatch]:
@@ -98,11 +123,12 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
     for count in counts:
         held: list[pa.RecordBatch] = []
         while count:
-            batch = next(batches) if rest is None else rest
-            held.append(batch.slice(0, count))
-            count -= len(held[-1])
-            rest = batch.slice(len(held[-1])) if len(batch) > len(held[-1]) else None
-        yield concatenated(held)
+            rest = next(batches) if rest is None else rest
+            taken = min(count, len(rest))
+            held.append(rest.slice(0, taken))
+            rest = rest.slice(taken) if taken < len(rest) else None
+            count -= taken
+        yield joined(held)
 
 
 def runs(jobs: Iterator[Job]) -> Iterator[deque[Job]]:

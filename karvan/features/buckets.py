@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import Entry
 from karvan.features.numbers import INT64, NumberOp
 from karvan.features.op import GroupElementOp, Number, Op, expect_numbers, floats
+from karvan.ragged import Entry
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,10 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.features.layout import (
-    Entry,
-    as_offsets,
-    as_ragged,
-    check_rows,
-    describe,
-    keep,
-    offsets_from,
-    row_numbers,
-    rows_of,
-    values_of,
-)
+from karvan.features.layout import as_ragged, check_rows, describe, keep, row_numbers
 from karvan.features.op import RowOp, expect_ids
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets, offsets_from, rows_of, values_of
 
 
 def _check_columns(entries: tuple[Entry, ...]) -> None:

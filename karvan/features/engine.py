@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from karvan.features.feature import Feature
-from karvan.features.layout import Entry, values_of
 from karvan.features.numbers import Normalise
 from karvan.features.op import Job, run
 from karvan.features.plan import Stage, needs, plan, sources
 from karvan.features.statistics import Moments
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import values_of
 
 
 class FeatureEngine(nn.Module):
@@ -44,6 +44,11 @@ class FeatureEngine(nn.Module):
     def features(self) -> list[Feature]:
         """The features, in the order in which they were given, with fitted statistics."""
         return list(self._features.values())
+
+    @property
+    def row_wise(self) -> bool:
+        """Whether each row's features depend on that row alone; a `Loader` asks, to compute many at once."""
+        return all(op.row_wise for feature in self.features for op in feature.ops)
 
     def stages(self) -> list[Stage]:
         """The plan: which steps of which features run together."""

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.features.layout import Entry, as_offsets, describe, is_text, join_rows, values_of, with_values
+from karvan.features.layout import describe, is_text, with_values
 from karvan.features.op import Op, expect_text
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets, join_rows, values_of
 
 
 class StringOp(Op):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from karvan import ids
-from karvan.features.layout import Entry, as_offsets, describe, values_of
+from karvan.features.layout import describe
 from karvan.features.op import ElementOp, Number, Op, Step, expect_ids
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets, values_of
 
 SIGN = 1 << 63
 

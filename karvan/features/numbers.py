@@ -10,9 +10,13 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor
 
-from karvan.features.layout import Entry, describe, values_of
-from karvan.features.op import ElementOp, Number, expect_numbers, floats
+from karvan import _native
+from karvan.features.layout import describe
+from karvan.features.op import ElementOp, Number, expect_numbers, floats, kept
+from karvan.ragged import Entry
+from karvan.rows import values_of
 
+_WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
 INT64 = torch.iinfo(torch.int64)
 
 
@@ -32,8 +36,21 @@ class Log1p(NumberOp):
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """Exact also where x is tiny; half precision is computed in single."""
-        made = torch.log1p(floats(values))
-        return made.to(values.dtype) if values.is_floating_point() else made
+        made = _log1p(floats(values))
+        return kept(made, values)
+
+
+def _log1p(values: Tensor) -> Tensor:
+    """Torch's, or where that is possible the core's, which is nearly twice as fast."""
+    if not values.is_cpu or values.dtype != torch.float32 or values.requires_grad:
+        return torch.log1p(values)
+    if values.numel() < _WORTH_POOLING:
+        made = torch.empty_like(values, memory_format=torch.contiguous_format)
+    else:
+        pooled = _native.Buffer(4 * values.numel())  # fresh memory's page faults would cost as much again
+        made = torch.frombuffer(pooled, dtype=torch.float32, count=values.numel()).view(values.shape)
+    _native.log1p(values.contiguous().view(-1).numpy(), made.view(-1).numpy())
+    return made
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,7 @@ class Log(NumberOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """log x / log base."""
         made = torch.log(floats(values)) / parameters[0]
-        return made.to(values.dtype) if values.is_floating_point() else made
+        return kept(made, values)
 
 
 @dataclass(frozen=True)
@@ -97,10 +114,12 @@ class Clip(NumberOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """NaN stays NaN."""
         low, high = parameters
-        if not low.is_floating_point():
-            return torch.clamp(values.to(torch.int64), low, high)
-        made = torch.clamp(floats(values), low, high)
-        return made.to(values.dtype) if values.is_floating_point() else made
+        made = values.to(torch.int64) if not low.is_floating_point() else floats(values)
+        if low.is_cpu and low.numel() == 1:  # torch is much faster with numbers than with tensors of one
+            made = torch.clamp(made, low.item(), high.item())
+        else:
+            made = torch.clamp(made, low, high)
+        return kept(made, values)
 
 
 @dataclass(frozen=True)
@@ -137,7 +156,7 @@ class Normalise(NumberOp):
         """Half precision is computed in single."""
         mean, std = parameters
         made = (floats(values) - mean) / std
-        return made.to(values.dtype) if values.is_floating_point() else made
+        return kept(made, values)
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from karvan.features.layout import (
-    Entry,
-    check_rows,
-    describe,
-    is_text,
-    join_rows,
-    kind_of,
-    rows_of,
-    split_rows,
-    values_of,
-    with_values,
-)
+from karvan.features.layout import check_rows, describe, flat_values, is_text, kind_of, with_values
+from karvan.ragged import Entry
+from karvan.rows import join_rows, rows_of, split_rows, values_of
+
+_WORTH_JOINING = 16_384
+"""Values of an entry from which on a call of its own costs less than copying it next to the others."""
 
 Number = int | float
 
@@ -40,6 +34,9 @@ class Step(ABC):
 
     joins: ClassVar[bool] = False
     """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
+
+    row_wise: ClassVar[bool] = True
+    """Whether a row of the result depends on the same row of the entries alone."""
 
     @abstractmethod
     def parts(self) -> Sequence[Op]:
@@ -108,12 +105,13 @@ class GroupElementOp(Op):
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """Values of all entries in one tensor, computed, and handed back to their entries."""
         entries = [entry for (entry,) in arguments]
-        flat = [values_of(entry).reshape(-1) for entry in entries]
+        flat = [flat_values(entry) for entry in entries]
         counts = [int(part.shape[0]) for part in flat]
-        made = cls.compute_group(ops, flat[0] if len(flat) == 1 else torch.cat(flat), counts)
-        return [
-            with_values(entry, part) for entry, part in zip(entries, torch.split(made, counts), strict=True)
-        ]
+        if len(flat) == 1 or sum(counts) > len(counts) * _WORTH_JOINING:
+            made = [cls.compute_group([op], part, [n]) for op, part, n in zip(ops, flat, counts, strict=True)]
+        else:
+            made = list(torch.split(cls.compute_group(ops, torch.cat(flat), counts), counts))
+        return [with_values(entry, part) for entry, part in zip(entries, made, strict=True)]
 
     @classmethod
     @abstractmethod
@@ -201,7 +199,14 @@ def _constants(numbers: tuple[Number, ...], dtype: torch.dtype, device: torch.de
 
 def floats(values: Tensor) -> Tensor:
     """Values as float32, or float64 where they are."""
-    return values if values.dtype == torch.float64 else values.to(torch.float32)
+    return values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
+
+
+def kept(made: Tensor, values: Tensor) -> Tensor:
+    """What was made of floats, in their type; of others, as it is."""
+    if made.dtype == values.dtype or not values.is_floating_point():
+        return made
+    return made.to(values.dtype)
 
 
 def expect_numbers(entry: Entry) -> None:

@@ -9,20 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import (
-    Entry,
-    as_offsets,
-    as_ragged,
-    check_rows,
-    describe,
-    is_text,
-    keep,
-    offsets_from,
-    row_numbers,
-    values_of,
-)
+from karvan.features.layout import as_ragged, check_rows, describe, is_text, keep, row_numbers
 from karvan.features.op import Number, RowOp
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets, offsets_from, values_of
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import Entry, as_offsets, describe, is_text, keep, offsets_from, row_numbers
+from karvan.features.layout import describe, is_text, keep, row_numbers
 from karvan.features.op import ElementOp, RowOp, expect_text
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets, offsets_from
 
 
 @dataclass(frozen=True)

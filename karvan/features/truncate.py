@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import Entry, as_offsets, check_rows, describe, kind_of, take
+from karvan.features.layout import check_rows, describe, kind_of, take
 from karvan.features.op import GroupRowOp, Op, spread
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.rows import as_offsets
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from karvan import ids
 from karvan.features.hashing import StringOp
-from karvan.features.layout import Entry, describe, is_text
-from karvan.ragged import Ragged
+from karvan.features.layout import describe, is_text
+from karvan.ragged import Entry, Ragged
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Rows below one another: cutting entries and batches into runs of rows, and joining them.
+
+What is cut shares memory with what it was cut from. Nothing here changes a tensor it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from karvan.ragged import Batch, Entry, NestedRagged, Ragged
+
+
+def values_of(entry: Entry) -> Tensor:
+    """The values without their rows."""
+    return entry if isinstance(entry, Tensor) else entry.values
+
+
+def rows_of(entry: Entry) -> int:
+    """The number of rows."""
+    return int(entry.shape[0]) if isinstance(entry, Tensor) else entry.rows
+
+
+def as_offsets(entry: Ragged) -> Tensor:
+    """The offsets, also where None stands for one value a row."""
+    if entry.offsets is not None:
+        return entry.offsets
+    return torch.arange(entry.rows + 1, device=entry.values.device)
+
+
+def offsets_from(lengths: Tensor) -> Tensor:
+    """The offsets of rows of these lengths."""
+    offsets = lengths.new_zeros(lengths.shape[0] + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """One batch with the rows of all, which have the same entries of the same kinds."""
+    if len(batches) == 1:
+        return batches[0]
+    return Batch({name: join_rows([batch[name] for batch in batches]) for name in batches[0]})
+
+
+def join_rows(entries: Sequence[Entry]) -> Entry:
+    """One entry with the rows of all, which are of one kind."""
+    first = entries[0]
+    if len(entries) == 1:
+        return first
+    values = torch.cat([values_of(entry) for entry in entries])
+    raggeds = [entry for entry in entries if isinstance(entry, Ragged)]
+    if isinstance(first, Ragged):
+        weights = [entry.weights for entry in raggeds if entry.weights is not None]
+        plain = all(entry.offsets is None for entry in raggeds)
+        offsets = None if plain else join_offsets([as_offsets(entry) for entry in raggeds])
+        return Ragged(values, offsets, torch.cat(weights) if weights else None)
+    nested = [entry for entry in entries if isinstance(entry, NestedRagged)]
+    if isinstance(first, NestedRagged):
+        inner = join_offsets([entry.inner for entry in nested])
+        return NestedRagged(values, inner, join_offsets([entry.outer for entry in nested]))
+    return values
+
+
+def join_offsets(offsets: Sequence[Tensor]) -> Tensor:
+    """The offsets of rows that lie one after the other."""
+    return offsets_from(torch.cat([part.diff() for part in offsets]))
+
+
+def split_batch(batch: Batch, counts: Sequence[int]) -> list[Batch]:
+    """The first `counts[0]` rows, the next `counts[1]` rows, and so on; the counts add up to all rows."""
+    if not len(batch):
+        return [batch] * len(counts)
+    columns = [split_rows(entry, counts) for entry in batch.values()]
+    return [
+        Batch.trusted(dict(zip(batch, entries, strict=True)), count)
+        for count, *entries in zip(counts, *columns, strict=True)
+    ]
+
+
+def split_rows(entry: Entry, counts: Sequence[int]) -> list[Entry]:
+    """The first `counts[0]` rows, the next `counts[1]` rows, and so on."""
+    if len(counts) == 1:
+        return [entry]
+    if isinstance(entry, Tensor):
+        return list(torch.unsafe_split_with_sizes(entry, counts))
+    rows = list(accumulate(counts, initial=0))
+    if isinstance(entry, NestedRagged):
+        lists, outer = _cut(entry.outer, rows)
+        bounds, inner = _cut(entry.inner, lists)
+        return [
+            NestedRagged(entry.values[a:b], *offsets)
+            for (a, b), *offsets in zip(pairwise(bounds), inner, outer, strict=True)
+        ]
+    bounds = rows
+    offsets: Sequence[Tensor | None] = [None] * len(counts)
+    if entry.offsets is not None:
+        bounds, offsets = _cut(entry.offsets, rows)
+    return [
+        Ragged(entry.values[a:b], part, None if entry.weights is None else entry.weights[a:b])
+        for (a, b), part in zip(pairwise(bounds), offsets, strict=True)
+    ]
+
+
+def _cut(offsets: Tensor, rows: list[int]) -> tuple[list[int], Sequence[Tensor]]:
+    """Where the values of each run of rows begin and end, and the offsets within each."""
+    bounds = offsets[torch.tensor(rows, device=offsets.device)].tolist()
+    parts = [offsets[a : b + 1] - start for (a, b), start in zip(pairwise(rows), bounds, strict=False)]
+    return bounds, parts
