@@ -7,7 +7,7 @@
 
 A *job* is a block of records to read, or the rest of one. Readers take jobs in order, neighbours in a file
 together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
-the one that it reads, be it of the same reading or of its next. Preparers do to a piece
+the one that it reads, and begins the next reading when its last has been used up. Preparers do to a piece
 what can be done to many batches' rows at once (see `steps.py`). Then batches are cut from the pieces. Mostly
 that is all, and the caller does it; but if there are steps for each batch, finishers cut in turns and do them
 side by side, each batch with one of `prefetch` tickets that the caller gives back by taking it.
@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from karvan.data.errors import DataError
 from karvan.data.position import Receipt
-from karvan.data.reading import Buffer, Job, Piece, Reading, grouped, regrouped, runs
+from karvan.data.reading import Job, Piece, Reading, grouped, regrouped, runs
 from karvan.data.source import Source, Split
 from karvan.data.steps import Rows, Steps
 from karvan.data.threads import start
@@ -130,9 +130,8 @@ class Pipeline:
             raise Closed
 
     def _read_loop(self) -> None:
-        buffer = Buffer()
         try:
-            while (reading := self._take_reading(buffer)) is not None:
+            while (reading := self._take_reading()) is not None:
                 try:
                     self._fill(reading)
                 except Closed:
@@ -142,18 +141,17 @@ class Pipeline:
                 with self._changed:
                     reading.finished = True
                     self._changed.notify_all()
-                if reading.error is not None:
-                    return
+                    self._wait(lambda: reading not in self._readings)
         except Closed:
             pass
 
-    def _take_reading(self, buffer: Buffer) -> Reading | None:
+    def _take_reading(self) -> Reading | None:
         with self._taking:
             try:
                 jobs = None if self._closed or self._all_taken else next(self._runs, None)
-                reading = None if jobs is None else Reading(jobs, buffer)
+                reading = None if jobs is None else Reading(jobs)
             except BaseException as error:
-                reading = Reading(deque(), buffer, error=error, finished=True)
+                reading = Reading(deque(), error=error, finished=True)
             with self._changed:
                 self._all_taken = reading is None or reading.finished
                 if reading is not None:
@@ -165,6 +163,7 @@ class Pipeline:
         for records in grouped(self._records(list(reading.jobs)), min(_WORTH_PREPARING, self._buffer)):
             ready = not self._steps.on_pieces
             self._put(reading, Piece(records, len(records), claimed=ready, ready=ready))
+            del records  # they may have been used up before the next ones come
 
     def _records(self, jobs: list[Job]) -> Iterator[pa.RecordBatch]:
         """The records of neighbouring jobs, in their order."""
@@ -177,9 +176,11 @@ class Pipeline:
             yield from self._read(Split(split.path, split.first + skip, split.count - skip))
             return
         batches = (batch for split in splits for batch in self._read(split))
-        for job, block in zip(jobs, regrouped(batches, [job.records for job in jobs]), strict=True):
+        blocks = regrouped(batches, [job.records for job in jobs])
+        for job in jobs:
             assert job.order is not None
-            yield block.take(pa.array(job.order()[job.skip :]))
+            # No name for the block, which would keep it while the next one is read.
+            yield next(blocks).take(pa.array(job.order()[job.skip :]))
         next(batches, None)  # lets the count of the last split be checked
 
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
@@ -199,10 +200,9 @@ class Pipeline:
 
     def _put(self, reading: Reading, piece: Piece) -> None:
         with self._changed:
-            held = reading.buffer
-            self._wait(lambda: not held.records or held.records + piece.records <= self._buffer)
+            self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
             reading.pieces.append(piece)
-            held.records += piece.records
+            reading.buffered += piece.records
             self._changed.notify_all()
 
     def _prepare_loop(self) -> None:
@@ -299,7 +299,7 @@ class Pipeline:
 
     def _drop_used(self, reading: Reading) -> None:
         with self._changed:
-            reading.buffer.records -= reading.pieces.popleft().records
+            reading.buffered -= reading.pieces.popleft().records
             if reading.finished and not reading.pieces and reading.error is None:
                 self._readings.popleft()
             self._changed.notify_all()

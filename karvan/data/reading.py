@@ -54,19 +54,12 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
-    """How many records a reader has put into its readings that have not been used."""
-
-    records: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class Reading:
     """Jobs that are read in one go, and what has been read of them but not been used."""
 
     jobs: deque[Job]
-    buffer: Buffer
     pieces: deque[Piece] = field(default_factory=deque)
+    buffered: int = 0
     finished: bool = False
     error: BaseException | None = None
 
@@ -100,6 +93,7 @@ def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.Record
     try:
         for batch in batches:
             held.append(batch)
+            del batch  # it is let go of with the others
             if sum(map(len, held)) >= least:
                 yield joined(held)
     except BaseException:
