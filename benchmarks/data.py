@@ -159,7 +159,7 @@ def main() -> None:
     """Write files, time all candidates, print the tables and write the JSON."""
     args = parser((__doc__ or "").splitlines()[0]).parse_args()
     report = Report("data", args.quick)
-    rows = 200_000 if args.quick else 1_000_000
+    rows = 200_000 if args.quick else 2_000_000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_files(folder, rows)
@@ -171,7 +171,7 @@ def main() -> None:
         }
         held = list(islice(open_loader(folder, "parquet", features()), TRAINED))
         candidates["training"] = training_pass(held, NUMBERS, IDS)
-        seconds = medians(interleave(candidates, rounds=3 if args.quick else 7, burst=2))
+        seconds = medians(interleave(candidates, rounds=3 if args.quick else 5, burst=2))
     read = {name: rows // 4 if name.endswith("tsv") else rows for name in seconds}
     read["training"] = sum(batch.rows for batch in held)
     for name, each in seconds.items():

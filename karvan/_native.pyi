@@ -19,8 +19,15 @@ def parse_lines(
     Read a table of integers: a base for each column (0: not read), and for each that is read a row of values and one of bits, all set, of which those of empty cells are cleared. Returns how many those are in each, or None if the text is anything else than such a table.
     """
 
-def log1p(values: NDArray[numpy.float32], out: NDArray[numpy.float32]) -> None:
-    """out[i] becomes log(1 + values[i])."""
+def log1p(
+    values: Sequence[NDArray[numpy.float32]],
+    out: Sequence[NDArray[numpy.float32]],
+    low: Sequence[float],
+    high: Sequence[float],
+) -> None:
+    """
+    For each array of values, out[i] becomes log(1 + values[i]), after values outside of low and high are moved to the nearest.
+    """
 
 def farm64(data: bytes) -> int:
     """FarmHash Fingerprint64, as a signed number."""

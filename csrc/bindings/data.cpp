@@ -60,12 +60,18 @@ std::optional<std::vector<size_t>> parse(Bytes text, char delimiter, const std::
   return missing;
 }
 
-void log1p_of(Floats values, FloatsOut out) {
-  if (out.size() != values.size())
-    throw std::invalid_argument("out must have " + std::to_string(values.size()) + " entries, but has " +
-                                std::to_string(out.size()) + ".");
+void log1p_of(const std::vector<Floats>& values, const std::vector<FloatsOut>& out, const std::vector<float>& low,
+              const std::vector<float>& high) {
+  const size_t count = values.size();
+  if (out.size() != count || low.size() != count || high.size() != count)
+    throw std::invalid_argument("Expected an out, a low and a high for each of " + std::to_string(count) + " arrays.");
+  for (size_t i = 0; i < count; ++i)
+    if (out[i].size() != values[i].size())
+      throw std::invalid_argument("out must have " + std::to_string(values[i].size()) + " entries, but has " +
+                                  std::to_string(out[i].size()) + ".");
   nb::gil_scoped_release release;
-  karvan::log1p(values.data(), values.size(), out.data());
+  for (size_t i = 0; i < count; ++i)
+    karvan::log1p(values[i].data(), values[i].size(), out[i].data(), {low[i], high[i]});
 }
 
 }  // namespace
@@ -76,7 +82,9 @@ void bind_data(nb::module_& m) {
         "Read a table of integers: a base for each column (0: not read), and for each that is read a row of values "
         "and one of bits, all set, of which those of empty cells are cleared. Returns how many those are in each, "
         "or None if the text is anything else than such a table.");
-  m.def("log1p", &log1p_of, "values"_a.noconvert(), "out"_a.noconvert(), "out[i] becomes log(1 + values[i]).");
+  m.def("log1p", &log1p_of, "values"_a, "out"_a, "low"_a, "high"_a,
+        "For each array of values, out[i] becomes log(1 + values[i]), after values outside of low and high are moved to "
+        "the nearest.");
 }
 
 }  // namespace karvan::bindings

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -54,4 +55,23 @@ TEST(log1p_of_a_value_does_not_depend_on_its_neighbours) {
   for (int i = 0; i < 37; ++i) values.push_back(static_cast<float>(i * i) * 0.37f - 0.9f);
   log1p(values.data(), values.size(), made.data());
   for (int i = 0; i < 37; ++i) CHECK_EQ(std::bit_cast<uint32_t>(made[i]), std::bit_cast<uint32_t>(one(values[i])));
+}
+
+TEST(log1p_within_limits_is_that_of_the_clipped_value) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  std::vector<float> values{-infinity, -3, -1, -0.5f, 0, 1e-6f, 0.25f, 1, 2, 7.5f, 1e30f, infinity};
+  while (values.size() < 1100) values.push_back(static_cast<float>(values.size()) * 0.01f - 4);
+  std::vector<float> made(values.size());
+  for (const Limits limits : {Limits{}, Limits{.low = 0}, Limits{.high = 2}, Limits{-0.5f, 5}}) {
+    log1p(values.data(), values.size(), made.data(), limits);
+    bool same = true;
+    for (size_t i = 0; i < values.size(); ++i) {
+      const float expected = one(std::min(std::max(values[i], limits.low), limits.high));
+      same &= std::isnan(expected) ? std::isnan(made[i]) : made[i] == expected;
+    }
+    CHECK(same);
+  }
+  const float none = std::numeric_limits<float>::quiet_NaN();
+  log1p(&none, 1, made.data(), {0, 1});
+  CHECK(std::isnan(made[0]));
 }

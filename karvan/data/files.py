@@ -78,11 +78,12 @@ class FileSource(ABC):
     def parts(self) -> list[Part]:
         """All files, with their counts of records."""
         first, *others = self._files.paths
-        layouts = [self._layout(first)]
-        if others:
-            with ThreadPoolExecutor(min(len(others), 8)) as pool:
-                layouts += pool.map(self._layout, others)
-        return [Part(path, layout.records) for path, layout in zip(self._files.paths, layouts, strict=True)]
+        self._layout(first)
+        unknown = [path for path in others if path not in self._layouts]
+        if unknown:
+            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
+                list(pool.map(self._layout, unknown))
+        return [Part(path, self._layouts[path].records) for path in self._files.paths]
 
     @property
     def group_records(self) -> int | None:

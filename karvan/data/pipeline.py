@@ -7,10 +7,11 @@
 
 A *job* is a block of records to read, or the rest of one. Readers take jobs in order, neighbours in a file
 together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
-the one that it reads, and begins the next reading when its last has been used up. Preparers do to a piece
-what can be done to many batches' rows at once (see `steps.py`). Then batches are cut from the pieces. Mostly
-that is all, and the caller does it; but if there are steps for each batch, finishers cut in turns and do them
-side by side, each batch with one of `prefetch` tickets that the caller gives back by taking it.
+the one that it reads, be it of the same reading or of its next, and, if it is its turn, the one that batches
+are cut from. Preparers do to a piece what can be done to many batches' rows at once (see
+`steps.py`). Then batches are cut from the pieces. Mostly that is all, and the caller does it; but if there
+are steps for each batch, finishers cut in turns and do them side by side, each batch with one of `prefetch`
+tickets that the caller gives back by taking it.
 
 An error takes the place of the data that it prevented: the caller gets every batch before it, then the
 error. A piece that cannot be prepared is cut as it was read, so that the batch that holds the fault fails.
@@ -141,7 +142,7 @@ class Pipeline:
                 with self._changed:
                     reading.finished = True
                     self._changed.notify_all()
-                    self._wait(lambda: reading not in self._readings)
+                    self._wait(lambda: not reading.buffered and reading.error is None)
         except Closed:
             pass
 
@@ -291,6 +292,9 @@ class Pipeline:
                 reading = self._readings[0]
                 self._wait(lambda: reading.pieces[0].ready if reading.pieces else reading.finished)  # noqa: B023
                 if reading.pieces:
+                    # Where finishers hold batches, the room for them is that of the piece they are cut from.
+                    if not self._steps.on_batches and reading.let_go():
+                        self._changed.notify_all()
                     return reading
                 if reading.error is not None:
                     raise reading.error
@@ -299,7 +303,8 @@ class Pipeline:
 
     def _drop_used(self, reading: Reading) -> None:
         with self._changed:
-            reading.buffered -= reading.pieces.popleft().records
+            reading.let_go()
+            reading.pieces.popleft()
             if reading.finished and not reading.pieces and reading.error is None:
                 self._readings.popleft()
             self._changed.notify_all()

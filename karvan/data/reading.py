@@ -44,6 +44,8 @@ class Piece:
     """Whether a thread prepares it, or nothing is left to prepare."""
     ready: bool = False
     """Whether it can be cut."""
+    waits: bool = True
+    """Whether it counts as read ahead; one that batches are cut from does not."""
     cuts: deque[tuple[int, Rows]] = field(default_factory=deque)
 
     def cut(self, first: int, size: int) -> None:
@@ -60,8 +62,16 @@ class Reading:
     jobs: deque[Job]
     pieces: deque[Piece] = field(default_factory=deque)
     buffered: int = 0
+    """Records that wait."""
     finished: bool = False
     error: BaseException | None = None
+
+    def let_go(self) -> bool:
+        """Note that the first piece waits no longer, unless that is known; gives whether it was not."""
+        piece = self.pieces[0]
+        waited, piece.waits = piece.waits, False
+        self.buffered -= piece.records if waited else 0
+        return waited
 
     def take(self, missing: int, batch_size: int) -> tuple[int, Rows, list[Receipt], bool]:
         """Up to `missing` rows of the first piece, their receipts, and whether an epoch ends with them."""

@@ -127,6 +127,8 @@ class Feature:
 
     def log1p(self) -> Feature:
         """log(1 + x)."""
+        if self.ops and isinstance(self.ops[-1], Clip):  # both in one pass
+            return replace(self, ops=(*self.ops[:-1], Log1p(self.ops[-1])))
         return self.then(Log1p())
 
     def log(self, base: float = math.e) -> Feature:

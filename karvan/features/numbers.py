@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from karvan import _native
-from karvan.features.layout import describe
-from karvan.features.op import ElementOp, Number, expect_numbers, floats, kept
+from karvan.features.layout import describe, flat_values, with_values
+from karvan.features.op import ElementOp, Number, Op, expect_numbers, floats, kept
 from karvan.ragged import Entry
 from karvan.rows import values_of
 
@@ -26,31 +26,6 @@ class NumberOp(ElementOp):
     def check(self, *entries: Entry) -> None:
         """Strings are no numbers."""
         expect_numbers(*entries)
-
-
-@dataclass(frozen=True)
-class Log1p(NumberOp):
-    """log(1 + x), as floats."""
-
-    name: ClassVar[str] = "log1p"
-
-    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """Exact also where x is tiny; half precision is computed in single."""
-        made = _log1p(floats(values))
-        return kept(made, values)
-
-
-def _log1p(values: Tensor) -> Tensor:
-    """Torch's, or where that is possible the core's, which is nearly twice as fast."""
-    if not values.is_cpu or values.dtype != torch.float32 or values.requires_grad:
-        return torch.log1p(values)
-    if values.numel() < _WORTH_POOLING:
-        made = torch.empty_like(values, memory_format=torch.contiguous_format)
-    else:
-        pooled = _native.Buffer(4 * values.numel())  # fresh memory's page faults would cost as much again
-        made = torch.frombuffer(pooled, dtype=torch.float32, count=values.numel()).view(values.shape)
-    _native.log1p(values.contiguous().view(-1).numpy(), made.view(-1).numpy())
-    return made
 
 
 @dataclass(frozen=True)
@@ -120,6 +95,58 @@ class Clip(NumberOp):
         else:
             made = torch.clamp(made, low, high)
         return kept(made, values)
+
+
+@dataclass(frozen=True)
+class Log1p(NumberOp):
+    """log(1 + x), as floats; of clipped numbers if `clip` is given, which is how a clip before it is kept."""
+
+    clip: Clip | None = None
+    name: ClassVar[str] = "log1p"
+
+    def settings(self) -> Hashable:
+        """Limits may differ."""
+        return None if self.clip is None else self.clip.settings()
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """The core's, where that is possible: one call for all, nearly twice as fast as torch's."""
+        entries = [entry for (entry,) in arguments]
+        values = [flat_values(entry) for entry in entries]
+        if any(not each.is_cpu or each.dtype != torch.float32 or each.requires_grad for each in values):
+            return super().run_group(ops, arguments)
+        limits = [op.clip.parameters(torch.float32) for op in ops if isinstance(op, cls) and op.clip]
+        made = _empty_like(values)
+        _native.log1p(
+            [each.contiguous().numpy() for each in values],
+            [each.numpy() for each in made],
+            [float(low) for low, _ in limits] or [-math.inf] * len(values),
+            [float(high) for _, high in limits] or [math.inf] * len(values),
+        )
+        return [with_values(entry, each) for entry, each in zip(entries, made, strict=True)]
+
+    @classmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The clip is made first, as if it were a step of its own."""
+        clips = [op.clip for op in ops if isinstance(op, cls) and op.clip]
+        if clips:
+            values = Clip.compute_group(clips, values, counts)
+        return super().compute_group(ops, values, counts)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Exact also where x is tiny; half precision is computed in single."""
+        return kept(torch.log1p(floats(values)), values)
+
+
+def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for as many floats; much of it from the core's pool, since clearing fresh pages takes long."""
+    counts = [int(each.shape[0]) for each in values]
+    total = sum(counts)
+    if total < _WORTH_POOLING:
+        made = torch.empty(total)
+    else:
+        made = torch.frombuffer(_native.Buffer(4 * total), dtype=torch.float32, count=total)
+    return list(torch.split(made, counts))
 
 
 @dataclass(frozen=True)
