@@ -37,8 +37,8 @@ class Loader:
     threads read, as many decode large pieces, from which batches are cut, and as many run `transform` on each
     batch. A `decode` or `transform` that is row-wise (see `steps.py`), as a `Decoder` and a `FeatureEngine`
     are, is run on the large pieces instead, which is much faster. For each worker a block that waits and one
-    that is being read are held, next to the one that batches are cut from; of batches that are transformed one
-    by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be kept for long.
+    that is being read are held, next to the one that batches are cut from; of batches that are transformed
+    one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be kept for long.
 
     Data is divided by splits of `split_records`; a source whose records are decoded in groups says their
     usual size by an attribute `group_records`.
