@@ -22,6 +22,7 @@ from karvan.data.errors import DataError, located, reason
 
 PathLike = str | os.PathLike[str]
 
+_OF_PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs")
 _HINTS = dict.fromkeys(
     ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
 )
@@ -84,12 +85,15 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
     fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
     head, tail = text[:cut] + query, text[cut:]
+    scheme = text.partition("://")[0]
     try:
         system, inside = fs.FileSystem.from_uri(head)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):  # not one of pyarrow's
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        if scheme in _OF_PYARROW and isinstance(error, pa.ArrowInvalid):
+            raise DataError(f"The URL cannot be read: {reason(error)}", path=text) from error
         system, inside = _fsspec(text, head)
     except OSError as error:
-        hint = _HINTS.get(text.partition("://")[0], "")
+        hint = _HINTS.get(scheme, "")
         raise DataError(f"The file system cannot be opened: {reason(error)}{hint}", path=text) from error
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
 

@@ -89,6 +89,11 @@ def test_a_missing_bucket_or_key_is_an_error_that_names_it(s3):
             find(path)
 
 
+def test_an_option_that_a_file_system_does_not_have_is_an_error_that_names_it():
+    with pytest.raises(DataError, match=r"^s3://names/b.csv: The URL cannot be read:.*'bogus'"):
+        find("s3://names/b.csv?bogus=1")
+
+
 def test_a_file_system_that_cannot_be_opened_says_what_it_needs():
     with pytest.raises(DataError, match=r"^hdfs://name:8020/x: The file system.*needs Java and Hadoop"):
         find("hdfs://name:8020/x")
