@@ -8,6 +8,7 @@ namespace karvan {
 namespace {
 
 constexpr size_t kChunkBytes = size_t{32} << 20;
+constexpr size_t kWorthTouching = 4 * kHugePage;  // in smaller arenas, of which there may be many, a page is much memory
 
 }  // namespace
 
@@ -45,7 +46,7 @@ void RowArena::touch_ahead(double phase) {
   const size_t used = bytes(), ahead = used + static_cast<size_t>(phase * kHugePage);
   const size_t chunk = ahead / chunk_bytes, page = ahead % chunk_bytes / kHugePage * kHugePage;
   const size_t place = chunk * chunk_bytes + page;
-  if (used < kHugePage / 2 || place < used || place <= touched_ || chunk >> (32 - shift_)) return;
+  if (used < kWorthTouching || place < used || place <= touched_ || chunk >> (32 - shift_)) return;
   make_chunks(static_cast<uint32_t>(chunk) + 1);
   touched_ = place;
   static_cast<volatile char*>(directory()[chunk])[page] = 0;  // nobody has the row yet, and it is zero

@@ -39,9 +39,8 @@ from karvan.data.steps import Rows, Steps
 from karvan.data.threads import start
 from karvan.ragged import Batch
 
-_WORTH_PREPARING = (
-    16_384  # fewer records are joined first: the steps cost about as much for a few as for many
-)
+_WORTH_PREPARING = 16_384
+"""Fewer records are joined first: the steps cost about as much for a few as for many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +289,7 @@ class Pipeline:
                 if not self._readings:
                     return None
                 reading = self._readings[0]
-                self._wait(lambda: reading.pieces[0].ready if reading.pieces else reading.finished)  # noqa: B023
+                self._wait(reading.goes_on)
                 if reading.pieces:
                     # Where finishers hold batches, the room for them is that of the piece they are cut from.
                     if not self._steps.on_batches and reading.let_go():

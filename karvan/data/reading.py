@@ -66,6 +66,10 @@ class Reading:
     finished: bool = False
     error: BaseException | None = None
 
+    def goes_on(self) -> bool:
+        """Whether its next rows can be cut, or nothing more will come."""
+        return self.pieces[0].ready if self.pieces else self.finished
+
     def let_go(self) -> bool:
         """Note that the first piece waits no longer, unless that is known; gives whether it was not."""
         piece = self.pieces[0]
