@@ -128,10 +128,39 @@ class Table:
         counts: NDArray[numpy.uint32],
         last_steps: NDArray[numpy.uint32],
     ) -> None: ...
+    def clock(self) -> list[tuple[int, float]]:
+        """Steps and their times, which a time to live is measured by."""
+
+    def set_clock(self, clock: Sequence[tuple[int, float]]) -> None: ...
     def filter_counts(self) -> NDArray[numpy.uint8]:
         """The admission filter's counters, to be saved with the rows."""
 
     def set_filter_counts(self, counts: NDArray[numpy.uint8]) -> None: ...
+
+class Capture:
+    """
+    A table as it was at one moment, read part by part while training goes on.
+    """
+
+    def part(self, part: int) -> tuple:
+        """The rows of a part; each part once, in ascending order."""
+
+    def erased(self) -> NDArray[numpy.int64]:
+        """Keys that left since the capture before; some may have come back."""
+
+    def close(self) -> None: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def kept(self) -> int:
+        """Rows that were copied because training was about to change them."""
+
+def capture(tables: Sequence[tuple[Table, int, int | None]], track: bool) -> list[Capture]:
+    """
+    Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it.
+    """
 
 class Rule:
     """An optimizer's rule and its numbers for one step."""

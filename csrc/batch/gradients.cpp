@@ -13,6 +13,7 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputG
       tables_(plan_->tables_),
       dims_(plan_->dims_),
       version_(plan_->version_),
+      looked_up_(plan_->version_),
       row_epoch_(plan_->row_epoch_) {
   std::vector<GradientSource> sources;
   std::vector<KeySource> keys;
@@ -134,6 +135,12 @@ void Gradients::apply(const std::vector<const Rule*>& rules, const std::vector<u
   for (uint32_t s = 0; s < tables_.size(); ++s)
     if (rules[s] && !finite_[s] && unique_in(s)) tables_[s]->skipped_updates.fetch_add(1);
   const KeyGroups& g = groups();
+  for (uint32_t s = 0; s < tables_.size(); ++s) {
+    if (!rules[s] || !finite_[s] || !tables_[s]->is_late(looked_up_[s])) continue;
+    const KeyGroups::Slot& slot = g.slots[s];
+    for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b)
+      tables_[s]->before_late_change(g.hash.data() + g.begin[b], row() + g.begin[b], g.unique[b], looked_up_[s]);
+  }
   each_bucket([&](uint32_t b) {
     const uint32_t s = g.slot_of[b];
     if (!rules[s] || !finite_[s]) return;
@@ -192,9 +199,11 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
   sum->reduce(sources, feature_of);
   for (uint32_t s = 0; s < sum->dims_.size(); ++s)
     for (Gradients* part : parts) sum->finite_[s] &= part->finite_[s];
-  for (const auto& table : sum->tables_) {
-    sum->version_.push_back(table->version());
-    sum->row_epoch_.push_back(table->row_epoch());
+  for (uint32_t s = 0; s < sum->tables_.size(); ++s) {
+    sum->version_.push_back(sum->tables_[s]->version());
+    sum->row_epoch_.push_back(sum->tables_[s]->row_epoch());
+    sum->looked_up_.push_back(UINT64_MAX);
+    for (const Gradients* part : parts) sum->looked_up_[s] = std::min(sum->looked_up_[s], part->looked_up_[s]);
   }
   return sum;
 }

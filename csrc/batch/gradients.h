@@ -50,7 +50,9 @@ class Gradients {
   Array<uint32_t> own_row_;                // by unique key; the plan's unless grouped anew
   std::vector<Array<float>> values_;       // by slot; a bucket's part starts where its positions do
   std::vector<uint8_t> finite_;
-  std::vector<uint64_t> version_, row_epoch_;
+  std::vector<uint64_t> version_;          // of the tables, when rows were last found
+  std::vector<uint64_t> looked_up_;        // of the tables, at the lookup
+  std::vector<uint64_t> row_epoch_;
 };
 
 }  // namespace karvan

@@ -182,6 +182,7 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
   const uint64_t* const hashes = groups_.hash.data() + first;
   const uint32_t* const counts = groups_.count.data() + first;
   uint32_t* const rows = row_.data() + first;
+  if (training) table.before_use(hashes, count);
   Bucket* home[kFindTogether];
   uint32_t further[kFindTogether], left = 0;
   Bucket nowhere{};  // takes the writes of keys that are not at home
@@ -219,6 +220,7 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
       table.rejected.fetch_add(1, std::memory_order_relaxed);
     }
   }
+  if (training) table.note_changes(rows, count);
 }
 
 void Plan::reserve(uint32_t slot, const std::vector<Unit>& units) {

@@ -2,9 +2,11 @@
 // type, device and layout, and keeps them alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
@@ -116,6 +118,12 @@ std::shared_ptr<Table> make_table(std::string name, uint32_t dim, const std::str
   return std::make_shared<Table>(std::move(config));
 }
 
+auto to_keys(const std::vector<uint64_t>& hashes) {
+  Array<uint64_t> keys(hashes.size());
+  for (size_t i = 0; i < hashes.size(); ++i) keys[i] = unmix(hashes[i]);
+  return to_numpy<int64_t>(std::move(keys), {hashes.size()});
+}
+
 auto evicted_since(const Table& table, uint64_t version) {
   if (!table.evictions().knows(version))
     throw std::invalid_argument("Table '" + table.config().name + "' remembers evictions since version " +
@@ -123,9 +131,7 @@ auto evicted_since(const Table& table, uint64_t version) {
                                 std::to_string(version) + ": take a full snapshot instead.");
   std::vector<uint64_t> hashes;
   table.evictions().each_since(version, [&](uint64_t hash) { hashes.push_back(hash); });
-  Array<uint64_t> keys(hashes.size());
-  for (size_t i = 0; i < hashes.size(); ++i) keys[i] = unmix(hashes[i]);
-  return to_numpy<int64_t>(std::move(keys), {hashes.size()});
+  return to_keys(hashes);
 }
 
 void expect(const Table& table, const char* what, size_t got, size_t expected) {
@@ -176,6 +182,55 @@ void apply(Table& table, const std::vector<std::tuple<Keys, Floats, uint64_t>>& 
   operation([&] { table.apply(raw, rule, step); });
 }
 
+auto to_arrays(RowSet set, const RowLayout& layout) {
+  const size_t n = set.rows;
+  return nb::make_tuple(to_numpy<int64_t>(std::move(set.keys), {n}),
+                        to_numpy<float>(std::move(set.vectors), {n, layout.dim}),
+                        to_numpy<float>(std::move(set.state), {n, layout.state}),
+                        to_numpy<uint32_t>(std::move(set.counts), {n}),
+                        to_numpy<uint32_t>(std::move(set.last_steps), {n}));
+}
+
+using Wanted = std::tuple<std::shared_ptr<Table>, uint32_t, std::optional<uint64_t>>;
+
+std::vector<std::unique_ptr<Capture>> capture(const std::vector<Wanted>& tables, bool track) {
+  std::vector<std::unique_ptr<Capture>> made;
+  nb::gil_scoped_release release;
+  try {
+    Exclusive exclusive;
+    for (const auto& [table, parts, since] : tables) made.push_back(Table::capture(table, parts, track, since));
+  } catch (...) {
+    made.clear();  // closing takes the right to operate, which must have been given back
+    throw;
+  }
+  return made;
+}
+
+void bind_capture(nb::module_& m) {
+  nb::class_<Capture>(m, "Capture", "A table as it was at one moment, read part by part while training goes on.")
+      .def("part",
+           [](Capture& c, uint32_t part) {
+             RowSet set = [&] {
+               nb::gil_scoped_release release;
+               return c.part(part);
+             }();
+             return to_arrays(std::move(set), c.layout());
+           },
+           "part"_a, "The rows of a part; each part once, in ascending order.")
+      .def("erased", [](const Capture& c) { return to_keys(c.erased()); },
+           "Keys that left since the capture before; some may have come back.")
+      .def("close",
+           [](Capture& c) {
+             nb::gil_scoped_release release;
+             c.close();
+           })
+      .def_prop_ro("version", &Capture::version)
+      .def_prop_ro("parts", &Capture::parts)
+      .def_prop_ro("kept", &Capture::kept, "Rows that were copied because training was about to change them.");
+  m.def("capture", &capture, "tables"_a, "track"_a,
+        "Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it.");
+}
+
 void bind_table(nb::module_& m) {
   nb::class_<Table>(m, "Table", "64-bit keys and their rows.")
       .def(nb::new_(&make_table), "name"_a, "dim"_a, "dtype"_a, "init"_a, "seed"_a, "admit"_a, "evict"_a, "shards"_a)
@@ -222,16 +277,20 @@ void bind_table(nb::module_& m) {
            "version"_a)
       .def("snapshot",
            [](Table& t, uint32_t part, uint32_t parts) {
-             RowSet set = operation([&] { return t.snapshot(part, parts); });
-             const size_t n = set.rows;
-             return nb::make_tuple(to_numpy<int64_t>(std::move(set.keys), {n}),
-                                   to_numpy<float>(std::move(set.vectors), {n, t.layout().dim}),
-                                   to_numpy<float>(std::move(set.state), {n, t.layout().state}),
-                                   to_numpy<uint32_t>(std::move(set.counts), {n}),
-                                   to_numpy<uint32_t>(std::move(set.last_steps), {n}));
+             return to_arrays(operation([&] { return t.snapshot(part, parts); }), t.layout());
            },
            "part"_a = 0, "parts"_a = 1)
       .def("load", &load, "keys"_a, "vectors"_a, "state"_a.none(), "counts"_a, "last_steps"_a)
+      .def("clock",
+           [](Table& t) {
+             return operation([&] { return t.clock(); });
+           },
+           "Steps and their times, which a time to live is measured by.")
+      .def("set_clock",
+           [](Table& t, std::vector<std::pair<uint64_t, double>> clock) {
+             operation([&] { t.clock() = std::move(clock); });
+           },
+           "clock"_a)
       .def("filter_counts",
            [](Table& t) {
              Array<uint8_t> copy(t.filter().bytes());
@@ -256,6 +315,7 @@ void bind_table(nb::module_& m) {
 
 void bind_store(nb::module_& m) {
   bind_table(m);
+  bind_capture(m);
 
   nb::class_<Rule>(m, "Rule", "An optimizer's rule and its numbers for one step.")
       .def("__init__", [](Rule* r, const std::string& kind) { new (r) Rule{.kind = named(kRules, kind, "rule")}; },

@@ -52,6 +52,7 @@ uint64_t Table::erase_where(F&& doomed) {
     Shard& shard = shards_[s];
     shard.index.erase_if([&](Entry e) {
       if (!doomed(e)) return false;
+      if (capture_) capture_->before_change(e);
       gone[s].push_back(e.hash());
       shard.free.push_back(e.row());
       return true;
@@ -173,6 +174,7 @@ uint64_t Table::erase_keys(const uint64_t* keys, size_t count) {
     Shard& shard = shards_[shard_of(hash)];
     const Entry entry = shard.index.find(hash);
     if (!entry) continue;
+    if (capture_) capture_->before_change(entry);
     shard.free.push_back(entry.row());
     shard.index.erase(entry);
     --shard.rows;

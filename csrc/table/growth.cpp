@@ -78,6 +78,11 @@ void Table::advance(uint64_t moves) {
 }
 
 void Table::reserve(const std::vector<uint32_t>& new_keys_per_shard) {
+  if (changes_) {
+    uint64_t rows = taken_rows() + uint64_t{most_run()} * shards();
+    for (uint32_t fresh : new_keys_per_shard) rows += fresh;
+    changes_->make_room(static_cast<uint32_t>(std::min<uint64_t>(rows, UINT32_MAX)));
+  }
   uint64_t fullest = 0;
   double load = 0;
   const auto look = [&] {

@@ -9,6 +9,7 @@
 // leave is free for those that follow. Homes from `sweep` on have moved, so each key has one place to be. Moving is a walk
 // backwards through the array, not a random scatter, and takes no more memory than the larger array has.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -90,6 +91,18 @@ class ShardIndex {
     each_in(now_, old_ ? moved_to(sweep_) : 0, homes_ ? homes_ + tail(homes_) : 0, f);
   }
 
+  // The same for entries with from <= hash <= to, both of this shard.
+  template <class F>
+  void each_between(uint64_t from, uint64_t to, F&& f) const {
+    const auto within = [&](Entry e) {
+      if (from <= e.hash() && e.hash() <= to) f(e);
+    };
+    const uint64_t low = from << shift_, high = to << shift_;
+    if (old_) walk(old_, scale(low, old_homes_), scale(high, old_homes_), sweep_, within);
+    const uint32_t first = old_ ? moved_to(sweep_) : 0, last = scale(high, homes_);
+    if (last >= first) walk(now_, std::max(first, scale(low, homes_)), last, homes_ + tail(homes_), within);
+  }
+
   // Erases the entries for which f(Entry) is true. Not while growing.
   template <class F>
   void erase_if(F&& f) {
@@ -115,6 +128,13 @@ class ShardIndex {
   template <class F>
   static void each_in(Bucket* buckets, uint32_t begin, uint32_t end, F& f) {
     for (uint32_t b = begin; b < end; ++b)
+      for (uint32_t slot = 0; slot < buckets[b].fill; ++slot) f(Entry{buckets + b, slot});
+  }
+
+  // Entries with homes from first to last: where they end up is a bucket that no full ones lead to.
+  template <class F>
+  static void walk(Bucket* buckets, uint32_t first, uint32_t last, uint32_t end, F& f) {
+    for (uint32_t b = first; b < end && (b <= last || buckets[b - 1].fill == Bucket::kEntries); ++b)
       for (uint32_t slot = 0; slot < buckets[b].fill; ++slot) f(Entry{buckets + b, slot});
   }
 

@@ -33,6 +33,8 @@ void Table::lookup(const uint64_t* keys, const uint32_t* counts, size_t count, b
       row[i] = entry ? entry.row() : 0;
       if (!training) continue;
       if (entry) {
+        if (capture_) capture_->before_change(entry);
+        note_changes(&row[i], 1);
         entry.count() = entry.count() > UINT32_MAX - counts[i] ? UINT32_MAX : entry.count() + counts[i];
         entry.last() = step;
       } else if (admit(hash, counts[i])) {
@@ -101,6 +103,8 @@ void Table::apply(const std::vector<Push>& pushes, const Rule& rule, uint64_t st
     }
     gradients = sums.data();
   }
+  for (const Push& push : pushes)
+    if (is_late(push.version)) before_late_change(hashes.data(), rows.data(), rows.size(), push.version);
   parallel(static_cast<uint32_t>((rows.size() + kPerTask - 1) / kPerTask), [&](uint32_t task) {
     const size_t first = task * kPerTask, last = std::min(rows.size(), first + kPerTask);
     kernels().apply({view(), layout_, &rule, rows.data() + first, hashes.data() + first, gradients + first * layout_.dim,

@@ -17,6 +17,22 @@ struct Found {
 
 }  // namespace
 
+RowSet::RowSet(size_t count, const RowLayout& layout)
+    : rows(count),
+      keys(count),
+      vectors(count * layout.dim),
+      state(count * layout.state),
+      counts(count),
+      last_steps(count) {}
+
+void RowSet::put(size_t at, uint64_t hash, uint32_t uses, uint32_t last, const char* row, const RowLayout& layout) {
+  keys[at] = unmix(hash);
+  counts[at] = uses;
+  last_steps[at] = last;
+  read_vector(row, layout, vectors.data() + at * layout.dim);
+  if (layout.state) std::memcpy(state.data() + at * layout.state, row + layout.vector_bytes(), 4 * layout.state);
+}
+
 RowSet Table::snapshot(uint32_t part, uint32_t parts) {
   std::vector<std::vector<Found>> found(shards());
   parallel(shards(), [&](uint32_t s) {
@@ -29,27 +45,14 @@ RowSet Table::snapshot(uint32_t part, uint32_t parts) {
   std::vector<size_t> start(shards() + 1, 0);
   for (uint32_t s = 0; s < shards(); ++s) start[s + 1] = start[s] + found[s].size();
 
-  RowSet set;
-  set.rows = start.back();
-  set.keys = Array<uint64_t>(set.rows);
-  set.vectors = Array<float>(set.rows * layout_.dim);
-  set.state = Array<float>(set.rows * layout_.state);
-  set.counts = Array<uint32_t>(set.rows);
-  set.last_steps = Array<uint32_t>(set.rows);
+  RowSet set(start.back(), layout_);
   const RowsView view = arena_->view();
   parallel(shards(), [&](uint32_t s) {
     constexpr size_t kAhead = 16;
     for (size_t i = 0; i < found[s].size(); ++i) {
       if (i + kAhead < found[s].size()) __builtin_prefetch(view.at(found[s][i + kAhead].row));
       const Found& f = found[s][i];
-      const size_t at = start[s] + i;
-      const char* row = view.at(f.row);
-      set.keys[at] = unmix(f.hash);
-      set.counts[at] = f.count;
-      set.last_steps[at] = f.last;
-      read_vector(row, layout_, set.vectors.data() + at * layout_.dim);
-      if (layout_.state)
-        std::memcpy(set.state.data() + at * layout_.state, row + layout_.vector_bytes(), 4 * layout_.state);
+      set.put(start[s] + i, f.hash, f.count, f.last, view.at(f.row), layout_);
     }
   });
   return set;
@@ -70,7 +73,9 @@ void Table::load(const uint64_t* keys, size_t count, const float* vectors, const
       Entry entry = find(hash);
       uint32_t row;
       if (entry) {
+        if (capture_) capture_->before_change(entry);
         row = entry.row();
+        note_changes(&row, 1);
         entry.count() = counts[i];
         entry.last() = last_steps[i];
       } else {

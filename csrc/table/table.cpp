@@ -68,6 +68,8 @@ bool Table::admit(uint64_t hash, uint32_t times) {
   return true;
 }
 
+uint32_t Table::most_run() const { return static_cast<uint32_t>(kRunBytes / layout_.stride() + 1); }
+
 uint32_t Table::take_row(Shard& shard) {
   if (!shard.free.empty()) {
     const uint32_t row = shard.free.back();
@@ -77,7 +79,7 @@ uint32_t Table::take_row(Shard& shard) {
   if (shard.block == shard.block_end) {
     // Runs keep the rows of a shard together, which means fewer pages to translate while its keys are worked on. Their
     // sizes vary, because shards fill at the same pace and would all take their next runs, and pages, in the same batch.
-    const uint64_t most = std::clamp<uint64_t>(shard.rows / 64, 1, kRunBytes / layout_.stride() + 1);
+    const uint64_t most = std::clamp<uint64_t>(shard.rows / 64, 1, most_run());
     const auto size = static_cast<uint32_t>(most - mix(shard.rows) % (most / 2 + 1));
     shard.block = arena_->take(size);
     shard.block_end = shard.block + size;
@@ -103,6 +105,8 @@ uint32_t Table::insert(uint64_t hash, uint32_t times, uint32_t step) {
     initialise(config_.init, stream_, hash, vector.data(), static_cast<int>(layout_.dim));
     write_row(place, vector.data(), initial_state_.data());
   }
+  if (capture_) [[unlikely]] capture_->is_new(row);
+  note_changes(&row, 1);
   shard.index.insert(hash, row, times, step);
   ++shard.rows;
   ++shard.inserted;
@@ -114,6 +118,8 @@ void Table::set_state(const std::vector<float>& initial, bool fresh) {
     initial_state_ = initial;
     return;
   }
+  if (capture_) capture_->keep_all();
+  changes_.reset();  // rows get other numbers: the next capture is a whole one
   const RowLayout before = layout_;
   std::unique_ptr<RowArena> old = std::move(arena_);
   layout_.state = static_cast<uint32_t>(initial.size());
@@ -135,6 +141,7 @@ void Table::set_state(const std::vector<float>& initial, bool fresh) {
 }
 
 void Table::clear() {
+  if (capture_) capture_->keep_all();
   std::vector<uint64_t> hashes;
   for (const Shard& shard : shards_) shard.index.each([&](Entry entry) { hashes.push_back(entry.hash()); });
   evicted_ += hashes.size();
@@ -143,6 +150,10 @@ void Table::clear() {
   buckets_ = Pages();
   homes_ = 0;
   arena_ = std::make_unique<RowArena>(layout_.stride());
+  if (changes_) {  // all keys are in the log of those that left
+    changes_ = std::make_unique<RowBits>();
+    changes_->make_room(taken_rows());
+  }
   if (filter_.bytes()) filter_ = CountingFilter(config_.admit.slots);
   for (Shard& shard : shards_) {
     const uint64_t inserted = shard.inserted;

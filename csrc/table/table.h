@@ -3,14 +3,17 @@
 // Keys are split by the top bits of their hash into shards; in a batch operation one thread works on a shard at a time,
 // so nothing is locked. All methods except the per-shard ones are for the thread that runs the operation.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "hash/mix.h"
 #include "memory/arena.h"
 #include "memory/buffer.h"
+#include "table/capture.h"
 #include "table/evictions.h"
 #include "table/filter.h"
 #include "table/index.h"
@@ -27,6 +30,8 @@ struct TableStats {
 
 // Rows in order of their hash, one array for each part of them.
 struct RowSet {
+  RowSet(size_t count, const RowLayout& layout);
+  void put(size_t at, uint64_t hash, uint32_t uses, uint32_t last, const char* row, const RowLayout& layout);
   size_t rows = 0;
   Array<uint64_t> keys;
   Array<float> vectors, state;
@@ -94,6 +99,41 @@ class Table {
   void load(const uint64_t* keys, size_t count, const float* vectors, const float* state, const uint32_t* counts,
             const uint32_t* last_steps);
   CountingFilter& filter() { return filter_; }
+  std::vector<std::pair<uint64_t, double>>& clock() { return clock_; }  // for TTL: (step, time) now and then
+
+  // All rows as they are now, or those that changed since `since`, the version of the capture before; see Capture. With
+  // `track`, changes from now on are noted for the next one. One capture at a time.
+  static std::unique_ptr<Capture> capture(const std::shared_ptr<Table>& table, uint32_t parts, bool track,
+                                          std::optional<uint64_t> since);
+  // Before the rows of these keys, found for training, change. For the owner of their shards.
+  __attribute__((always_inline)) void before_use(const uint64_t* hashes, size_t count) {
+    if (capture_) [[unlikely]] keep_before_use(hashes, count);
+  }
+  // Rows that are used in training, in order to be changed.
+  __attribute__((always_inline)) void note_changes(const uint32_t* rows, size_t count) {
+    if (changes_) [[unlikely]]
+      for (size_t i = 0; i < count; ++i) changes_->add(rows[i]);
+  }
+  // Whether a lookup at `version` was before the capture, or before changes were noted; its gradients are then a change
+  // that the lookup did not announce. For one thread alone.
+  bool is_late(uint64_t version) const {
+    return (capture_ && version <= capture_->version()) || (changes_ && version <= changes_since_);
+  }
+  void before_late_change(const uint64_t* hashes, const uint32_t* rows, size_t count, uint64_t version);
+  void set_capture(Capture* capture) { capture_ = capture; }
+  uint32_t taken_rows() const { return arena_->taken(); }
+  template <class F>
+  void each_entry(F&& f) const {
+    for (const Shard& shard : shards_) shard.index.each(f);
+  }
+  template <class F>
+  void each_between(uint64_t from, uint64_t to, F&& f) const {  // keys with from <= hash <= to, in no order
+    for (uint32_t s = shard_of(from); s <= shard_of(to); ++s) {
+      const uint64_t first = shard_bits_ ? static_cast<uint64_t>(s) << (64 - shard_bits_) : 0;
+      const uint64_t last = first + (UINT64_MAX >> shard_bits_);
+      shards_[s].index.each_between(std::max(from, first), std::min(to, last), f);
+    }
+  }
 
   std::atomic<uint64_t> rejected{0}, dropped_gradients{0}, skipped_updates{0};
 
@@ -112,12 +152,14 @@ class Table {
   void settle() { advance(UINT64_MAX); }   // finishes growth
   std::vector<std::vector<uint32_t>> by_shard(const uint64_t* keys, size_t count) const;  // places in keys
   uint32_t take_row(Shard& shard);
+  uint32_t most_run() const;               // rows that a shard takes at once, at most
   void write_row(char* row, const float* vector, const float* state);
   template <class F>
   uint64_t erase_where(F&& doomed);        // doomed(Entry) -> bool
   std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: has left since the lookup
   uint64_t evict_least(uint64_t count, bool by_use_count);
   uint64_t note_evicted(std::vector<uint64_t> hashes);  // returns how many
+  void keep_before_use(const uint64_t* hashes, size_t count);
 
   TableConfig config_;
   RowLayout layout_;
@@ -137,6 +179,9 @@ class Table {
   EvictionLog evictions_;
   std::vector<std::pair<uint64_t, double>> clock_;  // (step, time) now and then: turns a TTL into a step
   uint64_t version_ = 0, row_epoch_ = 0, evicted_ = 0;
+  Capture* capture_ = nullptr;            // the one that is being read
+  std::unique_ptr<RowBits> changes_;      // rows used since changes_since_; null: nobody asked
+  uint64_t changes_since_ = 0;
 };
 
 }  // namespace karvan

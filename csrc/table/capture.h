@@ -1,0 +1,96 @@
+// A table as it was at one moment, read part by part while training goes on.
+//
+// Parts are equal ranges of the key hash, read in ascending order, a slice at a time; between two slices batch
+// operations run. One that is about to change, overwrite or remove a row that has not been read yet has the row copied
+// first. A bit for each row says that it has been copied, or that it was not there at that moment; so a row is copied
+// once at most, and memory grows only with the rows that training touches before the reader comes by.
+//
+// A capture of changes gives only rows that changed since the capture before. Which those are, the table notes in a set
+// of rows (`RowBits`) that the capture takes over.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "table/index.h"
+#include "table/layout.h"
+
+namespace karvan {
+
+class Table;
+struct RowSet;
+
+// A set of row numbers. Threads may add at the same time; it is made larger by one thread alone.
+class RowBits {
+ public:
+  void make_room(uint32_t rows);  // for numbers below it; those that are new to it are not in the set
+  uint32_t room() const { return static_cast<uint32_t>(words_ * 64); }
+  bool has(uint32_t row) const { return word(row).load(std::memory_order_relaxed) >> (row & 63) & 1; }
+  void add(uint32_t row) {
+    // Mostly it is there already, and reading is cheaper than an atomic write.
+    if (!has(row)) word(row).fetch_or(uint64_t{1} << (row & 63), std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<uint64_t>& word(uint32_t row) const { return bits_[row >> 6]; }
+  std::unique_ptr<std::atomic<uint64_t>[]> bits_;
+  size_t words_ = 0;
+};
+
+class Capture {
+ public:
+  // Inside of a batch operation. `parts` is a power of two. With `changes` only rows in it are given.
+  Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<RowBits> changes, std::vector<uint64_t> erased);
+  ~Capture() { close(); }
+  Capture(const Capture&) = delete;
+  Capture& operator=(const Capture&) = delete;
+
+  // Outside of batch operations. Each part once, in ascending order; std::invalid_argument otherwise.
+  RowSet part(uint32_t part);
+  void close();  // lets go of what has not been read
+
+  uint32_t parts() const { return parts_; }
+  const RowLayout& layout() const { return layout_; }
+  uint64_t version() const { return version_; }
+  const std::vector<uint64_t>& erased() const { return erased_; }  // hashes of keys that left since the capture before
+  uint64_t kept() const { return kept_.load(std::memory_order_relaxed); }  // rows that were copied ahead of a change
+
+  // For the table, inside of a batch operation and for the owner of the key's shard: before a row changes or leaves,
+  // and when a row's number has been given to a new key.
+  void before_change(const Entry& entry);
+  void is_new(uint32_t row) {
+    if (row < limit_) seen_.add(row);
+  }
+  // Copies all that has not been read: the table is about to lay out its rows anew.
+  void keep_all();
+
+ private:
+  struct Found {
+    uint64_t hash;
+    uint32_t row, count, last;
+  };
+  struct Copies {  // of rows, as they lie in the table
+    std::vector<Found> entries;
+    std::vector<char> rows;
+  };
+  void copy(const Found& found, Copies& to) const;
+  void read_slice(uint64_t from, uint64_t to, Copies& out);  // hashes from <= h <= to
+  RowSet laid_out(const Copies& copies) const;
+
+  std::shared_ptr<Table> table_;
+  RowLayout layout_;
+  uint32_t parts_, next_ = 0;
+  int list_shift_;         // a hash's list, by its top bits; one list belongs to one part and to one shard
+  uint32_t limit_;         // rows from this number on are new
+  uint64_t version_, rows_;
+  std::unique_ptr<RowBits> changes_;
+  std::vector<uint64_t> erased_;
+  RowBits seen_;
+  uint64_t read_below_ = 0;  // hashes below it have been read
+  std::vector<Copies> kept_lists_;
+  std::atomic<uint64_t> kept_{0};
+  bool all_kept_ = false;
+};
+
+}  // namespace karvan
