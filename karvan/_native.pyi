@@ -252,12 +252,20 @@ class Plan:
         Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.
         """
 
+def prepare(program: Program, inputs: Sequence[int]) -> Plan:
+    """
+    Groups a batch's keys ahead, on the caller's thread, beside whatever runs.
+    """
+
 def forward(
     program: Program, tables: Sequence[Table], inputs: Sequence[int], training: bool, step: int, now: float
 ) -> Plan:
     """
     Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.
     """
+
+def forward_prepared(plan: Plan, tables: Sequence[Table], training: bool, step: int, now: float) -> None:
+    """The same for a batch that was prepared."""
 
 def thread_count() -> int:
     """How many threads a batch operation uses."""

@@ -61,6 +61,11 @@ Plan::Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<Fe
   vectors_.resize(slots);
 }
 
+void Plan::group() {
+  groups_.group_all();
+  grouped_ = true;
+}
+
 void Plan::check(const Feature& feature) const {
   const FeatureInput& in = feature.in;
   if (!in.offsets) {
@@ -263,15 +268,16 @@ void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
 // A slot with few positions is one thread's work from its keys to its outputs: everything stays in that core's cache.
 // A larger one is everybody's work, step by step. Slots have tables of their own, so threads never meet.
 void Plan::run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step) {
+  if (!tables_.empty()) throw std::logic_error("a plan is run once");
   tables_ = std::move(tables);
   version_.resize(tables_.size());
   row_epoch_.resize(tables_.size());
-  groups_.group_large();
+  if (!grouped_) groups_.group_large();
   for (uint32_t s = 0; s < tables_.size(); ++s)
     if (!groups_.slots[s].small) run_slot(s, training, step);
   parallel(static_cast<uint32_t>(tables_.size()), [&](uint32_t s) {
     if (!groups_.slots[s].small) return;
-    groups_.group_small(s);
+    if (!grouped_) groups_.group_small(s);
     run_slot(s, training, step);
   });
 }

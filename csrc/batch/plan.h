@@ -42,11 +42,14 @@ class Plan {
   // Checks the offsets: std::invalid_argument names feature and table. No table is touched.
   Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<FeatureInput> inputs, uint32_t slots);
 
+  // Distinct keys and their positions, a function of the batch alone, so it may be called ahead; run() does it otherwise.
+  void group();
+
   // Rows from tables, one for each slot, then the outputs. Training inserts unknown keys, counts uses, notes the step.
+  // Once for a plan.
   void run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step);
 
-  // The same with vectors from elsewhere: for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
-  void group() { groups_.group_all(); }
+  // The same with vectors from elsewhere, after group(): for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
   uint64_t unique_in(uint32_t slot) const { return groups_.unique_in(slot); }
   void unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const;
   void run(const std::vector<const float*>& vectors);
@@ -89,6 +92,7 @@ class Plan {
   std::vector<uint32_t> dims_;                 // by slot
   std::vector<std::vector<uint32_t>> users_;   // by slot: its features
   KeyGroups groups_;
+  bool grouped_ = false;
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash

@@ -182,6 +182,12 @@ void apply(Table& table, const std::vector<std::tuple<Keys, Floats, uint64_t>>& 
   operation([&] { table.apply(raw, rule, step); });
 }
 
+void run(Plan& plan, const std::vector<std::shared_ptr<Table>>& tables, bool training, uint32_t step, double now) {
+  plan.run(tables, training, step);
+  if (training)
+    for (const auto& table : tables) table->maintain(step, now);
+}
+
 auto to_arrays(RowSet set, const RowLayout& layout) {
   const size_t n = set.rows;
   return nb::make_tuple(to_numpy<int64_t>(std::move(set.keys), {n}),
@@ -413,20 +419,36 @@ void bind_store(nb::module_& m) {
            "Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.");
 
   m.def(
+      "prepare",
+      [](const Program& program, const std::vector<uint64_t>& inputs) {
+        std::vector<FeatureInput> made = make_inputs(program, inputs);
+        nb::gil_scoped_release release;
+        const Alone alone;
+        auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
+        plan->group();
+        return plan;
+      },
+      "program"_a, "inputs"_a, "Groups a batch's keys ahead, on the caller's thread, beside whatever runs.");
+
+  m.def(
       "forward",
       [](const Program& program, const std::vector<std::shared_ptr<Table>>& tables, const std::vector<uint64_t>& inputs,
          bool training, uint32_t step, double now) {
         std::vector<FeatureInput> made = make_inputs(program, inputs);
         return operation([&] {
           auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
-          plan->run(tables, training, step);
-          if (training)
-            for (const auto& table : tables) table->maintain(step, now);
+          run(*plan, tables, training, step, now);
           return plan;
         });
       },
       "program"_a, "tables"_a, "inputs"_a, "training"_a, "step"_a, "now"_a,
       "Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.");
+
+  m.def(
+      "forward_prepared",
+      [](std::shared_ptr<Plan> plan, const std::vector<std::shared_ptr<Table>>& tables, bool training, uint32_t step,
+         double now) { operation([&] { run(*plan, tables, training, step, now); }); },
+      "plan"_a, "tables"_a, "training"_a, "step"_a, "now"_a, "The same for a batch that was prepared.");
 }
 
 }  // namespace karvan::bindings

@@ -180,6 +180,9 @@ Process& process() {
 
 Exclusive::Exclusive() : lock_(process().running) {}
 
+Alone::Alone() : before_(inside_task) { inside_task = true; }
+Alone::~Alone() { inside_task = before_; }
+
 int thread_count() { return process().wanted.load(); }
 
 void set_thread_count(int count) { process().wanted.store(std::max(1, count)); }

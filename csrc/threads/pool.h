@@ -37,6 +37,19 @@ class Exclusive {
   std::unique_lock<std::mutex> lock_;
 };
 
+// While it lives, this thread runs parallel() by itself. Work that touches no table needs no Exclusive then, and can be
+// done beside an operation.
+class Alone {
+ public:
+  Alone();
+  ~Alone();
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+
+ private:
+  bool before_;
+};
+
 int thread_count();
 void set_thread_count(int count);  // count >= 1; takes effect with the next operation
 
