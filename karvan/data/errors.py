@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,10 @@ import pyarrow as pa
 
 # What pyarrow and the file systems raise for bytes they cannot make sense of.
 _FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)
+
+
+# Google's client tells an error's text, and then tells it again among other details.
+_GOOGLE = re.compile(r"google::cloud::Status\((.*?) error_info=\{.*")
 
 
 class DataError(ValueError):
@@ -39,4 +44,4 @@ def located(path: str | None = None, place: str | None = None, column: str | Non
 def reason(error: BaseException) -> str:
     """The first line of an error's text, which is what a reader needs."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return _GOOGLE.sub(r"\1", lines[0]) if lines else type(error).__name__

@@ -23,6 +23,7 @@ from karvan.data.errors import DataError, located, reason
 PathLike = str | os.PathLike[str]
 
 _OF_PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs")
+_TRIED_FOR = 30  # seconds; Google's client would try to reach its server for a quarter of an hour
 _HINTS = dict.fromkeys(
     ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
 )
@@ -81,11 +82,14 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
     if "://" not in text:
         return fs.LocalFileSystem(), str(Path(text).expanduser())
     text, query = _split_query(text)
+    scheme = text.partition("://")[0]
+    if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in query:
+        query = f"{query}&" if query else "?"
+        query += f"retry_limit_seconds={_TRIED_FOR}"
     # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
     fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
     head, tail = text[:cut] + query, text[cut:]
-    scheme = text.partition("://")[0]
     try:
         system, inside = fs.FileSystem.from_uri(head)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
@@ -98,18 +102,25 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
 
 
+def join(path: str, name: str) -> str:
+    """A path or URL inside of a folder; options of a file system stay at the end."""
+    text, query = _split_query(path)
+    return f"{text.rstrip('/')}/{name}{query}"
+
+
 def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
     """Folders below `root` that match a glob, sorted, without the root; looked up anew each time."""
     if isinstance(system, fs.PyFileSystem):
         system.handler.fs.invalidate_cache()  # of fsspec
+    listing = _Listing(system)
     found = [""]
     for segment in pattern.strip("/").split("/"):
         fits = re.compile(translate(segment))
         found = [
-            f"{above}/{info.base_name}"
+            f"{above}/{name}"
             for above in found
-            for info in system.get_file_info(fs.FileSelector(root + above, allow_not_found=True))
-            if info.type == fs.FileType.Directory and fits.fullmatch(info.base_name)
+            for name, is_folder in listing.inside(root + above)
+            if is_folder and fits.fullmatch(name)
         ]
     return sorted(path[1:] for path in found)
 
@@ -117,6 +128,40 @@ def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
 def exists(system: fs.FileSystem, path: str) -> bool:
     """Whether there is a file."""
     return bool(system.get_file_info(path).type == fs.FileType.File)
+
+
+class _Listing:
+    """What lies in folders, without what lies in folders of theirs.
+
+    Google's storage has objects and no folders, and pyarrow lists only those folders for which a writer left
+    an object. So everything below the first folder that is asked for is listed there, all at once, and the
+    folders are taken from the objects' names.
+    """
+
+    def __init__(self, system: fs.FileSystem) -> None:
+        self._system = system
+        self._below: dict[str, set[tuple[str, bool]]] = {}
+
+    def inside(self, folder: str) -> Iterable[tuple[str, bool]]:
+        """Names, and whether each is a folder; none for a folder that is not there."""
+        if self._system.type_name != "gcs":
+            listed = self._system.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+            return [(info.base_name, info.type == fs.FileType.Directory) for info in listed]
+        if folder not in self._below:
+            self._below[folder] = set()
+            for info in self._system.get_file_info(
+                fs.FileSelector(folder, allow_not_found=True, recursive=True)
+            ):
+                self._add(folder, info.path, info.type == fs.FileType.Directory)
+        return self._below[folder]
+
+    def _add(self, root: str, path: str, is_folder: bool) -> None:
+        above, _, name = path.rpartition("/")
+        inside = self._below.setdefault(above, set())
+        if (name, is_folder) not in inside:
+            inside.add((name, is_folder))
+            if above != root:
+                self._add(root, above, True)
 
 
 def _split_query(url: str) -> tuple[str, str]:
@@ -148,7 +193,7 @@ def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
     elif info.type == fs.FileType.Directory:
         yield from _inside(system, path)
     elif any(mark in path for mark in "*?["):
-        yield from sorted(_match(system, "", path.split("/")))
+        yield from sorted(set(_match(system, _Listing(system), "", path.split("/"))))
 
 
 def _inside(system: fs.FileSystem, folder: str) -> list[str]:
@@ -158,7 +203,7 @@ def _inside(system: fs.FileSystem, folder: str) -> list[str]:
     return sorted(name for name in names if not _hidden(name[len(base) :]))
 
 
-def _match(system: fs.FileSystem, done: str, segments: list[str]) -> Iterator[str]:
+def _match(system: fs.FileSystem, listing: _Listing, done: str, segments: list[str]) -> Iterator[str]:
     """Files below `done` that match the segments of a glob; a folder that matches wholly is read inside."""
     while segments and not any(mark in segments[0] for mark in "*?["):
         done, segments = done + segments[0] + ("/" if len(segments) > 1 else ""), segments[1:]
@@ -171,21 +216,20 @@ def _match(system: fs.FileSystem, done: str, segments: list[str]) -> Iterator[st
         return
     segment, rest = segments[0], segments[1:]
     if segment == "**":
-        yield from _match(system, done, rest or ["*"])
+        yield from _match(system, listing, done, rest or ["*"])
     fits = re.compile(translate("*" if segment == "**" else segment))
-    for info in system.get_file_info(fs.FileSelector(done.rstrip("/") or done or ".", allow_not_found=True)):
-        name = info.base_name
+    for name, is_folder in listing.inside(done.rstrip("/") or done or "."):
         if (_hidden(name) and not segment.startswith(name[0])) or not fits.fullmatch(name):
             continue
         inner = done + name
         if segment == "**":
-            if info.type == fs.FileType.Directory:
-                yield from _match(system, inner + "/", segments)
+            if is_folder:
+                yield from _match(system, listing, inner + "/", segments)
         elif rest:
-            if info.type == fs.FileType.Directory:
-                yield from _match(system, inner + "/", rest)
+            if is_folder:
+                yield from _match(system, listing, inner + "/", rest)
         else:
-            yield from _match(system, inner, [])
+            yield from _match(system, listing, inner, [])
 
 
 def _hidden(path: str) -> bool:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.data.errors import located
 from karvan.data.loader import Loader
-from karvan.data.paths import PathLike, exists, folders, resolve
+from karvan.data.paths import PathLike, exists, folders, join, resolve
 from karvan.data.position import merge
 
 
@@ -35,8 +36,8 @@ class Window:
 class Windows:
     """The folders under `root` that match `pattern`, one window each, as they become complete.
 
-    `root` is a path or the URL of any file system. `read` makes the loader of a folder. `poll` is how many
-    seconds pass between looks at the root.
+    `root` is a path or the URL of any file system. `read` makes the loader of a folder, whose URL ends in the
+    options that the root's ends in. `poll` is how many seconds pass between looks at the root.
     """
 
     def __init__(
@@ -125,9 +126,10 @@ class Windows:
         if self._closed.is_set():
             self._over = True
             return None
-        # Before the folders: those that came before the end marker are then all seen.
-        ending = exists(self._files, f"{self._root}/{self._end}")
-        names = folders(self._files, self._root, self._pattern)
+        with located(self._named):
+            # Before the folders: those that came before the end marker are then all seen.
+            ending = exists(self._files, f"{self._root}/{self._end}")
+            names = folders(self._files, self._root, self._pattern)
         if self._resumed is not None:
             if self._after not in names:
                 raise FileNotFoundError(
@@ -143,12 +145,13 @@ class Windows:
     def _is_complete(self, names: list[str], ending: bool) -> bool:
         if self._complete is None:
             return ending or len(names) > 1
-        return exists(self._files, f"{self._root}/{names[0]}/{self._complete}")
+        with located(self._named):
+            return exists(self._files, f"{self._root}/{names[0]}/{self._complete}")
 
     def _open(self, name: str | None) -> Window | None:
         if name is None:
             return None
-        loader = self._read(f"{self._named}/{name}")
+        loader = self._read(join(self._named, name))
         if self._resumed is not None:
             loader.load_state_dict(self._resumed["position"])
             self._resumed = None

@@ -1,86 +1,95 @@
-"""A server that speaks as much of S3's protocol as reading needs."""
+"""What servers of object storage have in common: buckets of objects, listed in pages and read in ranges.
 
-import threading
+A server is a process of its own, because pyarrow holds Python's lock while it opens an object of Google's
+storage: a thread of the test's process could never answer.
+"""
+
+import subprocess
+import sys
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from pathlib import Path
+from threading import Thread
+from urllib.parse import parse_qs, urlsplit
 
-PAGE = 3  # so few keys to a page that every listing takes several
+PAGE = 3  # so few names to a page that every listing takes several
 
 
 @contextmanager
-def serving(buckets):
-    """Serve `{bucket: {key: bytes}}`; gives host and port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.buckets = buckets
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def serving(protocol, folder):
+    """Serve the folders inside of a folder as buckets, by `cloud_{protocol}.py`; gives host and port."""
+    command = [sys.executable, Path(__file__).with_name(f"cloud_{protocol}.py"), folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process.stdout.readline().strip()
 
 
-class _Handler(BaseHTTPRequestHandler):
+def serve(handler, folder):
+    """Answer by a `Handler` of some protocol until the standard input ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.buckets = {bucket.name: _objects(bucket) for bucket in Path(folder).iterdir()}
+    Thread(target=server.serve_forever, daemon=True).start()
+    print(f"127.0.0.1:{server.server_port}", flush=True)
+    sys.stdin.read()
+
+
+def _objects(bucket):
+    """Objects by key. Folders are none, but Hadoop's writers leave empty objects that stand for theirs."""
+    objects = {}
+    for path in bucket.rglob("*"):
+        key = path.relative_to(bucket).as_posix()
+        if path.is_file():
+            objects[key] = path.read_bytes()
+        elif (path / "_SUCCESS").exists() or not any(path.iterdir()):
+            objects[f"{key}/"] = b""
+    return objects
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A protocol's `answer` is given the path, still quoted, and the options after it."""
+
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_GET(self):
         url = urlsplit(self.path)
-        query = {name: values[0] for name, values in parse_qs(url.query).items()}
-        bucket, _, key = unquote(url.path)[1:].partition("/")
-        objects = self.server.buckets.get(bucket)
-        if objects is None:
-            self._send(404, b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>")
-        elif key in objects:
-            self._content(objects[key])
-        elif key:
-            self._send(404, b"<Error><Code>NoSuchKey</Code><Message>no such key</Message></Error>")
-        else:
-            self._list(objects, query)
+        self.answer(url.path, {name: values[0] for name, values in parse_qs(url.query).items()})
 
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *rest):
         pass
 
-    def _list(self, objects, query):
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter")
-        found = set()
+    def page(self, objects, prefix, delimiter, after):
+        """Up to a page of keys and folders that follow the last page's end, and whether there are more."""
+        keys, folders = set(), set()
         for key in objects:
             if key.startswith(prefix):
                 cut = key.find(delimiter, len(prefix)) + 1 if delimiter else 0
-                found.add(key[:cut] if cut else key)
-        rest = sorted(name for name in found if name > query.get("continuation-token", ""))
+                (folders if cut else keys).add(key[:cut] if cut else key)
+        rest = sorted(name for name in keys | folders if name > after)
+        page = rest[:PAGE]
         more = len(rest) > PAGE
-        body = f"<KeyCount>{len(rest[:PAGE])}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
-        for name in rest[:PAGE]:
-            if name in objects:
-                body += f"<Contents><Key>{escape(name)}</Key><Size>{len(objects[name])}</Size></Contents>"
-            else:
-                body += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
-        if more:
-            body += f"<NextContinuationToken>{escape(rest[PAGE - 1])}</NextContinuationToken>"
-        self._send(200, f"<ListBucketResult>{body}</ListBucketResult>".encode())
+        return [name for name in page if name in keys], [name for name in page if name in folders], more
 
-    def _content(self, data):
+    def content(self, data, headers):
+        """The bytes of an object, or the range of them that was asked for."""
         size = len(data)
         given = self.headers.get("Range")
         if given is None:
-            self._send(200, data)
+            self.send(200, data, headers)
             return
         first, _, last = given.removeprefix("bytes=").partition("-")
-        begin, end = (int(first), int(last or size - 1) + 1) if first else (size - int(last), size)
-        self._send(206, data[begin:end], {"Content-Range": f"bytes {begin}-{min(end, size) - 1}/{size}"})
+        begin, end = (int(first), int(last or size - 1) + 1) if first else (max(size - int(last), 0), size)
+        if begin >= size:
+            self.send(416, b"", {"Content-Range": f"bytes */{size}"})
+        else:
+            place = f"bytes {begin}-{min(end, size) - 1}/{size}"
+            self.send(206, data[begin:end], headers | {"Content-Range": place})
 
-    def _send(self, status, body, headers=None):
+    def send(self, status, body, headers):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "ETag": '"1"', **(headers or {})}.items():
+        for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
-        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -4,6 +4,7 @@ import threading
 import pytest
 from loader_helpers import TableSource, decode, records_of
 
+from karvan.data.errors import DataError
 from karvan.data.loader import Loader
 from karvan.data.windows import Windows
 
@@ -157,6 +158,13 @@ def test_a_position_before_the_first_window_resumes_at_the_first(root):
     windows = root.windows()
     windows.load_state_dict(Windows.merge([state, state]))
     assert windows.next_window(timeout=0).name == "a"
+
+
+def test_a_root_that_cannot_be_listed_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").touch()
+    windows = Windows(tmp_path / "file", read=None)
+    with pytest.raises(DataError, match=rf"^{tmp_path}/file: "):
+        windows.next_window(timeout=0)
 
 
 def test_ranks_in_different_windows_do_not_merge_and_a_missing_window_is_named(root):
