@@ -116,10 +116,12 @@ class Writing:
                 state=self._tree,
             )
             write_file(hidden.path / manifests.NAME, [memoryview(manifests.to_bytes(manifest))])
+            made = Checkpoint(hidden.path)
             hidden.publish(check)
+            made.path = target  # where another process may have replaced or removed it by now
         finally:
             hidden.remove()
-        return Checkpoint(target)
+        return made
 
     def _put_table(self, name: str, folder: Path, writers: Writers) -> Callable[[], TableEntry]:
         """Have a table's files written; what is returned tells its entry once they are."""
