@@ -7,13 +7,13 @@ forked, as importing torch takes longer than all the rest.
 import os
 import sys
 
+import torch
 from checkpoint_helpers import Model
 
 import karvan as kv
 
 
 def save_forever(folder, seed):
-    kv.set_num_threads(1)
     model = Model()
     checkpoints = kv.Checkpoints(folder, keep_last=2, full_every=3, part_bytes=4000)
     latest = checkpoints.latest()
@@ -35,6 +35,9 @@ def save_forever(folder, seed):
 
 
 def main():
+    kv.set_num_threads(1)  # threads do not survive a fork
+    torch.set_num_threads(1)
+    Model().train_on(1)  # torch imports much of itself only now
     for number, _ in enumerate(sys.stdin):
         child = os.fork()
         if not child:
