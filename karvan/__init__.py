@@ -27,7 +27,8 @@ from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
-    from karvan import data
+    from karvan import checkpoint, data
+    from karvan.checkpoint import Checkpoints
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "Age",
     "Always",
     "Batch",
+    "Checkpoints",
     "EmbeddingEngine",
     "Feature",
     "FeatureEngine",
@@ -55,6 +57,7 @@ __all__ = [
     "Store",
     "Table",
     "TableHandle",
+    "checkpoint",
     "data",
     "get_num_threads",
     "ids",
@@ -69,4 +72,8 @@ def __getattr__(name: str) -> Any:
         import karvan.data
 
         return karvan.data
+    if name in ("checkpoint", "Checkpoints"):
+        import karvan.checkpoint
+
+        return karvan.checkpoint if name == "checkpoint" else karvan.checkpoint.Checkpoints
     raise AttributeError(f"module 'karvan' has no attribute '{name}'")

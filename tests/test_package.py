@@ -21,6 +21,7 @@ LAYERS = [
     ("features", "data"),
     ("store",),
     ("embedding",),
+    ("checkpoint",),
     ("__init__",),
 ]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}

@@ -52,8 +52,9 @@ class EmbeddingEngine(nn.Module):
         seed &= 2**64 - 1  # as the native core reads it
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():
-            self.store.add_table(table.spec(name, seed, shards))
-            self._handles[name] = TableHandle(self, name, len(self._handles), table.dim, self._clock)
+            spec = table.spec(name, seed, shards)
+            self.store.add_table(spec)
+            self._handles[name] = TableHandle(self, spec, len(self._handles), self._clock)
         self._program = Program(
             [
                 (
