@@ -14,3 +14,6 @@ _native.Gradients.keys_and_values$:
 
 _native.Plan.unique$:
     def unique(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.uint32]]: ...
+
+_native.Capture.part$:
+    def part(self, part: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.uint32], NDArray[numpy.uint32]]: ...

@@ -119,6 +119,7 @@ class Checkpoints:
                 part_bytes=self.part_bytes,
                 base=base,
                 since=since,
+                track=self.full_every > 1,
             )
 
         if (

@@ -37,6 +37,7 @@ class Writing:
 
     since: the tables' versions of an earlier one, to write only what changed after it (a delta on `base`); a
     ValueError says that this is not known any more, and nothing is held then.
+    track: whether tables note what changes, for a delta on this one.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Writing:
         part_bytes: int,
         base: Base | None = None,
         since: Versions | None = None,
+        track: bool = False,
     ) -> None:
         self.step = step
         self.base = base
@@ -66,7 +68,8 @@ class Writing:
         try:
             for store, names in _by_store(tables).items():
                 asked = None if since is None else {name: since[name] for name in names}
-                capture = store.capture(names, {name: self._parts[name] for name in names}, asked)
+                parts = {name: self._parts[name] for name in names}
+                capture = store.capture(names, parts, asked, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
             self._extras = {name: handle.engine.store.extra(name) for name, handle in tables.items()}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
-from karvan.store.capture import forget_captures
+from karvan.store.capture import Capture
 from karvan.store.protocol import (
     Counts,
     Found,
@@ -104,17 +104,39 @@ class MemoryStore(Store):
         if len(np.unique(rows.keys)) != len(rows.keys):
             raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
         self._tables[table].load(*rows)
-        forget_captures(self, table)
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`: a row is copied when its part is read, or just before it changes."""
+        asked = [
+            (self._tables[name], parts[name], None if since is None else since[name]) for name in tables
+        ]
+        return _Captures(dict(zip(tables, _native.capture(asked, track), strict=True)))
 
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
         """See `Store.extra`."""
-        counts = self._tables[table].filter_counts()
-        return {"filter_counts": counts} if len(counts) else {}
+        native = self._tables[table]
+        made: dict[str, NDArray[Any]] = {}
+        if len(counts := native.filter_counts()):
+            made["filter_counts"] = counts
+        if clock := native.clock():
+            made["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
+            made["clock_times"] = np.array([time for _, time in clock])
+        return made
 
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
         """See `Store.load_extra`."""
         if "filter_counts" in extra:
             self._tables[table].set_filter_counts(extra["filter_counts"])
+        steps: Sequence[int] = extra["clock_steps"].tolist() if "clock_steps" in extra else []
+        times: Sequence[float] = extra["clock_times"].tolist() if "clock_times" in extra else []
+        self._tables[table].set_clock(list(zip(steps, times, strict=True)))
 
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`."""
@@ -138,3 +160,24 @@ class MemoryStore(Store):
         total.apply(
             [rules.get(name) for name in program.tables], [steps.get(name, 0) for name in program.tables]
         )
+
+
+class _Captures(Capture):
+    """Native captures of some tables, all of one moment."""
+
+    def __init__(self, captures: Mapping[str, _native.Capture]) -> None:
+        self._captures = captures
+        self.versions = {name: capture.version for name, capture in captures.items()}
+
+    def part(self, table: str, part: int) -> Rows:
+        """See `Capture.part`."""
+        return Rows(*self._captures[table].part(part))
+
+    def erased(self, table: str) -> Keys:
+        """See `Capture.erased`."""
+        return self._captures[table].erased()
+
+    def close(self) -> None:
+        """See `Capture.close`."""
+        for capture in self._captures.values():
+            capture.close()

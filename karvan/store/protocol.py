@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
-from karvan.store.capture import Capture, CopiedCapture
+from karvan.store.capture import Capture
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
@@ -155,15 +155,21 @@ class Store(ABC):
     def load(self, table: str, rows: Rows) -> None:
         """Insert or overwrite rows."""
 
+    @abstractmethod
     def capture(
-        self, tables: Sequence[str], parts: Mapping[str, int], since: Mapping[str, int] | None = None
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
     ) -> Capture:
-        """The tables as they are now, in so many parts each, to be read while training goes on.
+        """The tables as they are now, in so many parts each (powers of two), read while training goes on.
 
-        With `since`, the `versions` of an earlier capture, only what changed after it; a ValueError says
-        that this is not known any more.
+        track: note what changes from now on, for the next one. With `since`, the `versions` of a capture
+        that did, only what changed after it; a ValueError says that this is not known any more. A table has
+        one capture at a time: close it before the next.
         """
-        return CopiedCapture(self, tables, parts, since)
 
     @abstractmethod
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
