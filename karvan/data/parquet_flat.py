@@ -28,6 +28,7 @@ _PHYSICAL = {
 }
 _CODECS = ("SNAPPY", "UNCOMPRESSED")
 _GAP = 64 << 10  # bytes that are read for nothing rather than read around
+_WORTH_A_THREAD = 1 << 20  # bytes of pages; decoding them takes about a millisecond
 _MOST_ROWS = 1 << 24  # no sane row group has more; a damaged footer may promise any number
 
 
@@ -62,8 +63,12 @@ class FlatColumns:
         self._metadata = metadata
         self._columns = list(_flat(metadata.schema, schema, set(names)))
 
-    def read(self, group: int, threads: int = 1) -> dict[str, pa.Array]:
-        """The columns of a row group that could be decoded; the others are for pyarrow."""
+    def read(self, group: int, threads: int | None = None) -> dict[str, pa.Array]:
+        """The columns of a row group that could be decoded; the others are for pyarrow.
+
+        By default as many threads as Arrow would use, if there is work for them. A loader's readers work side
+        by side only where the next file begins: mostly it is one of them that all wait for.
+        """
         metadata = self._metadata.row_group(group)
         rows = metadata.num_rows
         if not 0 < rows <= _MOST_ROWS:
@@ -87,6 +92,8 @@ class FlatColumns:
             )
             for chunk, place, value, bit in zip(chunks, places, values, bits, strict=True)
         ]
+        if threads is None:
+            threads = min(pa.cpu_count(), 1 + len(pages) // _WORTH_A_THREAD)
         nulls = _native.decode_chunks(pages, work, threads)
         return {
             chunk.column.name: pa.Array.from_buffers(
