@@ -156,7 +156,7 @@ void same_for_all_kernels(const F& f) {
   for (const char* const* name = kernel_names(); *name; ++name) {
     CHECK(choose_kernels(*name));
     CHECK_EQ(std::string(kernels().name), std::string(*name));
-    if (!(f() == expected)) fail(__FILE__, __LINE__, std::string(*name) + " differs from plain");
+    if (!(f() == expected)) fail(__FILE__, __LINE__, (std::string(*name) + " differs from plain").c_str());
   }
   CHECK(choose_kernels(chosen.c_str()));
 }
@@ -205,7 +205,7 @@ TEST(updates_follow_the_published_rules) {
             std::ostringstream text;
             text << "rule " << static_cast<int>(kind) << " dim " << dim << " type " << static_cast<int>(type)
                  << " variant " << variant << ": " << wrong << " wrong values";
-            fail(__FILE__, __LINE__, text.str());
+            fail(__FILE__, __LINE__, text.str().c_str());
           }
         }
       }

@@ -1,0 +1,209 @@
+"""Flat columns of numbers that the native core decodes are what pyarrow reads, and damage is never data."""
+
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import fs
+from pyarrow import parquet as pq
+from rows import read_all
+
+from karvan.data.errors import DataError
+from karvan.data.formats import open_files
+from karvan.data.parquet_flat import FlatColumns
+
+TYPES = [pa.int32(), pa.int64(), pa.uint32(), pa.uint64(), pa.float32(), pa.float64()]
+
+
+def native(path, names=None):
+    """The columns of each row group that were decoded without pyarrow."""
+    with fs.LocalFileSystem().open_input_file(str(path)) as file:
+        parquet = pq.ParquetFile(file)
+        names = parquet.schema_arrow.names if names is None else names
+        flat = FlatColumns(file, parquet.metadata, parquet.schema_arrow, names)
+        return [flat.read(group) for group in range(parquet.metadata.num_row_groups)]
+
+
+def assert_identical(ours, theirs):
+    """The same bits, nulls and counts of them; NaNs are numbers like others here."""
+    assert ours.type == theirs.type
+    assert ours.null_count == theirs.null_count
+    ours.validate(full=True)
+    bits = pa.int64() if ours.type.bit_width == 64 else pa.int32()
+    assert ours.view(bits).equals(theirs.view(bits))
+
+
+@st.composite
+def columns(draw, rows):
+    """A column's type and values: few or many distinct ones, runs or none, nulls or none."""
+    type_ = draw(st.sampled_from(TYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    distinct = draw(st.sampled_from([1, 2, 3, 100, 1 << 62]))
+    values = rng.integers(0, distinct, rows, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    if draw(st.booleans()):
+        values = np.repeat(values, rng.integers(1, 50, rows))[:rows]
+    values = values.astype(f"u{type_.bit_width // 8}").view(type_.to_pandas_dtype())
+    null_share = draw(st.sampled_from([0, 0, 0.01, 0.5, 1]))
+    mask = rng.random(rows) < null_share
+    if draw(st.booleans()):
+        mask = np.sort(mask)
+    nullable = bool(mask.any()) or draw(st.booleans())
+    return pa.array(values, type_, mask=mask), nullable
+
+
+@st.composite
+def tables(draw):
+    rows = draw(st.one_of(st.sampled_from([0, 1, 7, 8, 9]), st.integers(0, 3000)))
+    made = [draw(columns(rows)) for _ in range(draw(st.integers(1, 4)))]
+    fields = [pa.field(f"c{i}", array.type, nullable) for i, (array, nullable) in enumerate(made)]
+    return pa.table([array for array, _ in made], schema=pa.schema(fields))
+
+
+@given(data=st.data())
+def test_numbers_of_all_kinds_are_what_pyarrow_reads(tmp_path_factory, data):
+    table = data.draw(tables())
+    path = tmp_path_factory.mktemp("flat") / "rows.parquet"
+    codec = data.draw(st.sampled_from(["snappy", "snappy", "none", "zstd", "gzip"]))
+    pq.write_table(
+        table,
+        path,
+        compression=codec,
+        use_dictionary=data.draw(st.booleans()),
+        data_page_version=data.draw(st.sampled_from(["1.0", "2.0"])),
+        data_page_size=data.draw(st.sampled_from([64, 1000, 1 << 20])),
+        dictionary_pagesize_limit=data.draw(st.sampled_from([100, 1 << 20])),
+        row_group_size=data.draw(st.sampled_from([100, 1 << 20])),
+        write_page_checksum=data.draw(st.booleans()),
+        write_batch_size=data.draw(st.sampled_from([10, 1024])),
+        store_schema=data.draw(st.booleans()),
+    )
+    expected = pq.read_table(path)
+    groups = native(path)
+    if table.num_rows:
+        # Every column is decoded natively, unless it is compressed in another way.
+        expected_names = set(table.column_names) if codec in ("snappy", "none") else set()
+        assert [set(group) for group in groups] == [expected_names] * len(groups)
+    for number, group in enumerate(groups):
+        read = pq.ParquetFile(path).read_row_group(number)
+        for name, array in group.items():
+            assert_identical(array, read[name].combine_chunks())
+    ours = read_all(open_files(path))
+    assert ours.num_rows == table.num_rows
+    for name in table.column_names:
+        theirs = expected[name].combine_chunks()
+        assert_identical(ours[name].combine_chunks(), theirs)
+
+
+def test_numbers_next_to_texts_and_lists_come_from_both_readers(tmp_path):
+    rows = 700
+    table = pa.table(
+        {
+            "text": [f"some words {i}" for i in range(rows)],
+            "id": pa.array([None if i % 9 == 4 else i * i for i in range(rows)]),
+            "list": [list(range(i % 4)) for i in range(rows)],
+            "small": pa.array(range(rows), pa.int16()),
+            "when": pa.array(range(rows), pa.timestamp("us")),
+            "struct": [{"id": i} for i in range(rows)],
+            "price": pa.array([i / 4 for i in range(rows)], pa.float32()),
+        }
+    )
+    path = tmp_path / "mixed.parquet"
+    pq.write_table(table, path, row_group_size=300)
+    assert [set(group) for group in native(path)] == [{"id", "price"}] * 3
+    assert read_all(open_files(path)).equals(table)
+    assert read_all(open_files(path, columns=["price", "list", "id"]), 250).equals(
+        table.select(["price", "list", "id"])
+    )
+
+
+def test_chunks_far_apart_are_not_read_in_one_go(tmp_path):
+    rng = np.random.default_rng(3)
+    table = pa.table({name: rng.random(30_000) for name in "abcdef"})
+    path = tmp_path / "wide.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    (group,) = native(path, ["f", "a", "d"])
+    assert {name: array.equals(table[name].chunk(0)) for name, array in group.items()} == dict.fromkeys(
+        "adf", True
+    )
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"])
+def test_other_encodings_are_left_to_pyarrow(tmp_path, encoding):
+    table = pa.table({"other": list(range(500)), "plain": list(range(500))})
+    path = tmp_path / "encoded.parquet"
+    encodings = {"other": encoding, "plain": "PLAIN"}
+    pq.write_table(table, path, use_dictionary=False, column_encoding=encodings)
+    assert [set(group) for group in native(path)] == [{"plain"}]
+    assert read_all(open_files(path)).equals(table)
+
+
+def test_a_column_whose_name_has_a_dot_is_not_mistaken_for_a_field_of_a_struct(tmp_path):
+    table = pa.table({"a": [{"b": 1}, {"b": 2}], "a.b": [3.0, 4.0]})
+    path = tmp_path / "dots.parquet"
+    pq.write_table(table, path)
+    (group,) = native(path)
+    assert {name: array.to_pylist() for name, array in group.items()} == {"a.b": [3.0, 4.0]}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return pa.table(
+        {
+            "id": pa.array([None if i % 7 == 3 else i % 11 for i in range(24)], pa.int64()),
+            "price": pa.array([i / 8 for i in range(24)], pa.float32()),
+        }
+    )
+
+
+def outcome(path, content):
+    path.write_bytes(content)
+    try:
+        return read_all(open_files(path))
+    except DataError:
+        return None
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_every_flipped_byte_under_checksums_is_an_error_or_changes_nothing(tmp_path, small, compression):
+    path = tmp_path / "flipped.parquet"
+    pq.write_table(small, path, compression=compression, write_page_checksum=True)
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    draw = random.Random(4)
+    errors = 0
+    for at in range(4, footer):
+        changed = whole[at] ^ (1 << draw.randrange(8))
+        made = outcome(path, whole[:at] + bytes([changed]) + whole[at + 1 :])
+        errors += made is None
+        assert made is None or made.equals(small), at
+    assert errors > footer / 2
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_damage_without_checksums_never_changes_the_number_of_records(tmp_path, small, compression):
+    path = tmp_path / "damaged.parquet"
+    pq.write_table(small, path, row_group_size=20, compression=compression)
+    whole = path.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    draw = random.Random(5)
+    for _ in range(150):
+        content = bytearray(whole)
+        for _ in range(draw.choice([1, 2, 10])):
+            content[draw.randrange(4, footer)] = draw.randrange(256)
+        made = outcome(path, content)
+        assert made is None or made.num_rows == small.num_rows
+
+
+def test_a_number_of_threads_changes_nothing(tmp_path):
+    rng = np.random.default_rng(4)
+    table = pa.table({f"c{i}": rng.integers(0, 1 + i**4, 5000) for i in range(12)})
+    path = tmp_path / "threads.parquet"
+    pq.write_table(table, path)
+    with fs.LocalFileSystem().open_input_file(str(path)) as file:
+        parquet = pq.ParquetFile(file)
+        flat = FlatColumns(file, parquet.metadata, parquet.schema_arrow, table.column_names)
+        for threads in (1, 3, 50):
+            assert pa.table(flat.read(0, threads)).equals(table)
