@@ -1,8 +1,8 @@
 """Writing one checkpoint: what must be of one step is taken at the call, the rest happens on threads.
 
 At the call the tables are captured and the dense state is copied. The saving thread then asks the capture for
-one part after the other; two writing threads take the checksum and write, so that one computes while the
-other waits for the disk. The manifest comes last, then the folder's name.
+one part after the other; a few writing threads take checksums and write, so that some compute while others
+wait for the disk. The manifest comes last, then the folder's name.
 """
 
 from __future__ import annotations
