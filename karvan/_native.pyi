@@ -164,9 +164,15 @@ class Capture:
     A table as it was at one moment, read part by part while training goes on.
     """
 
-    def part(self, part: int) -> tuple:
-        """The rows of a part; each part once, in ascending order."""
-
+    def part(
+        self, part: int
+    ) -> tuple[
+        NDArray[numpy.int64],
+        NDArray[numpy.float32],
+        NDArray[numpy.float32],
+        NDArray[numpy.uint32],
+        NDArray[numpy.uint32],
+    ]: ...
     def erased(self) -> NDArray[numpy.int64]:
         """Keys that left since the capture before; some may have come back."""
 
