@@ -28,6 +28,7 @@ from karvan.threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
     from karvan import data
+    from karvan.train import metrics
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ __all__ = [
     "get_num_threads",
     "ids",
     "init",
+    "metrics",
     "optim",
     "set_num_threads",
 ]
@@ -69,4 +71,8 @@ def __getattr__(name: str) -> Any:
         import karvan.data
 
         return karvan.data
+    if name == "metrics":
+        import karvan.train.metrics
+
+        return karvan.train.metrics
     raise AttributeError(f"module 'karvan' has no attribute '{name}'")

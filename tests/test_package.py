@@ -21,6 +21,8 @@ LAYERS = [
     ("features", "data"),
     ("store",),
     ("embedding",),
+    ("models",),
+    ("train",),
     ("__init__",),
 ]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
