@@ -21,7 +21,7 @@ LAYERS = [
     ("features", "data"),
     ("store",),
     ("embedding",),
-    ("models",),
+    ("models", "checkpoint"),
     ("train",),
     ("__init__",),
 ]
@@ -126,6 +126,7 @@ def test_import_takes_less_than_two_seconds():
 
 def test_import_needs_no_extra_and_leaves_cuda_alone():
     extras = ["triton", "fbgemm_gpu", "pyarrow", "ray", "fastapi", "prometheus_client", "typer", "pydantic"]
+    extras += ["rich", "tensorboard", "safetensors"]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({extras}));"
         "import karvan, torch; assert not torch.cuda.is_initialized()"

@@ -41,7 +41,7 @@ class EmbeddingEngine(nn.Module):
             raise ValueError("EmbeddingEngine expects at least one feature, got none.")
         self.features = dict(features)
         self.step = 0
-        # How many times too large gradients arrive: mixed precision scales the loss, and rows must not see it.
+        # How many times too large gradients arrive, where mixed precision scales the loss; rows do not see it.
         self.gradient_scale = 1.0
         self.store: Store = store if store is not None else MemoryStore()
         self._pending: list[_Pending] = []
@@ -54,8 +54,9 @@ class EmbeddingEngine(nn.Module):
         seed &= 2**64 - 1  # as the native core reads it
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():
-            self.store.add_table(table.spec(name, seed, shards))
-            self._handles[name] = TableHandle(self, name, len(self._handles), table.dim, self._clock)
+            spec = table.spec(name, seed, shards)
+            self.store.add_table(spec)
+            self._handles[name] = TableHandle(self, spec, len(self._handles), self._clock)
         self._program = Program(
             [
                 (

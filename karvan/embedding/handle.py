@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.store import Rows
+from karvan.store import Rows, TableSpec
 
 if TYPE_CHECKING:
     from karvan.embedding.engine import EmbeddingEngine
@@ -21,16 +21,18 @@ class TableHandle:
     """One table of an engine's store; `engine.table("user")` gives it."""
 
     def __init__(
-        self, engine: EmbeddingEngine, name: str, slot: int, dim: int, clock: Callable[[], float]
+        self, engine: EmbeddingEngine, spec: TableSpec, slot: int, clock: Callable[[], float]
     ) -> None:
         # The engine holds its handles: without a cycle the rows go with the engine at once.
         self._engine = weakref.ref(engine)
-        self.name = name
+        self.spec = spec
+        self.name = spec.name
         self.slot = slot  # its place among the engine's tables
-        self.dim = dim
+        self.dim = spec.dim
         self._store = engine.store
         self._clock = clock
         self._optimizer: str | None = None
+        self.initial_state: tuple[float, ...] = ()  # of a new row; as long as the optimizer's state is
         # What stands for the table in an optimizer's param_groups; no element of it is ever used.
         self.anchor = torch.zeros(0, requires_grad=True)
 
@@ -105,6 +107,11 @@ class TableHandle:
         """Whether an optimizer was attached, and gradients are of use."""
         return self._optimizer is not None
 
+    @property
+    def optimizer(self) -> str | None:
+        """What the rows' state means, as `set_optimizer` was told; None without one."""
+        return self._optimizer
+
     def _as_keys(self, keys: Tensor | Sequence[int]) -> NDArray[np.int64]:
         tensor = torch.as_tensor(keys) if len(keys) else torch.empty(0, dtype=torch.int64)
         if tensor.dtype is not torch.int64 or tensor.dim() != 1:
@@ -118,6 +125,7 @@ class TableHandle:
         """Make room for an optimizer's state; rows keep the state of an optimizer of the same kind."""
         self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
+        self.initial_state = tuple(initial)
 
     def __repr__(self) -> str:
         return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from karvan import _native
+from karvan.store.capture import forget_captures
 from karvan.store.protocol import (
     Counts,
     Found,
@@ -101,6 +104,17 @@ class MemoryStore(Store):
         if len(np.unique(rows.keys)) != len(rows.keys):
             raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
         self._tables[table].load(*rows)
+        forget_captures(self, table)
+
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`."""
+        counts = self._tables[table].filter_counts()
+        return {"filter_counts": counts} if len(counts) else {}
+
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """See `Store.load_extra`."""
+        if "filter_counts" in extra:
+            self._tables[table].set_filter_counts(extra["filter_counts"])
 
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
+from karvan.store.capture import Capture, CopiedCapture
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
@@ -153,6 +154,24 @@ class Store(ABC):
     @abstractmethod
     def load(self, table: str, rows: Rows) -> None:
         """Insert or overwrite rows."""
+
+    def capture(
+        self, tables: Sequence[str], parts: Mapping[str, int], since: Mapping[str, int] | None = None
+    ) -> Capture:
+        """The tables as they are now, in so many parts each, to be read while training goes on.
+
+        With `since`, the `versions` of an earlier capture, only what changed after it; a ValueError says
+        that this is not known any more.
+        """
+        return CopiedCapture(self, tables, parts, since)
+
+    @abstractmethod
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """Copies of what a table holds besides rows, such as the counters of its admission filter."""
+
+    @abstractmethod
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """Restore what `extra` gave."""
 
     @abstractmethod
     def stats(self, table: str) -> dict[str, int]:

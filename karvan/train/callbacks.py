@@ -1,14 +1,14 @@
 """Callbacks: what is called at the moments of a fit.
 
-| moment | when | state of training |
-|---|---|---|
-| `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one | nothing trained in this fit |
-| `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed | metrics reset |
-| `on_step_end(trainer, logs)` | after every optimizer step, taken or left out | `trainer.step` counts it |
-| `on_evaluate_end(trainer, metrics)` | after every evaluation of a fit | the model is back in training |
-| `on_checkpoint(trainer, step)` | when the state for a checkpoint has been taken | it may be being written |
-| `on_epoch_end(trainer, epoch)` | after an epoch's last step, and after the evaluation that belongs there | |
-| `on_fit_end(trainer, result)` | once, when training is over for any reason but an error | the last checkpoint is written |
+| moment | when |
+|---|---|
+| `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one |
+| `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed |
+| `on_step_end(trainer, logs)` | after every optimizer step, taken or left out; `trainer.step` counts it |
+| `on_evaluate_end(trainer, metrics)` | after every evaluation of a fit; the model is back in training |
+| `on_checkpoint(trainer, step)` | when a checkpoint's state has been taken; it may still be being written |
+| `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that belongs there |
+| `on_fit_end(trainer, result)` | once, unless there was an error; the last checkpoint is written |
 
 A callback with `state_dict` and `load_state_dict` has its state in every checkpoint. `trainer.stop(reason)`
 ends the fit after the current step.

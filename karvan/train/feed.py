@@ -22,7 +22,7 @@ from karvan.train.types import Positioned
 _log = logging.getLogger("karvan.train")
 
 _WAKE = 0.1  # seconds after which one who waits for a batch asks whether to go on
-_END = 10.0  # seconds that data gets to deliver a batch that nobody wants any more
+_END = 5.0  # seconds that data gets to deliver a batch that nobody wants any more
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,14 @@ def _ahead(
         thread.join(_END)
         if thread.is_alive():
             _log.warning("The data has not let go of its thread; its position is ahead of training.")
-        elif queue.taken > queue.given and last is not None:
-            _move_back(data, last)
+        elif queue.taken > queue.given:
+            move_back(data, last)
 
 
-def _move_back(data: Any, position: Any) -> None:
+def move_back(data: Any, position: Any) -> None:
+    """Move data that was left early to a position, if it has any, where those who read on find it."""
+    if position is None:
+        return
     try:
         data.load_state_dict(position)
     except RuntimeError as error:  # a stream cannot go back

@@ -125,7 +125,7 @@ def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
     if column.shape != like.shape:
         if column.numel() != like.numel():
             raise ValueError(
-                f"Column '{name}' must have the output's shape {tuple(like.shape)}, got {tuple(column.shape)}."
+                f"Column '{name}' must have the output's shape {list(like.shape)}, got {list(column.shape)}."
             )
         column = column.reshape(like.shape)
     return column  # type: ignore[no-any-return]

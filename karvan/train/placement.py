@@ -45,7 +45,7 @@ class CudaPlacement(Placement):
         self._device = device
         self._model = model
         self._host = set(_host_columns(model))
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def place(self, batch: Any) -> Any:
         """See `Placement.place`."""

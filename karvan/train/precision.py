@@ -73,7 +73,7 @@ class Autocast(Precision):
 
     def context(self) -> AbstractContextManager[Any]:
         """See `Precision.context`."""
-        return Bf16Products() if self._slow else nullcontext()
+        return Bf16Products() if self._slow else nullcontext()  # type: ignore[no-untyped-call]
 
     def forward(self) -> AbstractContextManager[Any]:
         """See `Precision.forward`."""
@@ -154,7 +154,7 @@ _PRODUCTS = {
 }
 
 
-class Bf16Products(TorchDispatchMode):
+class Bf16Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes products of bf16 matrices in fp32, forward and backward, and rounds the results to bf16.
 
     This is what the instructions do: they multiply exactly and add up in fp32.
@@ -176,4 +176,3 @@ def _is_bf16(value: object) -> bool:
 
 def _rounded(value: Any) -> Any:
     return value.bfloat16() if isinstance(value, Tensor) else value
-

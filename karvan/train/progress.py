@@ -129,7 +129,8 @@ def make_progress(progress: str | NoProgress) -> NoProgress:
         raise ValueError(f"progress must be one of {', '.join(NAMES)}, or an object, got {progress!r}.")
     if progress == "auto":
         progress = "bar" if sys.stderr.isatty() else "plain"
-    return {"bar": BarProgress, "plain": PlainProgress, "none": NoProgress}[progress]()
+    kinds: dict[str, type[NoProgress]] = {"bar": BarProgress, "plain": PlainProgress, "none": NoProgress}
+    return kinds[progress]()
 
 
 def line_of(report: Report, total: int | None) -> str:

@@ -17,7 +17,7 @@ def random_state() -> dict[str, Any]:
     legacy: Any = np.random.get_state(legacy=False)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
         "numpy": {
             "kind": legacy["bit_generator"],
             "key": torch.from_numpy(legacy["state"]["key"].astype(np.int64)),

@@ -69,7 +69,7 @@ class Update:
 
     def backward(self, loss: Tensor, batches: int) -> None:
         """Add the gradients of one of so many batches, divided by their number."""
-        self._precision.scale(loss if batches == 1 else loss / batches).backward()
+        torch.autograd.backward(self._precision.scale(loss if batches == 1 else loss / batches))
 
     def apply(self) -> bool:
         """Make the step, unless gradients are not finite; whether it was made."""

@@ -1,0 +1,36 @@
+"""Checkpoints: a run's state, tables and dense, in a folder that appears whole or not at all.
+
+`Checkpoints` keeps those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and `find`
+the newest of a run; `warm_start` takes over some of it into another model;
+`summary`, `row` and `verify` look into one. `state` is any tree of dicts (with
+keys of str or int), lists, tuples, text, numbers, None and tensors, which is what `state_dict()`s are; the
+model's tables are saved besides it.
+"""
+
+from karvan.checkpoint.checkpoint import Checkpoint, Damage
+from karvan.checkpoint.checkpoints import Checkpoints
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
+from karvan.checkpoint.pending import Pending
+from karvan.checkpoint.single import find, save, start
+from karvan.checkpoint.warm import WarmStart, warm_start
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpoints",
+    "Damage",
+    "HotKey",
+    "KeyRow",
+    "Pending",
+    "Summary",
+    "TableSummary",
+    "WarmStart",
+    "find",
+    "row",
+    "save",
+    "start",
+    "summary",
+    "verify",
+    "warm_start",
+]

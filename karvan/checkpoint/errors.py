@@ -1,0 +1,19 @@
+"""What goes wrong with checkpoints."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, a folder that is none, or a damaged one; the text says which."""
+
+    def __init__(self, path: str | PathLike[str], problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+    @classmethod
+    def mismatch(cls, path: str | PathLike[str], expected: object, received: object) -> CheckpointError:
+        """The usual text."""
+        return cls(path, f"expected {expected}, got {received}.")

@@ -1,0 +1,123 @@
+"""Folders that appear whole or not at all.
+
+A checkpoint is written into a hidden folder beside its place and renamed once it is complete. Its writer
+holds a lock on the hidden folder, which the system lets go of when the process ends, however it ends: what is
+hidden and not locked was left by the dead and may be removed. Making, publishing and removing hold a lock on
+the parent for a moment, so that several processes may work in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from karvan.checkpoint.files import sync_folder
+
+_HIDDEN = re.compile(r"^\..+\.tmp-\d+-[0-9a-f]{8}$")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # some network file systems
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+class HiddenFolder:
+    """A folder in the making, beside `target`; removed unless it was published."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent):
+            _remove_leftovers(target.parent)
+            self.path = _hidden_name(target)
+            self.path.mkdir()
+            self._lock: int | None = _lock(self.path, fcntl.LOCK_EX)
+
+    def publish(self, check: Callable[[], None]) -> None:
+        """Put the folder in its place, where it replaces another, unless `check` raises."""
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            sync_folder(Path(folder))
+        with _locked(self.target.parent):
+            check()
+            if self.target.exists():
+                _exchange(self.path, self.target)
+            else:
+                self.path.rename(self.target)
+            sync_folder(self.target.parent)
+        self.remove()  # if it holds what was in its place
+
+    def remove(self) -> None:
+        """Take away what has not been published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_folders(parent: Path, doomed: Callable[[], list[Path]]) -> None:
+    """Remove the folders that `doomed` tells while nobody else publishes; each disappears at once."""
+    hidden: list[Path] = []
+    with _locked(parent):
+        for folder in doomed():
+            name = _hidden_name(folder)
+            folder.rename(name)
+            hidden.append(name)
+        sync_folder(parent)
+        for name in hidden:
+            shutil.rmtree(name, ignore_errors=True)
+
+
+def _hidden_name(target: Path) -> Path:
+    return target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _remove_leftovers(parent: Path) -> None:
+    for entry in list(os.scandir(parent)):
+        if not _HIDDEN.match(entry.name) or not entry.is_dir(follow_symlinks=False):
+            continue
+        try:
+            held = _lock(Path(entry.path), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # its writer lives, or has just finished
+        if held is not None:
+            shutil.rmtree(entry.path, ignore_errors=True)
+            os.close(held)
+
+
+def _lock(folder: Path, how: int) -> int | None:
+    """A lock on a folder, held until its number is closed; None where the file system has no locks."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, how)
+    except OSError as error:
+        os.close(number)
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return number
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    number = _lock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if number is not None:
+            os.close(number)
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swap two folders at once, where the system can."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return
+    aside = _hidden_name(b)
+    b.rename(aside)
+    a.rename(b)
+    aside.rename(a)

@@ -1,0 +1,176 @@
+"""`manifest.json`: what a checkpoint holds, with a checksum of every file and of itself.
+
+The first line of the file carries the checksum of all bytes that follow it, so that anyone can check it:
+`tail -n +2 manifest.json | crc32 /dev/stdin`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.files import FileEntry, checksum_text
+
+NAME = "manifest.json"
+FORMAT = "karvan-checkpoint"
+VERSION = 1
+MIX_VERSION = 1  # of the hash that parts go by; see csrc/hash/mix.h
+_FIRST_LINE = re.compile(rb'\{"checksum": "(crc32:[0-9a-f]{8})",\n')
+
+
+@dataclass(frozen=True)
+class PartEntry(FileEntry):
+    """One part of a table: the rows in a range of key hashes, and in a delta the keys that left it."""
+
+    rows: int
+    erased: int = 0
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A table: `state` floats of optimizer state in each row, whose meaning `optimizer` says."""
+
+    dim: int
+    dtype: str
+    state: int
+    optimizer: str | None
+    admit: list[Any]
+    evict: list[Any]
+    init: list[Any]
+    seed: int
+    rows: int
+    parts: list[PartEntry]
+    extra: FileEntry | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in its file."""
+        return row_bytes(self.dim, self.dtype, self.state)
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """All files of the table."""
+        return [*self.parts, *([self.extra] if self.extra else [])]
+
+
+def row_bytes(dim: int, dtype: str, state: int) -> int:
+    """Bytes of a row in its file: key, vector, state, count and last step."""
+    return 8 + dim * (4 if dtype == "float32" else 2) + 4 * state + 8
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a delta adds to; `id` and `checksum` are those of its manifest."""
+
+    folder: str
+    step: int
+    id: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself."""
+
+    step: int
+    kind: str  # full or delta
+    id: str
+    created: str
+    karvan: str
+    base: Base | None
+    metrics: Any  # as the tree of state
+    tables: dict[str, TableEntry]
+    dense: FileEntry
+    state: Any  # see tree.py
+    checksum: str = ""
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """All files but the manifest."""
+        return [self.dense, *(file for table in self.tables.values() for file in table.files)]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The file."""
+    content = {"format": FORMAT, "version": VERSION, "mix": MIX_VERSION}
+    content |= {f.name: getattr(manifest, f.name) for f in fields(Manifest) if f.name != "checksum"}
+    text = json.dumps(content, default=asdict, allow_nan=False, indent=1)
+    rest = text.removeprefix("{\n").encode()
+    return f'{{"checksum": "{checksum_text(zlib.crc32(rest))}",\n'.encode() + rest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder, once its checksum and form are right."""
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        received = "none" if folder.is_dir() else "no such folder"
+        raise CheckpointError.mismatch(folder, f"a checkpoint, with a {NAME}", received) from error
+    except OSError as error:
+        raise CheckpointError.mismatch(path, "a file that can be read", error.strerror or error) from error
+    first = _FIRST_LINE.match(data)
+    if not first:
+        raise CheckpointError.mismatch(
+            path, "a first line with a checksum, as Karvan writes it", repr(data[:40])
+        )
+    expected, received = first[1].decode(), checksum_text(zlib.crc32(data[first.end() :]))
+    if expected != received:
+        raise CheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
+    return _parsed(path, data)
+
+
+def _parsed(path: Path, data: bytes) -> Manifest:
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError.mismatch(path, "JSON", f"'{error}'") from error
+    for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
+        if content.pop(key, None) != known or not content:
+            received = json.loads(data).get(key)
+            raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
+    try:
+        content["tables"] = {name: _table(entry) for name, entry in content["tables"].items()}
+        content["dense"] = FileEntry(**content["dense"])
+        content["base"] = content["base"] and Base(**content["base"])
+        manifest = Manifest(**content)
+        _check(manifest)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise CheckpointError.mismatch(path, "the fields of a manifest", f"'{error}'") from error
+    return manifest
+
+
+def _table(entry: Mapping[str, Any]) -> TableEntry:
+    extra = entry["extra"]
+    parts = [PartEntry(**part) for part in entry["parts"]]
+    return TableEntry(**{**entry, "parts": parts, "extra": extra and FileEntry(**extra)})
+
+
+def _check(manifest: Manifest) -> None:
+    _require(manifest.kind in ("full", "delta"), f"kind is {manifest.kind!r}")
+    _require((manifest.kind == "delta") == (manifest.base is not None), "a delta has a base, a full one none")
+    _require(isinstance(manifest.step, int), f"step is {manifest.step!r}")
+    for name, table in manifest.tables.items():
+        parts = len(table.parts)
+        _require(parts > 0 and parts & (parts - 1) == 0, f"table '{name}' has {parts} parts")
+        _require(
+            table.rows == sum(p.rows for p in table.parts), f"table '{name}' and its parts differ in rows"
+        )
+        _require(table.dtype in ("float32", "bfloat16", "float16"), f"table '{name}' is of {table.dtype}")
+    names = [file.name for file in manifest.files]
+    _require(len(set(names)) == len(names), "a file is listed twice")
+    for name in names:
+        place = PurePosixPath(name)
+        # Names come from a file that anyone may have written.
+        _require(not place.is_absolute() and ".." not in place.parts, f"a file lies outside: '{name}'")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

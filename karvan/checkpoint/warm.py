@@ -1,0 +1,146 @@
+"""`warm_start`: rows and dense tensors of another checkpoint, where a new model begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from karvan.checkpoint.checkpoint import Checkpoint, check_table, with_state_of
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.single import find
+from karvan.checkpoint.tables import tables_of
+from karvan.embedding import TableHandle
+
+Patterns: TypeAlias = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What was taken: the model's names → the checkpoint's; and what was not: the checkpoint's names → why."""
+
+    path: Path
+    step: int
+    tables: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)  # by the model's names of tables
+    dense: dict[str, str] = field(default_factory=dict)
+    left_tables: dict[str, str] = field(default_factory=dict)
+    left_dense: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"Warm start from {self.path}, step {self.step}"]
+        lines += [f"  table {_arrow(old, new)}: {self.rows[new]:,} rows" for new, old in self.tables.items()]
+        lines += [f"  table {old}: not taken, {why}" for old, why in self.left_tables.items()]
+        lines += [f"  dense {_arrow(old, new)}" for new, old in self.dense.items()]
+        lines += [f"  dense {old}: not taken, {why}" for old, why in self.left_dense.items()]
+        return "\n".join(lines)
+
+
+def warm_start(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    tables: Patterns = "*",
+    rename: Mapping[str, str] | None = None,
+    exclude: Patterns = (),
+    dense: Patterns = "*",
+    optimizer_state: bool = True,
+) -> WarmStart:
+    """Take over rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
+
+    tables, dense: shell patterns of the checkpoint's names to take; `()` takes none. Dense tensors go by their
+    names in the saved `state["model"]`.
+    rename: the checkpoint's names of tables and tensors → the model's.
+    exclude: shell patterns of the checkpoint's names to leave out, tables and tensors alike.
+    optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
+
+    Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
+    What the other side does not have is left and reported; what is there and does not fit is an error, and
+    nothing has changed then.
+    """
+    checkpoint = find(path)
+    renamed = dict(rename or {})
+    saved = _saved_model(checkpoint) if dense else {}
+    known = {*checkpoint.manifest.tables, *saved}
+    for old in renamed:
+        if old not in known:
+            raise CheckpointError.mismatch(
+                checkpoint.path, f"'{old}', which is to be renamed", "no such name"
+            )
+    report = WarmStart(checkpoint.path, checkpoint.step)
+    handles, own = tables_of(model), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
+    _choose(saved, own, dense, exclude, renamed, report.dense, report.left_dense)
+    for new, old in report.tables.items():
+        entry = checkpoint.manifest.tables[old]
+        check_table(checkpoint.path, old, entry, handles[new], optimizer_state=optimizer_state)
+    for new, old in report.dense.items():
+        if saved[old].shape != own[new].shape:
+            raise CheckpointError.mismatch(
+                checkpoint.path,
+                f"tensor '{old}' of shape {tuple(own[new].shape)}",
+                f"{tuple(saved[old].shape)}; exclude it to leave it out",
+            )
+    checkpoint.require_intact()
+    for new, old in report.tables.items():
+        keep = optimizer_state and checkpoint.manifest.tables[old].optimizer is not None
+        report.rows[new] = _take(checkpoint, old, handles[new], keep)
+    with torch.no_grad():
+        for new, old in report.dense.items():
+            own[new].copy_(saved[old])  # state_dict() shares memory with the model
+    return report
+
+
+def _choose(
+    saved: Mapping[str, object],
+    own: Mapping[str, object],
+    patterns: Patterns,
+    exclude: Patterns,
+    rename: Mapping[str, str],
+    taken: dict[str, str],
+    left: dict[str, str],
+) -> None:
+    for old in saved:
+        new = rename.get(old, old)
+        if not _matches(old, patterns):
+            left[old] = "not asked for"
+        elif _matches(old, exclude):
+            left[old] = "excluded"
+        elif new not in own:
+            left[old] = f"the model has no '{new}'"
+        elif new in taken:
+            raise ValueError(f"Expected one source for '{new}', got '{taken[new]}' and '{old}'.")
+        else:
+            taken[new] = old
+
+
+def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
+    total = 0
+    for rows in checkpoint.parts(old):
+        # Steps of another run mean nothing here.
+        steps = np.full(len(rows.keys), handle.engine.step, np.uint32)
+        handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
+        total += len(rows.keys)
+    return total
+
+
+def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    checkpoint.require_intact()
+    saved = checkpoint.state().get("model", {})
+    return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+
+
+def _matches(name: str, patterns: Patterns) -> bool:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatchcase(name, pattern) for pattern in listed)
+
+
+def _arrow(old: str, new: str) -> str:
+    return old if old == new else f"{old} → {new}"
