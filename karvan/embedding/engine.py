@@ -41,7 +41,7 @@ class EmbeddingEngine(nn.Module):
             raise ValueError("EmbeddingEngine expects at least one feature, got none.")
         self.features = dict(features)
         self.step = 0
-        # How many times too large gradients arrive, where mixed precision scales the loss; rows do not see it.
+        # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
         self.gradient_scale = 1.0
         self.store: Store = store if store is not None else MemoryStore()
         self._pending: list[_Pending] = []

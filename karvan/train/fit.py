@@ -124,10 +124,9 @@ class Fit:
                 while group := list(islice(batches, trainer.accumulate)):
                     if trainer.stopping is not None:  # it may have cut the group short
                         break
-                    if self._random_later is not None:
-                        set_random_state(self._random_later)
-                        self._random_later = None
+                    self._restore_random()
                     yield group
+            self._restore_random()
             if trainer.stopping is not None:
                 move_back(self._data, self._position)
                 return
@@ -139,6 +138,12 @@ class Fit:
             "be iterated only once, like a generator, is good for one epoch."
         )
 
+    def _restore_random(self) -> None:
+        """Undo what the data drew while it was skipped forward."""
+        if self._random_later is not None:
+            set_random_state(self._random_later)
+            self._random_later = None
+
     def _train(self, group: list[Fed]) -> None:
         """One optimizer step."""
         trainer, counts = self._trainer, self._counts
@@ -146,6 +151,7 @@ class Fit:
         samples = 0
         for fed in group:
             batch = fed.batch
+            samples += rows_of(batch)
             trainer.placement.receive(batch)
             with trainer.precision.context():
                 with trainer.placement.forward(), trainer.precision.forward():
@@ -157,7 +163,6 @@ class Fit:
                 metric.update(output, batch)
             for name, loss in named(losses, whole).items():
                 summed[name] = summed[name] + loss if name in summed else loss
-            samples += rows_of(batch)
         taken = trainer.update.apply()
         counts.step += 1
         counts.batches += len(group)
@@ -235,7 +240,7 @@ class Fit:
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
         self._report()
-        wanted = self._goal.eval_data is not None and self._trained and trainer.stopping is None
+        wanted = self._goal.eval_data is not None and trainer.stopping is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
         if self._unsaved:
@@ -254,6 +259,7 @@ class Fit:
             evaluation=dict(counts.evaluation),
         )
         trainer.callbacks.on_fit_end(trainer, result)
+        trainer.progress.end()
         trainer.progress.say(_last_words(result))
         return result
 

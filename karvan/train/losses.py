@@ -84,7 +84,7 @@ class Sum:
 
 def total(losses: Losses) -> Tensor:
     """The sum of what a loss gave."""
-    if isinstance(losses, Tensor):
+    if not isinstance(losses, Mapping):
         return _scalar("The loss", losses)
     if not losses:
         raise ValueError("A loss must give a tensor or a mapping with at least one, got an empty mapping.")
