@@ -274,7 +274,7 @@ def test_a_callback_stops_a_fit_after_its_step():
         ({"log_every": 0}, "log_every must be at least 1, got 0"),
         (
             {"dense_optimizer": None, "sparse_optimizer": None},
-            "needs a dense_optimizer or a sparse_optimizer",
+            "needs a dense_optimizer or",
         ),
         ({"dense_optimizer": kv.optim.SGD(lr=0.1)}, "SGD of kv.optim is for rows"),
         ({"sparse_optimizer": torch.optim.SGD}, "sparse_optimizer must be one of kv.optim"),

@@ -24,7 +24,9 @@ class Small(nn.Module):
         out = self.embeddings(batch)
         hidden = self.net(torch.cat([out["user"], out["item"], out["price"].unsqueeze(1)], 1))
         logits = self.last(hidden)
-        return logits.squeeze(1) if self.heads is None else dict(zip(self.heads, logits.unbind(1)))
+        return (
+            logits.squeeze(1) if self.heads is None else dict(zip(self.heads, logits.unbind(1), strict=True))
+        )
 
 
 def records(rows, seed=0):
@@ -78,10 +80,8 @@ def everything(net):
         if isinstance(module, kv.EmbeddingEngine):
             for table in module.tables():
                 rows = table.snapshot()
-                numbers |= {
-                    f"{table.name}.{part}": torch.from_numpy(getattr(rows, part).copy())
-                    for part in rows._fields
-                }
+                for part, array in rows._asdict().items():
+                    numbers[f"{table.name}.{part}"] = torch.from_numpy(array.copy())
     return numbers
 
 
