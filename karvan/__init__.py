@@ -1,5 +1,6 @@
 """Karvan trains recommendation models whose embedding tables outgrow a machine."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from karvan import ids
@@ -27,8 +28,9 @@ from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
-    from karvan import checkpoint, data
+    from karvan import checkpoint, data, train
     from karvan.checkpoint import Checkpoints
+    from karvan.train import Trainer, losses, metrics
 
 __version__ = "0.1.0"
 
@@ -57,23 +59,34 @@ __all__ = [
     "Store",
     "Table",
     "TableHandle",
+    "Trainer",
     "checkpoint",
     "data",
     "get_num_threads",
     "ids",
     "init",
+    "losses",
+    "metrics",
     "optim",
     "set_num_threads",
+    "train",
 ]
 
 
+# Modules, and where classes are found: they bring along what those who only embed need not wait for.
+_LATER = {
+    "Checkpoints": "karvan.checkpoint",
+    "Trainer": "karvan.train",
+    "checkpoint": "karvan.checkpoint",
+    "data": "karvan.data",
+    "losses": "karvan.train.losses",
+    "metrics": "karvan.train.metrics",
+    "train": "karvan.train",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "data":  # brings pyarrow along, which those who only embed need not wait for
-        import karvan.data
-
-        return karvan.data
-    if name in ("checkpoint", "Checkpoints"):
-        import karvan.checkpoint
-
-        return karvan.checkpoint if name == "checkpoint" else karvan.checkpoint.Checkpoints
-    raise AttributeError(f"module 'karvan' has no attribute '{name}'")
+    if name not in _LATER:
+        raise AttributeError(f"module 'karvan' has no attribute '{name}'")
+    module = importlib.import_module(_LATER[name])
+    return getattr(module, name) if name[0].isupper() else module

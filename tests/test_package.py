@@ -21,7 +21,8 @@ LAYERS = [
     ("features", "data"),
     ("store",),
     ("embedding",),
-    ("checkpoint",),
+    ("models", "checkpoint"),
+    ("train",),
     ("__init__",),
 ]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -125,6 +126,7 @@ def test_import_takes_less_than_two_seconds():
 
 def test_import_needs_no_extra_and_leaves_cuda_alone():
     extras = ["triton", "fbgemm_gpu", "pyarrow", "ray", "fastapi", "prometheus_client", "typer", "pydantic"]
+    extras += ["rich", "tensorboard", "safetensors"]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({extras}));"
         "import karvan, torch; assert not torch.cuda.is_initialized()"

@@ -41,6 +41,8 @@ class EmbeddingEngine(nn.Module):
             raise ValueError("EmbeddingEngine expects at least one feature, got none.")
         self.features = dict(features)
         self.step = 0
+        # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
+        self.gradient_scale = 1.0
         self.store: Store = store if store is not None else MemoryStore()
         self._pending: list[_Pending] = []
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
@@ -128,6 +130,8 @@ class EmbeddingEngine(nn.Module):
         waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
         if not waiting:
             return
+        if self.gradient_scale != 1.0:
+            gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)
         # Slices of one wide gradient, as torch.cat gives back, are read where they are.
         kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in kept]
@@ -139,12 +143,18 @@ class EmbeddingEngine(nn.Module):
 
         A pass is forgotten once every table that has an optimizer has been asked for.
         """
+        handles = list(handles)
         names = {handle.name for handle in handles}
-        taken = [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
+        taken = self.gradients(handles)
         for pending in self._pending:
             pending.waiting -= names
         self._pending = [p for p in self._pending if p.waiting]
         return taken
+
+    def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[Plan, Gradients]]:
+        """The backward passes whose gradients wait for these tables, oldest first; they go on waiting."""
+        names = {handle.name for handle in handles}
+        return [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
 
     @property
     def program(self) -> Program:

@@ -58,6 +58,20 @@ class SparseOptimizer(torch.optim.Optimizer):
         for handle in handles.values():
             self._tables.setdefault(handle.engine, []).append(handle)
 
+    @property
+    def attached(self) -> bool:
+        """Whether this optimizer has tables."""
+        return bool(self._tables)
+
+    def gradients_finite(self) -> bool:
+        """Whether all gradients that wait for these tables are finite; they go on waiting."""
+        return all(
+            gradients.finite()[handle.slot]
+            for engine, handles in self._tables.items()
+            for _, gradients in engine.gradients(handles)
+            for handle in handles
+        )
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients that the engines hold; they are used up."""
         if not self._tables:

@@ -1,0 +1,28 @@
+"""Training: the Trainer, what it is made of, and metrics."""
+
+from karvan.train import losses, metrics
+from karvan.train.callbacks import Callback, EarlyStopping
+from karvan.train.evaluation import Prediction
+from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
+from karvan.train.progress import BarProgress, NoProgress, PlainProgress
+from karvan.train.results import FitResult, Report, StepLogs
+from karvan.train.trainer import Trainer
+
+__all__ = [
+    "BarProgress",
+    "Callback",
+    "CsvLog",
+    "EarlyStopping",
+    "FitResult",
+    "JsonLinesLog",
+    "Log",
+    "NoProgress",
+    "PlainProgress",
+    "Prediction",
+    "Report",
+    "StepLogs",
+    "TensorBoardLog",
+    "Trainer",
+    "losses",
+    "metrics",
+]

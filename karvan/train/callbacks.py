@@ -1,0 +1,167 @@
+"""Callbacks: what is called at the moments of a fit.
+
+| moment | when |
+|---|---|
+| `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one |
+| `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed |
+| `on_step_end(trainer, logs)` | after every optimizer step, taken or left out; `trainer.step` counts it |
+| `on_evaluate_end(trainer, metrics)` | after every evaluation of a fit; the model is back in training |
+| `on_checkpoint(trainer, step)` | when a checkpoint's state has been taken; it may still be being written |
+| `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that belongs there |
+| `on_fit_end(trainer, result)` | once, unless there was an error; the last checkpoint is written |
+
+A callback with `state_dict` and `load_state_dict` has its state in every checkpoint. `trainer.stop(reason)`
+ends the fit after the current step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from karvan.train.results import FitResult, StepLogs
+    from karvan.train.trainer import Trainer
+
+_log = logging.getLogger("karvan.train")
+
+
+class Callback:
+    """Does nothing at any moment; override those you need."""
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Training begins, or goes on."""
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """An epoch begins; the first is 0."""
+
+    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        """An optimizer step is over."""
+
+    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """An evaluation during a fit is over."""
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        """The state of this step goes into a checkpoint."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """An epoch is over."""
+
+    def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+        """Training is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a tree of dicts, lists, numbers, strings and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+
+
+class EarlyStopping(Callback):
+    """Stops when a metric has not become better for `patience` evaluations.
+
+    mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN is
+    never better.
+    """
+
+    def __init__(self, metric: str, patience: int = 1, mode: str = "max", min_delta: float = 0.0) -> None:
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode must be 'max' or 'min', got {mode!r}.")
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}.")
+        if min_delta < 0:
+            raise ValueError(f"min_delta must not be negative, got {min_delta}.")
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self.best = math.nan
+        self.waited = 0
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """A fit that was stopped early stays so when it is run again."""
+        self._stop_if_due(trainer)
+
+    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """Compare with the best so far."""
+        if self.metric not in metrics:
+            raise KeyError(f"EarlyStopping wants '{self.metric}', but there are: {', '.join(metrics)}.")
+        value = metrics[self.metric]
+        gain = value - self.best if self.mode == "max" else self.best - value
+        if gain > self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self.waited >= self.patience:
+            trainer.stop(f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago")
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Callback.state_dict`."""
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Callback.load_state_dict`."""
+        self.best, self.waited = state["best"], state["waited"]
+
+
+class Callbacks(Callback):
+    """Several callbacks as one, called in their order."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._callbacks: dict[str, Callback] = {}
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be Callbacks, got {type(callback).__name__}.")
+            kind = type(callback).__name__
+            same = sum(type(other).__name__ == kind for other in self._callbacks.values())
+            self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """See `Callback.on_fit_begin`."""
+        for callback in self._callbacks.values():
+            callback.on_fit_begin(trainer)
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """See `Callback.on_epoch_begin`."""
+        for callback in self._callbacks.values():
+            callback.on_epoch_begin(trainer, epoch)
+
+    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+        """See `Callback.on_step_end`."""
+        for callback in self._callbacks.values():
+            callback.on_step_end(trainer, logs)
+
+    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """See `Callback.on_evaluate_end`."""
+        for callback in self._callbacks.values():
+            callback.on_evaluate_end(trainer, metrics)
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        """See `Callback.on_checkpoint`."""
+        for callback in self._callbacks.values():
+            callback.on_checkpoint(trainer, step)
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """See `Callback.on_epoch_end`."""
+        for callback in self._callbacks.values():
+            callback.on_epoch_end(trainer, epoch)
+
+    def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+        """See `Callback.on_fit_end`."""
+        for callback in self._callbacks.values():
+            callback.on_fit_end(trainer, result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """By the names of their classes, numbered where there are several of one."""
+        return {name: callback.state_dict() for name, callback in self._callbacks.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A callback that is new keeps the state it has; that of one that is gone is left out."""
+        for name, callback in self._callbacks.items():
+            if name in state:
+                callback.load_state_dict(state[name])
+        if gone := sorted(set(state) - set(self._callbacks)):
+            _log.warning("The checkpoint has the state of callbacks that are not there: %s.", ", ".join(gone))

@@ -1,0 +1,107 @@
+"""Evaluation and prediction: the model as it is, and nothing changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from karvan.ragged import NestedRagged, Ragged
+from karvan.train.feed import feed
+from karvan.train.losses import named, total
+from karvan.train.placement import Placement
+from karvan.train.precision import Precision
+from karvan.train.randomness import same_random_state_afterwards
+from karvan.train.types import Loss, MetricLike, rows_of
+
+
+class Prediction(NamedTuple):
+    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them."""
+
+    output: Any
+    columns: dict[str, Any]
+
+
+class Evaluator:
+    """Runs a model on data without training it."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, placement: Placement, precision: Precision, ahead: int
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._placement = placement
+        self._precision = precision
+        self._ahead = ahead
+
+    def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
+        """Losses, means over samples, and metrics of fresh copies."""
+        fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
+        for metric in fresh.values():
+            metric.reset()
+        sums: dict[str, Tensor] = {}
+        samples = 0
+        with ExitStack() as stack:
+            stack.enter_context(same_random_state_afterwards())
+            for batch, output in stack.enter_context(closing(self._outputs(data))):
+                rows = rows_of(batch)
+                with torch.no_grad():
+                    losses = self._loss(output, batch)
+                    for name, loss in named(losses, total(losses)).items():
+                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss.cpu() * rows
+                    for metric in fresh.values():
+                        metric.update(output, batch)
+                samples += rows
+        means = {name: float(value) / samples for name, value in sums.items()} if samples else {}
+        return {**means, **{name: metric.compute() for name, metric in fresh.items()}}
+
+    def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
+        """Outputs on the CPU, and columns of the batch beside them."""
+        wanted = list(columns)
+        for batch, output in self._outputs(data):
+            if missing := [name for name in wanted if name not in batch]:
+                raise KeyError(
+                    f"There is no column '{missing[0]}' in the batch, which has: {', '.join(batch)}."
+                )
+            yield Prediction(_to_cpu(output), {name: _to_cpu(batch[name]) for name in wanted})
+
+    def _outputs(self, data: Iterable[Any]) -> Generator[tuple[Any, Any], None, None]:
+        with closing(feed(data, self._placement.place, ahead=self._ahead)) as batches:
+            for fed in batches:
+                self._placement.receive(fed.batch)
+                # Only around the forward: between batches the caller's own code runs.
+                with (
+                    torch.no_grad(),
+                    evaluating(self._model),
+                    self._placement.forward(),
+                    self._precision.context(),
+                    self._precision.forward(),
+                ):
+                    output = self._model(fed.batch)
+                yield fed.batch, output
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Ragged | NestedRagged):
+        return value.to("cpu")
+    if isinstance(value, Mapping):
+        return {name: _to_cpu(entry) for name, entry in value.items()}
+    return value

@@ -1,0 +1,325 @@
+"""One call of `Trainer.fit`: `run` is the algorithm, the methods below it are its words.
+
+A checkpoint has all that the rest of training depends on, and nothing that depends on time: model, rows,
+optimizers, schedules, scaler, callbacks, metrics, random generators, counts, and the position of the data
+behind the batches that were trained on. So a fit that goes on from one ends with the same bits as one that
+was never stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, closing
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from karvan.train.feed import Fed, feed, move_back, position_of
+from karvan.train.goal import Goal
+from karvan.train.losses import named, total
+from karvan.train.progress import memory_bytes
+from karvan.train.randomness import random_state, set_random_state
+from karvan.train.results import Counts, FitResult, Report, StepLogs, Window
+from karvan.train.types import Positioned, rows_of
+from karvan.train.update import engines_of
+
+if TYPE_CHECKING:
+    from karvan.train.trainer import Trainer
+
+_log = logging.getLogger("karvan.train")
+
+
+class Fit:
+    """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
+
+    def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, resume: bool) -> None:
+        self._trainer = trainer
+        self._data = data
+        self._goal = goal
+        self._resume = resume
+        self._counts = trainer.counts
+        self._window = trainer.window
+        self._position: Any = None  # of the data, behind the last batch that was trained on
+        self._skip = 0  # batches of the data that were trained on before it was given to this fit
+        self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
+        self._random_later: Any = None  # the generators' state once the data has been skipped forward
+        self._complete = False  # whether the data has come to its end
+        self._unsaved = False
+        self._trained = 0
+
+    def run(self) -> FitResult:
+        """Train."""
+        trainer = self._trainer
+        with ExitStack() as stack:
+            stack.enter_context(trainer.signals)
+            self._begin(stack)
+            while not self._over():
+                with closing(self._groups()) as groups:
+                    for group in groups:
+                        self._train(group)
+                        if self._counts.step % trainer.log_every == 0:
+                            self._report()
+                        if self._goal.evaluates_after_step(self._counts):
+                            self._evaluate()
+                        if trainer.saver.due(self._counts.step):
+                            self._save()
+                        if self._over():
+                            break
+                if self._complete:
+                    self._end_epoch()
+            return self._end()
+
+    def _over(self) -> bool:
+        return self._trainer.stopping is not None or self._goal.reached(self._counts)
+
+    def _begin(self, stack: ExitStack) -> None:
+        trainer, counts = self._trainer, self._counts
+        self._begun = time.monotonic()
+        newest = trainer.saver.latest()
+        if newest is not None and not self._resume:
+            raise ValueError(
+                f"resume is False, but {trainer.saver.folder} has checkpoints up to step {newest.step}: "
+                "expected a folder without, or resume=True."
+            )
+        trainer.update.forget()
+        counts.load_state_dict(Counts().state_dict())
+        self._window.load_state_dict(Window().state_dict())
+        if newest is not None:
+            self._load(newest.load(trainer.model))
+        trainer.model.train()
+        trainer.saver.begin()
+        self._last_report = (time.monotonic(), counts.samples)
+        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.accumulate))
+        stack.callback(trainer.progress.end)
+        if newest is not None:
+            trainer.progress.say(f"Going on from {newest.path}.")
+        trainer.logs.open(counts.step)
+        stack.callback(trainer.logs.close)
+        trainer.callbacks.on_fit_begin(trainer)
+
+    def _groups(self) -> Generator[list[Fed], None, None]:
+        """The batches of each step until the end of the epoch; a request to stop ends them, too."""
+        trainer, counts = self._trainer, self._counts
+        self._complete = False
+        if counts.batches == 0:
+            for metric in trainer.metrics.values():
+                metric.reset()
+            trainer.callbacks.on_epoch_begin(trainer, counts.epoch)
+            self._position = position_of(self._data)
+            self._epoch_random = random_state() if self._position is None else None
+        # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
+        for _ in range(2 if isinstance(self._data, Positioned) else 1):
+            batches = feed(
+                self._data,
+                trainer.placement.place,
+                ahead=trainer.ahead,
+                skip=self._skip,
+                stopped=lambda: trainer.stopping is not None,
+            )
+            self._skip = 0
+            with closing(batches):
+                while group := list(islice(batches, trainer.accumulate)):
+                    if trainer.stopping is not None:  # it may have cut the group short
+                        break
+                    self._restore_random()
+                    yield group
+            self._restore_random()
+            if trainer.stopping is not None:
+                move_back(self._data, self._position)
+                return
+            if counts.batches:
+                self._complete = True
+                return
+        raise ValueError(
+            f"Epoch {counts.epoch} must have at least one batch, but the data gave none. Something that can "
+            "be iterated only once, like a generator, is good for one epoch."
+        )
+
+    def _restore_random(self) -> None:
+        """Undo what the data drew while it was skipped forward."""
+        if self._random_later is not None:
+            set_random_state(self._random_later)
+            self._random_later = None
+
+    def _train(self, group: list[Fed]) -> None:
+        """One optimizer step."""
+        trainer, counts = self._trainer, self._counts
+        summed: dict[str, Tensor] = {}
+        samples = 0
+        for fed in group:
+            batch = fed.batch
+            samples += rows_of(batch)
+            trainer.placement.receive(batch)
+            with trainer.precision.context():
+                with trainer.placement.forward(), trainer.precision.forward():
+                    output = trainer.model(batch)
+                    losses = trainer.loss(output, batch)
+                    whole = total(losses)
+                trainer.update.backward(whole, len(group))
+            for metric in trainer.metrics.values():
+                metric.update(output, batch)
+            for name, loss in named(losses, whole).items():
+                summed[name] = summed[name] + loss if name in summed else loss
+        taken = trainer.update.apply()
+        counts.step += 1
+        counts.batches += len(group)
+        counts.samples += samples
+        self._position = group[-1].position
+        self._trained += 1
+        self._unsaved = True
+        if taken:
+            trainer.schedule.after_step()
+        else:
+            self._left_out()
+        means = {name: loss / len(group) for name, loss in summed.items()}
+        self._window.add(means)
+        trainer.progress.step(counts.step)
+        trainer.callbacks.on_step_end(trainer, StepLogs(counts.step, counts.epoch, samples, means, taken))
+
+    def _left_out(self) -> None:
+        self._counts.skipped += 1
+        if self._counts.skipped == 1 and not self._trainer.precision.always_checks:
+            _log.warning("Step %d was left out: a gradient is not finite.", self._counts.step)
+
+    def _report(self) -> None:
+        trainer, counts = self._trainer, self._counts
+        if not (losses := self._window.means()):
+            return
+        now, (before, samples) = time.monotonic(), self._last_report
+        self._last_report = (now, counts.samples)
+        rates = {
+            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
+            for name, optimizer in trainer.update.optimizers.items()
+        }
+        self._tell(
+            "train",
+            {
+                "samples_per_second": (counts.samples - samples) / max(now - before, 1e-9),
+                **losses,
+                **self._metrics(),
+                "rows": sum(table.rows for engine in engines_of(trainer.model) for table in engine.tables()),
+                "memory": memory_bytes(trainer.device),
+                **rates,
+            },
+        )
+        self._window.reset()
+
+    def _evaluate(self) -> None:
+        trainer, counts = self._trainer, self._counts
+        assert self._goal.eval_data is not None
+        counts.evaluation = trainer.evaluate(self._goal.eval_data)
+        counts.evaluated = counts.step
+        self._unsaved = True
+        self._tell("eval", counts.evaluation)
+        trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
+        if trainer.saver.keeps_best:  # the best is then the very model that was evaluated
+            self._save()
+
+    def _tell(self, kind: str, values: Mapping[str, float]) -> None:
+        report = Report(kind, self._counts.step, self._counts.epoch, values)
+        self._trainer.logs.write(report)
+        self._trainer.progress.report(report)
+
+    def _metrics(self) -> dict[str, float]:
+        return {name: metric.compute() for name, metric in self._trainer.metrics.items()}
+
+    def _end_epoch(self) -> None:
+        trainer, counts = self._trainer, self._counts
+        trainer.schedule.after_epoch()
+        if self._goal.eval_data is not None and self._goal.eval_every is None:
+            self._evaluate()
+        trainer.callbacks.on_epoch_end(trainer, counts.epoch)
+        counts.epoch += 1
+        counts.batches = 0
+        self._complete = False
+        self._unsaved = True
+
+    def _end(self) -> FitResult:
+        trainer, counts = self._trainer, self._counts
+        self._report()
+        wanted = self._goal.eval_data is not None and trainer.stopping is None
+        if wanted and counts.evaluated != counts.step:
+            self._evaluate()
+        if self._unsaved:
+            self._save()
+        path = trainer.saver.finish()
+        result = FitResult(
+            step=counts.step,
+            epoch=counts.epoch,
+            samples=counts.samples,
+            skipped=counts.skipped,
+            trained=self._trained,
+            seconds=time.monotonic() - self._begun,
+            stopped=trainer.stopping,
+            checkpoint=path,
+            metrics=self._metrics(),
+            evaluation=dict(counts.evaluation),
+        )
+        trainer.callbacks.on_fit_end(trainer, result)
+        trainer.progress.end()
+        trainer.progress.say(_last_words(result))
+        return result
+
+    def _save(self) -> None:
+        trainer, counts = self._trainer, self._counts
+        metrics = counts.evaluation if counts.evaluated == counts.step else None
+        trainer.saver.save(counts.step, self._state(), trainer.model, metrics)
+        self._unsaved = False
+        trainer.callbacks.on_checkpoint(trainer, counts.step)
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "model": trainer.model.state_dict(),
+            **{f"{name}_optimizer": each.state_dict() for name, each in trainer.update.optimizers.items()},
+            "scheduler": trainer.schedule.state_dict(),
+            "scaler": trainer.precision.state_dict(),
+            "callbacks": trainer.callbacks.state_dict(),
+            "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
+            "window": self._window.state_dict(),
+            "trainer": self._counts.state_dict(),
+            "position": self._position,
+            "random": random_state(),
+            "epoch_random": self._epoch_random,
+        }
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        trainer, counts = self._trainer, self._counts
+        trainer.model.load_state_dict(state["model"])
+        for name, optimizer in trainer.update.optimizers.items():
+            if f"{name}_optimizer" not in state:
+                raise ValueError(f"The checkpoint has no {name} optimizer, but this Trainer has one.")
+            optimizer.load_state_dict(state[f"{name}_optimizer"])
+        trainer.schedule.load_state_dict(state["scheduler"])
+        trainer.precision.load_state_dict(state["scaler"])
+        trainer.callbacks.load_state_dict(state["callbacks"])
+        for name, metric in trainer.metrics.items():
+            metric.reset()
+            if name in state["metrics"]:
+                metric.load_state(state["metrics"][name])
+        self._window.load_state_dict(state["window"])
+        counts.load_state_dict(state["trainer"])
+        self._position = state["position"]
+        if self._position is not None and isinstance(self._data, Positioned):
+            self._data.load_state_dict(self._position)
+        else:
+            self._skip = counts.batches
+        self._epoch_random = state["epoch_random"]
+        if counts.batches:
+            self._random_later = state["random"]
+        set_random_state(self._epoch_random if counts.batches and self._epoch_random else state["random"])
+
+
+def _last_words(result: FitResult) -> str:
+    where = f"; checkpoint at {result.checkpoint}" if result.checkpoint else "; there are no checkpoints"
+    if result.stopped in ("interrupt", "terminate"):
+        by = "Ctrl-C" if result.stopped == "interrupt" else "SIGTERM"
+        return f"Stopped by {by} after step {result.step}{where}."
+    if result.stopped:
+        return f"Stopped after step {result.step} ({result.stopped}){where}."
+    if not result.trained:
+        return f"Trained up to step {result.step} already, nothing more to do{where}."
+    return f"Trained {result.trained} steps in {result.seconds:.1f} s, up to step {result.step}{where}."

@@ -1,0 +1,65 @@
+"""`Log`: where reports go."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from karvan.train.results import Report
+
+
+class Log(ABC):
+    """Takes reports between `open` and `close`; a fit opens it and closes it."""
+
+    @abstractmethod
+    def open(self, step: int) -> None:
+        """A fit begins behind this step: what was logged of later ones is removed, since they come again."""
+
+    @abstractmethod
+    def write(self, report: Report) -> None:
+        """Add a report."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The fit is over; everything is on disk."""
+
+
+class Logs(Log):
+    """Several logs as one, or none."""
+
+    def __init__(self, logs: Iterable[Log]) -> None:
+        self._logs = list(logs)
+        for log in self._logs:
+            if not isinstance(log, Log):
+                raise TypeError(f"logs must be Logs such as CsvLog(path), got {type(log).__name__}.")
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        for log in self._logs:
+            log.open(step)
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`."""
+        for log in self._logs:
+            log.write(report)
+
+    def close(self) -> None:
+        """See `Log.close`."""
+        for log in self._logs:
+            log.close()
+
+
+def complete_lines(path: Path) -> list[str]:
+    """The lines of a file, without a last one that a crash cut off; none if there is no file."""
+    text = path.read_text() if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that it has its old or its new lines at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    aside.write_text("".join(f"{line}\n" for line in lines))
+    os.replace(aside, path)

@@ -1,0 +1,39 @@
+"""One JSON object a line: kind, step, epoch, and the values. NaN and infinity become null."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO
+
+from karvan.train.logs.base import Log, complete_lines, replace_lines
+from karvan.train.results import Report
+
+
+class JsonLinesLog(Log):
+    """Reports as JSON lines."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: IO[str] | None = None
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        lines = complete_lines(self._path) if step else []
+        replace_lines(self._path, [line for line in lines if json.loads(line)["step"] <= step])
+        self._file = self._path.open("a")
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`."""
+        assert self._file is not None
+        values = {name: value if math.isfinite(value) else None for name, value in report.values.items()}
+        entry = {"kind": report.kind, "step": report.step, "epoch": report.epoch, **values}
+        print(json.dumps(entry), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """See `Log.close`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,131 @@
+"""Losses: functions of the model's output and the batch, of one head or of several."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from karvan.train.types import AnyBatch, Losses, Output
+
+
+@dataclass(frozen=True)
+class ColumnLoss(ABC):
+    """The mean over the batch of what each sample loses.
+
+    `label` is the batch's column to be met, `output` the name of the head if the model gives several, and
+    `weight` a column of weights: the mean is then weighted, so a sample of weight 0 does not count.
+    """
+
+    label: str = "label"
+    output: str | None = None
+    weight: str | None = None
+
+    def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
+        """The mean, computed in float32 whatever the output's precision."""
+        scores = _head(output, self.output).float()
+        lost = self.each(scores, _column(batch, self.label, scores))
+        if self.weight is None:
+            return lost.mean()
+        weights = _column(batch, self.weight, scores)
+        # The bound makes a batch without any weight lose 0 instead of 0 / 0.
+        return (lost * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+
+    @abstractmethod
+    def each(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """What each sample loses."""
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(ColumnLoss):
+    """Of logits and labels from 0 to 1."""
+
+    def each(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """See `ColumnLoss.each`."""
+        return functional.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+
+
+@dataclass(frozen=True)
+class MeanSquaredError(ColumnLoss):
+    """Of predictions and labels."""
+
+    def each(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """See `ColumnLoss.each`."""
+        return functional.mse_loss(scores, labels, reduction="none")
+
+
+class Sum:
+    """Several losses at once, each under its name and times its weight, 1 unless given.
+
+    `Sum({"ctr": BinaryCrossEntropy(output="ctr", label="click"), "cvr": …}, weights={"cvr": 0.5})`
+    """
+
+    def __init__(self, losses: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+        self.losses = dict(losses)
+        self.weights = dict(weights or {})
+        if not self.losses:
+            raise ValueError("Sum expects at least one loss, got none.")
+        if unknown := sorted(set(self.weights) - set(self.losses)):
+            known = ", ".join(self.losses)
+            raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {known}.")
+
+    def __call__(self, output: Output, batch: AnyBatch) -> dict[str, Tensor]:
+        """All of them; the Trainer trains their sum and logs each."""
+        return {
+            name: total(loss(output, batch)) * self.weights.get(name, 1.0)
+            for name, loss in self.losses.items()
+        }
+
+
+def total(losses: Losses) -> Tensor:
+    """The sum of what a loss gave."""
+    if not isinstance(losses, Mapping):
+        return _scalar("The loss", losses)
+    if not losses:
+        raise ValueError("A loss must give a tensor or a mapping with at least one, got an empty mapping.")
+    first, *others = [_scalar(f"Loss '{name}'", loss) for name, loss in losses.items()]
+    return sum(others, start=first)  # one after the other, as a + b would be written by hand
+
+
+def named(losses: Losses, whole: Tensor) -> dict[str, Tensor]:
+    """As they are logged: the whole as "loss", and each of several as "loss/NAME"."""
+    parts = {} if isinstance(losses, Tensor) else {f"loss/{name}": loss for name, loss in losses.items()}
+    return {name: loss.detach() for name, loss in {"loss": whole, **parts}.items()}
+
+
+def _scalar(what: str, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(f"{what} must be one number, a mean as a rule, got shape {tuple(loss.shape)}.")
+    return loss.reshape(())
+
+
+def _head(output: Output, name: str | None) -> Tensor:
+    if isinstance(output, Tensor):
+        if name is not None:
+            raise TypeError(f"The loss wants the output '{name}', but the model gives a single tensor.")
+        return output
+    if name is None:
+        raise TypeError(f"The model gives several outputs; name one by output=: {', '.join(output)}.")
+    if name not in output:
+        raise KeyError(f"The model gives no output '{name}'; it gives: {', '.join(output)}.")
+    return output[name]
+
+
+def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
+    if name not in batch:
+        raise KeyError(f"There is no column '{name}' in the batch, which has: {', '.join(batch)}.")
+    column = batch[name].to(like.device, torch.float32)
+    if column.shape != like.shape:
+        if column.numel() != like.numel():
+            raise ValueError(
+                f"Column '{name}' must have the output's shape {list(like.shape)}, got {list(column.shape)}."
+            )
+        column = column.reshape(like.shape)
+    return column  # type: ignore[no-any-return]

@@ -1,0 +1,178 @@
+"""The precision of arithmetic: fp32, bf16 or fp16, the last with a scaled loss.
+
+| `precision` | on the CPU | on CUDA |
+|---|---|---|
+| "fp32" | as it is | as it is |
+| "bf16" | autocast; bf16 products by fp32 arithmetic where the CPU has no instructions for them | autocast |
+| "fp16" | refused: torch has no gradient scaling there | autocast and a `torch.amp.GradScaler` |
+
+A scaled loss makes all gradients too large by the scale. The scaler divides those of parameters, the
+embedding engines divide theirs before they sum them (`EmbeddingEngine.gradient_scale`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from karvan.embedding import EmbeddingEngine
+
+NAMES = ("fp32", "bf16", "fp16")
+
+
+class Precision:
+    """fp32: nothing is changed. The others derive from it."""
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a forward and its backward run in."""
+        return nullcontext()
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """What the forward and the loss run in, inside of `context`."""
+        return nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to go backward from."""
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
+        """Undo `scale` on the gradients of an optimizer's parameters."""
+
+    def update(self) -> None:
+        """A step was taken, or left out because of an overflow."""
+
+    always_checks = False  # whether gradients must be looked at, because overflows are part of the method
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+
+
+class Autocast(Precision):
+    """bf16: products of matrices in half size, the rest as autocast says."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._slow = device.type == "cpu" and not fast_bf16()
+        if self._slow:
+            warnings.warn(
+                "This CPU has no instructions for bf16: products are computed in fp32 from operands rounded "
+                "to bf16. The numbers are those of bf16, the speed is at most that of fp32.",
+                stacklevel=4,
+            )
+
+    def context(self) -> AbstractContextManager[Any]:
+        """See `Precision.context`."""
+        return Bf16Products() if self._slow else nullcontext()  # type: ignore[no-untyped-call]
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """See `Precision.forward`."""
+        return torch.autocast(self._device.type, self._dtype)
+
+
+class Scaled(Autocast):
+    """fp16 on CUDA: the loss is scaled up, lest small gradients vanish."""
+
+    always_checks = True
+
+    def __init__(self, device: torch.device, engines: Iterable[EmbeddingEngine]) -> None:
+        super().__init__(device, torch.float16)
+        self._engines = list(engines)
+        self._scaler = torch.amp.GradScaler(device.type)
+        # The scaler looks at gradients of optimizers only. This one's single gradient tells it of the rows'.
+        self._witness = torch.zeros(1, device=device, requires_grad=True)
+        self._teller = torch.optim.SGD([self._witness], lr=0.0)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See `Precision.scale`; the engines are told."""
+        scaled = self._scaler.scale(loss)
+        for engine in self._engines:
+            engine.gradient_scale = self._scaler.get_scale()
+        return scaled
+
+    def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
+        """See `Precision.unscale`."""
+        self._witness.grad = torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf)
+        self._scaler.unscale_(self._teller)
+        if optimizer is not None:
+            self._scaler.unscale_(optimizer)
+
+    def update(self) -> None:
+        """See `Precision.update`: the scale falls after an overflow and rises after many steps without."""
+        self._scaler.update()
+        for engine in self._engines:
+            engine.gradient_scale = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Precision.state_dict`."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Precision.load_state_dict`."""
+        self._scaler.load_state_dict(dict(state))
+
+
+def make_precision(name: str, device: torch.device, engines: Iterable[EmbeddingEngine]) -> Precision:
+    """The precision of that name."""
+    if name not in NAMES:
+        raise ValueError(f"precision must be one of {', '.join(NAMES)}, got {name!r}.")
+    if name == "fp16" and device.type != "cuda":
+        raise ValueError(f"precision 'fp16' needs a CUDA device, but the model is on {device}; use 'bf16'.")
+    if name == "fp16":
+        return Scaled(device, engines)
+    return Autocast(device) if name == "bf16" else Precision()
+
+
+def fast_bf16() -> bool:
+    """Whether this CPU multiplies bf16 matrices by instructions; torch is some 200 times slower without."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is None or bool(supported())
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.addbmm.default,
+    _aten.baddbmm.default,
+    _aten.addmv.default,
+    _aten.mv.default,
+    _aten.dot.default,
+    _aten.convolution.default,
+    _aten.convolution_backward.default,
+}
+
+
+class Bf16Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes products of bf16 matrices in fp32, forward and backward, and rounds the results to bf16.
+
+    This is what the instructions do: they multiply exactly and add up in fp32.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called for every operation, below autograd and autocast."""
+        if func not in _PRODUCTS or not any(_is_bf16(arg) for arg in args):
+            return func(*args, **(kwargs or {}))
+        made = func(*(arg.float() if _is_bf16(arg) else arg for arg in args), **(kwargs or {}))
+        return tuple(map(_rounded, made)) if isinstance(made, tuple) else _rounded(made)
+
+
+def _is_bf16(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.bfloat16
+
+
+def _rounded(value: Any) -> Any:
+    return value.bfloat16() if isinstance(value, Tensor) else value

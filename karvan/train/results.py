@@ -1,0 +1,106 @@
+"""What a fit tells: after every step, now and then, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepLogs:
+    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or left out."""
+
+    step: int
+    epoch: int
+    samples: int
+    losses: Mapping[str, Tensor]
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval"."""
+
+    kind: str
+    step: int
+    epoch: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Where a fit ended.
+
+    `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or what a callback
+    gave as its reason. `trained` counts the steps of this call, `step` all of them. `metrics` are those of
+    training since the epoch began, `evaluation` those of the last evaluation.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    skipped: int
+    trained: int
+    seconds: float
+    stopped: str | None
+    checkpoint: str | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Counts:
+    """How far training is. It is part of a checkpoint, so it holds nothing that depends on time."""
+
+    step: int = 0
+    epoch: int = 0  # epochs that are complete
+    batches: int = 0  # of the epoch that is not
+    samples: int = 0
+    skipped: int = 0  # steps that were left out
+    evaluated: int = -1  # the step of the last evaluation
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**vars(self), "evaluation": dict(self.evaluation)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        vars(self).update(state)
+
+
+class Window:
+    """The mean of each loss since the last report."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, losses: Mapping[str, Tensor]) -> None:
+        """Count the losses of a step."""
+        for name, loss in losses.items():
+            value = loss.double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._count += 1
+
+    def means(self) -> dict[str, float]:
+        """The means; nothing if nothing was counted."""
+        return {name: float(total) / self._count for name, total in self._sums.items()}
+
+    def reset(self) -> None:
+        """Begin the next window."""
+        self._sums, self._count = {}, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"sums": {name: float(total) for name, total in self._sums.items()}, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        # Plain CPU numbers go well with those of any device.
+        self._sums = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["sums"].items()}
+        self._count = state["count"]

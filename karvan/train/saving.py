@@ -1,0 +1,107 @@
+"""When checkpoints are saved, and by whom."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from karvan.checkpoint import Checkpoint, Checkpoints
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """Save every so many steps, every so many seconds, or both; None for not. The end is saved always."""
+
+    every: int | None = None
+    seconds: float | None = 600.0
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"checkpoint_every must be at least 1 or None, got {self.every}.")
+        if self.seconds is not None and self.seconds <= 0:
+            raise ValueError(f"checkpoint_seconds must be above 0 or None, got {self.seconds}.")
+
+
+class NoSaver:
+    """Saves nothing; `Saver` derives from it."""
+
+    folder: Path | None = None
+    keeps_best = False
+
+    def begin(self) -> None:
+        """A fit begins."""
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint, if there is one."""
+        return None
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to save."""
+        return False
+
+    def save(
+        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Take the state as it is now, and write it while training goes on."""
+
+    def finish(self) -> str | None:
+        """Wait until everything is written; returns where the newest checkpoint lies."""
+        return None
+
+
+class Saver(NoSaver):
+    """Saves to a folder of checkpoints."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        settings: SaveSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._settings = settings
+        self._clock = clock
+        self._last = clock()
+        self.folder = checkpoints.folder
+        self.keeps_best = checkpoints.keep_best is not None
+
+    def begin(self) -> None:
+        """See `NoSaver.begin`."""
+        self._last = self._clock()
+
+    def latest(self) -> Checkpoint | None:
+        """See `NoSaver.latest`."""
+        return self._checkpoints.latest()
+
+    def due(self, step: int) -> bool:
+        """See `NoSaver.due`."""
+        every, seconds = self._settings.every, self._settings.seconds
+        by_steps = every is not None and step % every == 0
+        return by_steps or (seconds is not None and self._clock() >= self._last + seconds)
+
+    def save(
+        self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
+    ) -> None:
+        """See `NoSaver.save`."""
+        self._checkpoints.save(step, state, model, metrics=metrics)
+        self._last = self._clock()
+
+    def finish(self) -> str | None:
+        """See `NoSaver.finish`."""
+        self._checkpoints.wait()
+        latest = self.latest()
+        return None if latest is None else str(latest.path)
+
+
+def make_saver(checkpoints: Checkpoints | str | os.PathLike[str] | None, settings: SaveSettings) -> NoSaver:
+    """A saver for checkpoints or for the path of their folder; one that does nothing for None."""
+    if checkpoints is None:
+        return NoSaver()
+    made = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+    return Saver(made, settings)

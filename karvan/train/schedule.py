@@ -1,0 +1,85 @@
+"""Learning-rate schedules: torch's schedulers on the dense and the sparse optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+Maker: TypeAlias = Callable[[Optimizer], LRScheduler]
+Given: TypeAlias = LRScheduler | Maker
+Schedulers: TypeAlias = Given | Iterable[Given] | Mapping[str, Given] | None
+
+
+class Schedule:
+    """All schedulers of a Trainer; they move after every step that was taken, or after every epoch.
+
+    A function is called with every optimizer, dense and sparse, and makes a scheduler of it. A mapping with
+    "dense" and "sparse" gives each its own. A scheduler that is made already is taken as it is.
+    """
+
+    def __init__(self, given: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
+        if per not in ("step", "epoch"):
+            raise ValueError(f"schedule_per must be 'step' or 'epoch', got {per!r}.")
+        self._per = per
+        self._schedulers = list(_made(given, optimizers))
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, LRScheduler):
+                raise TypeError(f"Expected a torch LRScheduler, got {type(scheduler).__name__}.")
+            if isinstance(scheduler, ReduceLROnPlateau):
+                raise TypeError(
+                    "ReduceLROnPlateau asks for a metric at every step; call it from a callback's "
+                    "on_evaluate_end instead."
+                )
+
+    def after_step(self) -> None:
+        """A step was taken."""
+        self._move("step")
+
+    def after_epoch(self) -> None:
+        """An epoch ended."""
+        self._move("epoch")
+
+    def _move(self, moment: str) -> None:
+        for scheduler in self._schedulers if moment == self._per else ():
+            scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        states = state["schedulers"]
+        if len(states) != len(self._schedulers):
+            raise ValueError(
+                f"The checkpoint has {len(states)} schedulers, but this Trainer has {len(self._schedulers)}."
+            )
+        for scheduler, its in zip(self._schedulers, states, strict=True):
+            # MultiStepLR counts its milestones, and a checkpoint knows plain dicts only.
+            counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
+            scheduler.load_state_dict({k: Counter(v) if k in counters else v for k, v in its.items()})
+
+
+def _made(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        if unknown := sorted(set(given) - set(optimizers)):
+            raise ValueError(
+                f"There is no optimizer for the scheduler of {', '.join(map(repr, unknown))}; "
+                f"there are: {', '.join(map(repr, optimizers))}."
+            )
+        return [_one(its, optimizers[name]) for name, its in given.items()]
+    if isinstance(given, LRScheduler):
+        return [given]
+    if callable(given):
+        return [given(optimizer) for optimizer in optimizers.values()]
+    return [each for one in given for each in _made(one, optimizers)]
+
+
+def _one(given: Given, optimizer: Optimizer) -> Any:
+    return given if isinstance(given, LRScheduler) else given(optimizer)

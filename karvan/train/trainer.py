@@ -1,0 +1,158 @@
+"""`Trainer`: fit, evaluate and predict on one machine. The loop itself is in `fit.py`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan.checkpoint import Checkpoints
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.callbacks import Callback, Callbacks
+from karvan.train.evaluation import Evaluator, Prediction
+from karvan.train.feed import same
+from karvan.train.fit import Fit
+from karvan.train.goal import Goal
+from karvan.train.logs import Log, Logs
+from karvan.train.placement import device_of, make_placement
+from karvan.train.precision import make_precision
+from karvan.train.progress import NoProgress, make_progress
+from karvan.train.results import Counts, FitResult, Window
+from karvan.train.saving import SaveSettings, make_saver
+from karvan.train.schedule import Schedule, Schedulers
+from karvan.train.signals import Signals
+from karvan.train.types import Loss, MetricLike
+from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
+
+
+class Trainer:
+    """Trains a model: `Trainer(model, loss, dense_optimizer=…, sparse_optimizer=kv.optim.Adagrad(lr=0.05))`.
+
+    loss(output, batch) gives a tensor, or several by name that are summed; `karvan.train.losses` has some.
+    dense_optimizer is a torch optimizer, or a function that makes one of parameters; sparse_optimizer one of
+    kv.optim, which the Trainer attaches to all tables of the model unless it is attached.
+    metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
+    scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
+    precision: see `precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see `UpdateSettings`.
+    callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers every log_every steps.
+    progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an object.
+    checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
+    checkpoint_seconds, and at the end; with keep_best also after every evaluation.
+    device is where the model is to be; without it, where it is. ahead batches are taken from the data while
+    one computes, 0 for none; prepare is called with each of them, on the thread that takes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        dense_optimizer: DenseOptimizer | None = None,
+        sparse_optimizer: SparseOptimizer | None = None,
+        metrics: Mapping[str, MetricLike] | None = None,
+        scheduler: Schedulers = None,
+        schedule_per: str = "step",
+        precision: str = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        skip_nonfinite: bool = True,
+        callbacks: Iterable[Callback] = (),
+        logs: Iterable[Log] = (),
+        log_every: int = 100,
+        progress: str | NoProgress = "auto",
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_seconds: float | None = 600.0,
+        device: torch.device | str | None = None,
+        ahead: int = 2,
+        prepare: Callable[[Any], Any] = same,
+    ) -> None:
+        if log_every < 1:
+            raise ValueError(f"log_every must be at least 1, got {log_every}.")
+        if ahead < 0:
+            raise ValueError(f"ahead must not be negative, got {ahead}.")
+        self.model = model if device is None else model.to(device)
+        self.device = device_of(model) if device is None else torch.device(device)
+        self.loss = loss
+        self.metrics = dict(metrics or {})
+        self.accumulate = accumulate
+        self.precision = make_precision(precision, self.device, engines_of(model))
+        self.update = Update(
+            make_dense(dense_optimizer, model),
+            make_sparse(sparse_optimizer, model),
+            UpdateSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
+            self.precision,
+        )
+        self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
+        self.callbacks = Callbacks(callbacks)
+        self.logs = Logs(logs)
+        self.log_every = log_every
+        self.progress = make_progress(progress)
+        self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
+        self.placement = make_placement(model, self.device, prepare)
+        self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead)
+        self.ahead = ahead
+        self.signals = Signals()
+        self.counts = Counts()
+        self.window = Window()
+        self._stop: str | None = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those that were left out included."""
+        return self.counts.step
+
+    @property
+    def epoch(self) -> int:
+        """The number of complete epochs, which is the number of the current one, from 0."""
+        return self.counts.epoch
+
+    @property
+    def stopping(self) -> str | None:
+        """Why the fit is to stop, if it is: "interrupt", "terminate", or what `stop` was given."""
+        return self.signals.received or self._stop
+
+    def stop(self, reason: str) -> None:
+        """End the fit after the current step; callbacks call this."""
+        if not reason:
+            raise ValueError("stop expects a reason, got an empty one.")
+        self._stop = reason
+
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        epochs: int | None = None,
+        train_steps: int | None = None,
+        eval_data: Iterable[Any] | None = None,
+        eval_every: int | None = None,
+        resume: bool = True,
+    ) -> FitResult:
+        """Train on data, any iterable of batches, an iteration of which is an epoch.
+
+        It ends after `epochs` epochs or `train_steps` optimizer steps, whatever comes first; without either
+        after one epoch. eval_data is evaluated every eval_every steps, or after each epoch, and at the end.
+
+        resume: go on from the newest checkpoint, if there is one; epochs and steps of before count, so a
+        fit that had reached its end does nothing. Data that knows its position is moved to it, of other
+        data the batches of before are skipped. Otherwise counting begins at 0, with the model as it is.
+        """
+        goal = Goal(epochs, train_steps, eval_data, eval_every)
+        self._stop = None
+        return Fit(self, data, goal, resume).run()
+
+    def fit_and_evaluate(self, data: Iterable[Any], eval_data: Iterable[Any], **options: Any) -> FitResult:
+        """`fit` with evaluations; the last one's metrics are the result's `evaluation`."""
+        return self.fit(data, eval_data=eval_data, **options)
+
+    def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
+        """Losses and metrics of the model on data; nothing changes, neither rows nor counts nor modes."""
+        return self.evaluator.evaluate(data, self.metrics)
+
+    def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
+        """For each batch the model's output, on the CPU, and beside it the columns of the batch asked for."""
+        return self.evaluator.predict(data, columns)

@@ -1,0 +1,61 @@
+"""What models, losses, metrics and data are to a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+from karvan.ragged import Batch, NestedRagged, Ragged
+
+Output: TypeAlias = Tensor | Mapping[str, Tensor]
+Losses: TypeAlias = Tensor | Mapping[str, Tensor]
+AnyBatch: TypeAlias = Mapping[str, Any]
+Loss: TypeAlias = Callable[[Any, Any], Losses]
+
+
+class MetricLike(Protocol):
+    """What is asked of a metric; those of `karvan.train.metrics` have it."""
+
+    def update(self, output: Any, batch: Any) -> None:
+        """Count a batch."""
+
+    def compute(self) -> float:
+        """The value over all batches since the last reset."""
+
+    def reset(self) -> None:
+        """Forget all batches."""
+
+    def state(self) -> dict[str, Tensor]:
+        """All that has been counted, as tensors."""
+
+    def load_state(self, state: Any) -> None:
+        """Restore what `state` gave."""
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """Data that knows where it is, such as a `Loader`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: behind all batches that were handed out."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go there."""
+
+
+def rows_of(batch: Any) -> int:
+    """How many samples a batch has."""
+    if isinstance(batch, Batch):
+        return batch.rows
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"A batch must be a Batch or another mapping of names to tensors, got {type(batch).__name__}."
+        )
+    for entry in batch.values():
+        if isinstance(entry, Ragged | NestedRagged):
+            return entry.rows
+        if isinstance(entry, Tensor) and entry.dim():
+            return int(entry.shape[0])
+    return 0

@@ -1,0 +1,137 @@
+"""One optimizer step: the gradients of some batches averaged, clipped, looked at, and applied or left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from karvan.embedding import EmbeddingEngine
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How gradients become steps.
+
+    accumulate: batches whose mean gradient makes a step. clip_value limits each element of the dense
+    gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own limits.
+    skip_nonfinite leaves out a step, dense and sparse, if any gradient has an infinity or a NaN.
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}.")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0 or None, got {value}.")
+
+
+class Update:
+    """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing."""
+
+    def __init__(
+        self,
+        dense: torch.optim.Optimizer | None,
+        sparse: SparseOptimizer | None,
+        settings: UpdateSettings,
+        precision: Precision,
+    ) -> None:
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        if dense is not None:
+            self.optimizers["dense"] = dense
+        if sparse is not None:
+            self.optimizers["sparse"] = sparse
+        if not self.optimizers:
+            raise ValueError("A Trainer needs a dense_optimizer or a sparse_optimizer, got neither.")
+        self._dense = dense
+        self._sparse = sparse
+        self._settings = settings
+        self._precision = precision
+        self._checks = settings.skip_nonfinite or precision.always_checks
+
+    def forget(self) -> None:
+        """Drop gradients that wait."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+
+    def backward(self, loss: Tensor, batches: int) -> None:
+        """Add the gradients of one of so many batches, divided by their number."""
+        torch.autograd.backward(self._precision.scale(loss if batches == 1 else loss / batches))
+
+    def apply(self) -> bool:
+        """Make the step, unless gradients are not finite; whether it was made."""
+        sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
+        self._precision.unscale(self._dense, sparse_finite)
+        finite = sparse_finite and (not self._checks or all_finite(self._gradients()))
+        if finite:
+            self._clip()
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+        self._precision.update()
+        self.forget()
+        return finite
+
+    def _parameters(self) -> list[Tensor]:
+        groups = [] if self._dense is None else self._dense.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _clip(self) -> None:
+        if self._settings.clip_value is not None:
+            clip_grad_value_(self._parameters(), self._settings.clip_value)
+        if self._settings.clip_norm is not None:
+            clip_grad_norm_(self._parameters(), self._settings.clip_norm)
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no element is an infinity or a NaN."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    largest = get_total_norm(dense, math.inf)  # the largest magnitude: unlike a sum, it cannot overflow
+    return bool(torch.isfinite(largest))
+
+
+DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_dense(optimizer: DenseOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer itself, or what a callable makes of the model's parameters."""
+    if isinstance(optimizer, SparseOptimizer):
+        raise TypeError(f"{type(optimizer).__name__} of kv.optim is for rows: give it as sparse_optimizer.")
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    made: Any = optimizer(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "dense_optimizer must be a torch optimizer, or a function that makes one of parameters, "
+            f"but it made {type(made).__name__}."
+        )
+    return made
+
+
+def make_sparse(optimizer: SparseOptimizer | None, model: nn.Module) -> SparseOptimizer | None:
+    """The optimizer, attached to all tables of the model unless it is attached already."""
+    if optimizer is not None and not isinstance(optimizer, SparseOptimizer):
+        raise TypeError(f"sparse_optimizer must be one of kv.optim, got {type(optimizer).__name__}.")
+    if optimizer is not None and not optimizer.attached:
+        optimizer.attach(model)
+    return optimizer
+
+
+def engines_of(model: nn.Module) -> list[EmbeddingEngine]:
+    """The engines in a model, each once."""
+    return [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
