@@ -15,13 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
 from karvan.embedding.handle import TableHandle
 from karvan.embedding.inputs import FeatureInput, mode_of
 from karvan.embedding.table import POOLED, Table
 from karvan.ragged import Padded, Ragged
 from karvan.store import MemoryStore, Plan, Program, Store
-from karvan.store.protocol import Gradients
+from karvan.store.protocol import Gradients, Prepared
 
 
 class EmbeddingEngine(nn.Module):
@@ -45,6 +46,7 @@ class EmbeddingEngine(nn.Module):
         self.gradient_scale = 1.0
         self.store: Store = store if store is not None else MemoryStore()
         self._pending: list[_Pending] = []
+        self._ahead = Ahead(self.features)
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
         for feature, table in self.features.items():
@@ -83,13 +85,14 @@ class EmbeddingEngine(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
         """Embed the engine's features of a batch; what else is in the batch is passed through."""
-        inputs = self._inputs(batch)
+        found = self._ahead.take(batch)
+        inputs, prepared = (self._inputs(batch), None) if found is None else found
         training = self.training and torch.is_grad_enabled()
         if training:
             # An input that requires a gradient makes autograd call back; the anchor is that and no more.
-            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs)
+            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared)
         else:
-            self._run(inputs, training=False)
+            self._run(inputs, prepared, training=False)
             outs = tuple(i.take_out() for i in inputs)
         result: dict[str, Any] = {
             name: i.present(out) for name, i, out in zip(self.features, inputs, outs, strict=True)
@@ -98,6 +101,20 @@ class EmbeddingEngine(nn.Module):
             if name not in result:
                 result[name] = entry
         return result
+
+    def prepare(self, batch: Mapping[str, Any]) -> bool:
+        """Check and group the ids of a batch ahead of its forward, on any thread; results are the same.
+
+        Gives whether that could be done: features that the model makes itself are not in the batch yet, and
+        what is wrong with a batch is told by its forward. A few batches are held, until their forward.
+        """
+        try:
+            inputs = self._inputs(batch)
+            numbers = [number for i in inputs for number in i.numbers()]
+            self._ahead.put(batch, inputs, self.store.prepare(self._program, numbers))
+        except (KeyError, TypeError, ValueError):
+            return False
+        return True
 
     def _inputs(self, batch: Mapping[str, Any]) -> list[FeatureInput]:
         inputs: list[FeatureInput] = []
@@ -117,10 +134,13 @@ class EmbeddingEngine(nn.Module):
             inputs.append(made)
         return inputs
 
-    def _run(self, inputs: list[FeatureInput], training: bool) -> Plan:
-        numbers = [number for i in inputs for number in i.numbers()]
+    def _run(self, inputs: list[FeatureInput], prepared: Prepared | None, training: bool) -> Plan:
         plan = self.store.forward(
-            self._program, numbers, training=training, step=self.step + 1, now=self._clock()
+            self._program,
+            prepared or [number for i in inputs for number in i.numbers()],
+            training=training,
+            step=self.step + 1,
+            now=self._clock(),
         )
         if training:
             self.step += 1
@@ -198,24 +218,28 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, engine: EmbeddingEngine, inputs: list[FeatureInput]
+        ctx: Any,
+        anchor: Tensor,
+        engine: EmbeddingEngine,
+        inputs: list[FeatureInput],
+        prepared: Prepared | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine = engine
         ctx.inputs = inputs  # the plan points into these
-        ctx.plan = engine._run(inputs, training=True)
+        ctx.plan = engine._run(inputs, prepared, training=True)
         return tuple(i.take_out() for i in inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
         if any(g is not None for g in gradients):
             ctx.engine._collect(ctx.plan, gradients)
-        return None, None, None
+        return None, None, None, None
 
 
 # torch declares `apply` without types.
 _lookup = cast(
-    Callable[[Tensor, EmbeddingEngine, list[FeatureInput]], tuple[Tensor, ...]],
+    Callable[[Tensor, EmbeddingEngine, list[FeatureInput], Prepared | None], tuple[Tensor, ...]],
     _Lookup.apply,
 )
 

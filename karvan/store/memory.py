@@ -16,6 +16,7 @@ from karvan.store.protocol import (
     Gradients,
     Keys,
     Plan,
+    Prepared,
     Program,
     Push,
     Rows,
@@ -114,9 +115,7 @@ class MemoryStore(Store):
         track: bool = False,
     ) -> Capture:
         """See `Store.capture`: a row is copied when its part is read, or just before it changes."""
-        asked = [
-            (self._tables[name], parts[name], None if since is None else since[name]) for name in tables
-        ]
+        asked = [(self._tables[name], parts[name], None if since is None else since[name]) for name in tables]
         return _Captures(dict(zip(tables, _native.capture(asked, track), strict=True)))
 
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
@@ -142,9 +141,20 @@ class MemoryStore(Store):
         """See `Store.stats`."""
         return self._tables[table].stats()
 
-    def forward(self, program: Program, inputs: list[int], *, training: bool, step: int, now: float) -> Plan:
+    def forward(
+        self,
+        program: Program,
+        inputs: list[int] | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> Plan:
         """See `Store.forward`: grouping, lookup and pooling in one native call."""
         tables = [self._tables[name] for name in program.tables]
+        if isinstance(inputs, _native.Plan):
+            _native.forward_prepared(inputs, tables, training, step, now)
+            return Plan(inputs, {})
         return Plan(_native.forward(program.native, tables, inputs, training, step, now), {})
 
     def update(

@@ -28,6 +28,7 @@ Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
 Gradients: TypeAlias = _native.Gradients
 Rule: TypeAlias = _native.Rule
+Prepared: TypeAlias = _native.Plan
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,25 @@ class Store(ABC):
         The last one counts index entries that growth has moved; while it rises, the index is growing.
         """
 
-    def forward(self, program: Program, inputs: list[int], *, training: bool, step: int, now: float) -> Plan:
-        """Look up a batch and fill its outputs; `inputs` are the native call's numbers for each feature."""
-        plan = _native.Plan(program.native, inputs)
+    def prepare(self, program: Program, inputs: list[int]) -> Prepared:
+        """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else."""
+        return _native.prepare(program.native, inputs)
+
+    def forward(
+        self,
+        program: Program,
+        inputs: list[int] | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> Plan:
+        """Look up a batch and fill its outputs.
+
+        `inputs` are the native call's numbers for each feature, or what `prepare` made of them, which is good
+        for one forward.
+        """
+        plan = inputs if isinstance(inputs, _native.Plan) else _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
         found = self.lookup(keys, training=training, step=step, now=now)
         plan.pool_from([found[table].vectors for table in program.tables])
