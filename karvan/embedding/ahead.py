@@ -55,7 +55,7 @@ class Ahead:
 
 
 class _Same:
-    """A tensor, equal to itself alone, as long as nobody writes to it; held, so nothing can take its place."""
+    """A tensor, equal to itself alone while nobody writes to it; held, so that nothing takes its place."""
 
     __slots__ = ("_tensor", "_version")
 
