@@ -1,0 +1,271 @@
+"""The moments of a fit, and what is told of it in files and on the screen."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from train_helpers import StopAt, batches, model, trainer
+
+import karvan as kv
+from karvan.train import (
+    BarProgress,
+    CsvLog,
+    EarlyStopping,
+    JsonLinesLog,
+    PlainProgress,
+    Report,
+    TensorBoardLog,
+)
+
+
+class Moments(kv.train.Callback):
+    """Writes down everything it is called with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_fit_begin(self, trainer):
+        self.seen.append("fit begin")
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.seen.append(f"epoch {epoch} begin")
+
+    def on_step_end(self, trainer, logs):
+        assert trainer.model.training
+        assert trainer.step == logs.step
+        self.seen.append(f"step {logs.step} of epoch {logs.epoch}")
+
+    def on_evaluate_end(self, trainer, metrics):
+        assert trainer.model.training
+        assert set(metrics) == {"loss"}
+        self.seen.append("evaluate end")
+
+    def on_checkpoint(self, trainer, step):
+        self.seen.append(f"checkpoint {step}")
+
+    def on_epoch_end(self, trainer, epoch):
+        self.seen.append(f"epoch {epoch} end")
+
+    def on_fit_end(self, trainer, result):
+        self.seen.append(f"fit end {result.step}")
+
+
+def test_the_moments_of_a_fit_come_in_their_order(tmp_path):
+    moments = Moments()
+    fit = trainer(checkpoints=tmp_path, checkpoint_every=3, callbacks=[moments])
+    fit.fit(batches(2), epochs=2, eval_data=batches(1))
+    assert moments.seen == [
+        "fit begin",
+        "epoch 0 begin",
+        "step 1 of epoch 0",
+        "step 2 of epoch 0",
+        "evaluate end",
+        "epoch 0 end",
+        "epoch 1 begin",
+        "step 3 of epoch 1",
+        "checkpoint 3",
+        "step 4 of epoch 1",
+        "evaluate end",
+        "epoch 1 end",
+        "checkpoint 4",
+        "fit end 4",
+    ]
+
+
+def test_an_epoch_that_is_resumed_does_not_begin_again(tmp_path):
+    moments = Moments()
+    trainer(checkpoints=tmp_path, callbacks=[StopAt(1)]).fit(batches(2))
+    trainer(checkpoints=tmp_path, callbacks=[moments]).fit(batches(2))
+    assert moments.seen == ["fit begin", "step 2 of epoch 0", "epoch 0 end", "checkpoint 2", "fit end 2"]
+
+
+class Asked:
+    """Stands for a Trainer."""
+
+    stopped = None
+
+    def stop(self, reason):
+        self.stopped = reason
+
+
+@given(
+    scores=st.lists(st.sampled_from([0.1, 0.2, 0.3, math.nan]), min_size=1, max_size=8),
+    patience=st.integers(1, 3),
+    mode=st.sampled_from(["max", "min"]),
+)
+def test_early_stopping_stops_when_nothing_was_better_for_its_patience(scores, patience, mode):
+    stopping, asked = EarlyStopping("auc", patience, mode), Asked()
+    better = max if mode == "max" else min
+    since, known = 0, []
+    for score in scores:
+        known.append(score)
+        real = [s for s in known if not math.isnan(s)]
+        best_at = known.index(better(real)) if real else -1
+        since = len(known) - 1 - best_at
+        stopping.on_evaluate_end(asked, {"auc": score})
+        assert (asked.stopped is not None) == (since >= patience)
+        if asked.stopped:
+            assert asked.stopped.startswith("early: auc was best at")
+            return
+        restored = EarlyStopping("auc", patience, mode)
+        restored.load_state_dict(stopping.state_dict())
+        stopping = restored
+
+
+def test_early_stopping_counts_gains_above_its_delta_and_names_what_it_misses():
+    stopping, asked = EarlyStopping("auc", 2, min_delta=0.05), Asked()
+    for score in (0.5, 0.54, 0.549):
+        stopping.on_evaluate_end(asked, {"auc": score})
+    assert asked.stopped
+    with pytest.raises(KeyError, match="EarlyStopping wants 'auc', but there are: loss"):
+        stopping.on_evaluate_end(asked, {"loss": 1.0})
+
+
+def run_with_logs(folder, stop_at=None, epochs=2):
+    csv_log, json_log = CsvLog(folder / "log.csv"), JsonLinesLog(folder / "log.jsonl")
+    fit = trainer(
+        metrics={"auc": kv.metrics.AUC()},
+        logs=[csv_log, json_log, TensorBoardLog(folder / "board")],
+        log_every=3,
+        checkpoints=folder / "run",
+        checkpoint_every=4,
+        callbacks=[StopAt(stop_at)],
+    )
+    return fit.fit(batches(), epochs=epochs, eval_data=batches(2, seed=1), eval_every=8)
+
+
+def test_logs_have_the_numbers_of_training_and_evaluation(tmp_path):
+    result = run_with_logs(tmp_path)
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in entries if e["kind"] == "train"] == [3, 6, 9, 12, 15, 18, 21, 24]
+    assert [e["step"] for e in entries if e["kind"] == "eval"] == [8, 16, 24]
+    train = next(e for e in entries if e["kind"] == "train")
+    names = {"samples_per_second", "loss", "auc", "rows", "memory", "lr/dense", "lr/sparse"}
+    assert names <= set(train)
+    assert entries[-1]["auc"] == pytest.approx(result.evaluation["auc"])
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert [(r["kind"], int(r["step"])) for r in rows] == [(e["kind"], e["step"]) for e in entries]
+    assert [float(r["loss"]) for r in rows] == [e["loss"] for e in entries]
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert [(s.step, s.value) for s in board.Scalars("eval/auc")] == [
+        (e["step"], pytest.approx(e["auc"])) for e in entries if e["kind"] == "eval"
+    ]
+
+
+def test_a_resumed_run_logs_each_step_once_and_the_same_numbers(tmp_path):
+    (tmp_path / "straight").mkdir()
+    run_with_logs(tmp_path / "straight")
+    run_with_logs(tmp_path, stop_at=13)
+    # As after a crash: entries behind the last checkpoint, and a last line that was cut off.
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 15, "epoch": 1, "loss": 9.0}\n{"kind": "tra')
+    with (tmp_path / "log.csv").open("a") as file:
+        file.write("train,15,1\ntrain,1")
+    run_with_logs(tmp_path)
+
+    def told(folder):
+        entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        rows = list(csv.DictReader((folder / "log.csv").open()))
+        assert [(r["kind"], int(r["step"])) for r in rows] == [(e["kind"], e["step"]) for e in entries]
+        timeless = ("kind", "step", "epoch", "loss", "auc", "rows")
+        return [{name: e.get(name) for name in timeless} for e in entries]
+
+    expected = told(tmp_path / "straight")
+    found = [e for e in told(tmp_path) if e["step"] != 13]  # stopping told what there was
+    at_15 = [e["step"] for e in expected].index(15)
+    del expected[at_15]["loss"], found[at_15]["loss"]  # the mean since that report
+    assert found == expected
+
+
+def test_a_csv_gets_columns_when_they_come_and_json_has_null_for_nan(tmp_path):
+    log, lines = CsvLog(tmp_path / "a.csv"), JsonLinesLog(tmp_path / "a.jsonl")
+    for one in (log, lines):
+        one.open(0)
+        one.write(Report("train", 1, 0, {"loss": 0.5}))
+        one.write(Report("eval", 1, 0, {"auc": math.nan, "loss": 0.25}))
+        one.close()
+    assert (tmp_path / "a.csv").read_text() == "kind,step,epoch,loss,auc\ntrain,1,0,0.5,\neval,1,0,0.25,nan\n"
+    assert json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])["auc"] is None
+
+
+def test_without_tensorboard_the_log_says_what_to_install():
+    script = (
+        "import sys; sys.modules['tensorboard'] = None\n"
+        "import karvan as kv\n"
+        "try: kv.train.TensorBoardLog('x')\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'karvan[monitor]'" in done.stdout
+
+
+def test_plain_progress_tells_evaluations_at_once_and_training_now_and_then():
+    stream = io.StringIO()
+    fit = trainer(progress=PlainProgress(stream), log_every=2, metrics={"auc": kv.metrics.AUC()})
+    fit.fit(batches(), eval_data=batches(1))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("step 2/12  ")
+    for word in ("samples/s", "loss", "AUC", "rows", "GiB"):
+        assert word in lines[0]
+    assert lines[1].startswith("step 12/12  eval  loss")
+    assert lines[2].startswith("step 12/12  ")  # the last numbers, though little time has passed
+    assert lines[3].startswith("Trained 12 steps in ")
+    assert len(lines) == 4
+
+
+def test_the_bar_shows_step_rate_loss_auc_rows_and_memory():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200)
+    fit = trainer(progress=BarProgress(console), log_every=2, metrics={"auc": kv.metrics.AUC()})
+    fit.fit(batches(), eval_data=batches(1))
+    shown = stream.getvalue()
+    for word in ("step 12/12", "samples/s", "loss 0.", "AUC 0.", "rows", "GiB", "eval", "Trained 12 steps"):
+        assert word in shown
+
+
+def test_losses_pick_heads_and_columns_and_weigh_samples():
+    output = {"a": torch.tensor([0.5, -1.0, 2.0]), "b": torch.zeros(3)}
+    batch = {"label": torch.tensor([1, 0, 1]), "weight": torch.tensor([1.0, 0.0, 3.0])}
+    each = torch.nn.functional.binary_cross_entropy_with_logits(
+        output["a"], batch["label"].float(), reduction="none"
+    )
+    assert kv.losses.BinaryCrossEntropy(output="a")(output, batch) == each.mean()
+    weighted = kv.losses.BinaryCrossEntropy(output="a", weight="weight")(output, batch)
+    torch.testing.assert_close(weighted, (each[0] + 3 * each[2]) / 4)
+    nothing = {**batch, "weight": torch.zeros(3)}
+    assert kv.losses.BinaryCrossEntropy(output="a", weight="weight")(output, nothing) == 0
+    assert kv.losses.MeanSquaredError()(torch.tensor([1.0, 2.0]), {"label": torch.tensor([0.0, 4.0])}) == 2.5
+    column = kv.losses.MeanSquaredError()(torch.tensor([[1.0], [2.0]]), {"label": torch.tensor([0.0, 4.0])})
+    assert column == 2.5  # (B, 1) and (B,) are the same samples, not every pair of them
+    for loss, message in (
+        (kv.losses.BinaryCrossEntropy(), "several outputs; name one by output=: a, b"),
+        (kv.losses.BinaryCrossEntropy(output="c"), "no output 'c'; it gives: a, b"),
+        (
+            kv.losses.BinaryCrossEntropy("click", "a"),
+            "no column 'click' in the batch, which has: label, weight",
+        ),
+    ):
+        with pytest.raises((TypeError, KeyError), match=message):
+            loss(output, batch)
+    with pytest.raises(ValueError, match="There is no loss for the weight of b; there are: a"):
+        kv.losses.Sum({"a": kv.losses.MeanSquaredError()}, weights={"b": 1.0})
+
+
+def test_nothing_optional_is_needed():
+    fit = kv.Trainer(
+        model(),
+        lambda output, batch: torch.nn.functional.mse_loss(output, batch["label"]),
+        dense_optimizer=torch.optim.SGD(model().parameters(), lr=0.1),
+        progress="none",
+    )
+    assert fit.fit(batches(2)).checkpoint is None
