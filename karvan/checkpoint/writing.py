@@ -97,7 +97,12 @@ class Writing:
             after(made)
             return made
 
-        return Pending(self.step, work)
+        try:
+            return Pending(self.step, work)
+        except BaseException:  # no thread to be had
+            writers.end()
+            self.close()
+            raise
 
     def _write(self, target: Path, writers: Writers, check: Callable[[], None]) -> Checkpoint:
         hidden = HiddenFolder(target)
@@ -168,6 +173,12 @@ class Writing:
             parts=[entries[part] for part in range(parts)],
             extra=extra[0] if extra else None,
         )
+
+
+def check_target(target: Path) -> None:
+    """Raise if something is there that is no checkpoint, and would be lost."""
+    if target.exists() and not (target / manifests.NAME).exists():
+        raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
 
 
 def _job(

@@ -154,6 +154,8 @@ def test_a_header_that_lies_is_an_error_even_with_a_fitting_checksum(saved, tmp_
     made = kv.checkpoint.Checkpoint(folder)
     part = made.manifest.tables["item"].parts[0]
     data = (folder / part.name).read_bytes()
+    model = Model(2, admit=kv.MinCount(2, slots=64)).train_on(1)
+    before = model.rows()
     for old, new, says in [
         (b'"dtype":"U32"', b'"dtype":"I32"', "'counts' of U32"),
         (b'"keys"', b'"kees"', "an array 'keys'"),
@@ -168,10 +170,12 @@ def test_a_header_that_lies_is_an_error_even_with_a_fitting_checksum(saved, tmp_
         crc = f"crc32:{zlib.crc32(changed):08x}"
         _resign(folder, lambda m, crc=crc: m["tables"]["item"]["parts"][0].update(checksum=crc))
         opened = kv.checkpoint.Checkpoint(folder)
-        assert opened.verify() == []
-        with pytest.raises(CheckpointError, match=re.escape(says)) as raised:
-            list(opened.parts("item"))
-        assert part.name in str(raised.value)
+        assert [damage.path for damage in opened.verify()] == [folder / part.name]
+        for use in (lambda c: list(c.parts("item")), lambda c: c.load(model)):
+            with pytest.raises(CheckpointError, match=re.escape(says)) as raised:
+                use(opened)
+            assert part.name in str(raised.value)
+        assert same_rows(before, model.rows())
 
 
 def test_foreign_and_absent_folders_say_what_was_expected(tmp_path):
@@ -195,7 +199,10 @@ def test_saving_over_something_that_is_no_checkpoint_is_an_error(tmp_path):
     (tmp_path / "precious" / "photo").write_text("x")
     with pytest.raises(CheckpointError, match="expected a checkpoint to replace, or nothing"):
         kv.checkpoint.save(tmp_path / "precious", {})
-    assert (tmp_path / "precious" / "photo").exists()
+    (tmp_path / "precious").rename(tmp_path / "step-000000000003")
+    with pytest.raises(CheckpointError, match="expected a checkpoint to replace, or nothing"):
+        kv.Checkpoints(tmp_path).save(3, {}, None)
+    assert (tmp_path / "step-000000000003" / "photo").exists()
 
 
 def test_missing_and_unexpected_tables_are_errors_that_name_them(saved):
