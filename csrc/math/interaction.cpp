@@ -22,6 +22,7 @@ namespace karvan {
 namespace {
 
 constexpr size_t kLanes = 4, kMostColumns = 4, kSamplesPerTask = 64;
+constexpr size_t kTogether = 4;  // samples that are fetched at once: runs of memory, not single lines of many streams
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -89,39 +90,44 @@ struct Shape {
   const float* row(size_t i, size_t sample) const { return vectors[i].data + sample * vectors[i].stride; }
 };
 
-// X' of a sample, `width` floats a row; columns from rows() on stay as they are.
-KARVAN_INLINE void transposed(const Shape& x, size_t sample, float* out, size_t width) {
+// X' of some samples, one after the other, `width` floats a row; columns from rows() on stay as they are.
+KARVAN_INLINE void transposed(const Shape& x, size_t begin, size_t end, float* out, size_t width) {
   const size_t whole = x.dim / kLanes * kLanes;
-  size_t i = 0;
-  for (; i + kLanes <= x.rows(); i += kLanes) {
-    const float* row[kLanes] = {x.row(i, sample), x.row(i + 1, sample), x.row(i + 2, sample), x.row(i + 3, sample)};
-    for (size_t k = 0; k < whole; k += kLanes) {
-      Vec a = load(row[0] + k), b = load(row[1] + k), c = load(row[2] + k), d = load(row[3] + k);
-      transpose(a, b, c, d);
-      float* to = out + k * width + i;
-      store(to, a), store(to + width, b), store(to + 2 * width, c), store(to + 3 * width, d);
+  for (size_t i = 0; i < x.rows(); i += kLanes) {
+    const bool full = i + kLanes <= x.rows();
+    float* block = out + i;
+    for (size_t sample = begin; sample < end; ++sample, block += width * x.dim) {
+      const size_t vectorised = full ? whole : 0;
+      if (full) {
+        const float *r0 = x.row(i, sample), *r1 = x.row(i + 1, sample), *r2 = x.row(i + 2, sample),
+                    *r3 = x.row(i + 3, sample);
+        for (size_t k = 0; k < whole; k += kLanes) {
+          Vec a = load(r0 + k), b = load(r1 + k), c = load(r2 + k), d = load(r3 + k);
+          transpose(a, b, c, d);
+          float* to = block + k * width;
+          store(to, a), store(to + width, b), store(to + 2 * width, c), store(to + 3 * width, d);
+        }
+      }
+      for (size_t a = i; a < std::min(i + kLanes, x.rows()); ++a)
+        for (size_t k = vectorised; k < x.dim; ++k) block[k * width + a - i] = x.row(a, sample)[k];
     }
-    for (size_t k = whole; k < x.dim; ++k)
-      for (size_t a = 0; a < kLanes; ++a) out[k * width + i + a] = row[a][k];
-  }
-  for (; i < x.rows(); ++i) {
-    const float* row = x.row(i, sample);
-    for (size_t k = 0; k < x.dim; ++k) out[k * width + i] = row[k];
   }
 }
 
 KARVAN_CLONES void forward(const Shape& x, size_t begin, size_t end, float* out, size_t out_stride) {
   const size_t n = x.rows(), width = padded(n);
-  std::vector<float> columns(width * x.dim);
+  std::vector<float> scratch(kTogether * width * x.dim);
   for (size_t sample = begin; sample < end; ++sample) {
-    transposed(x, sample, columns.data(), width);
+    const size_t turn = (sample - begin) % kTogether;
+    if (turn == 0) transposed(x, sample, std::min(sample + kTogether, end), scratch.data(), width);
+    const float* columns = scratch.data() + turn * width * x.dim;
     float* to = out + sample * out_stride;
     for (size_t i = 0; i < n; i += kLanes) {
       const size_t rows = std::min(kLanes, n - i), last = i / kLanes;  // the block of columns on the diagonal
       for (size_t block = 0, count; block <= last; block += count) {
         count = next_columns(last + 1 - block);
         const size_t diagonal = last - block;  // the last register of columns, if it is there
-        multiply(count, columns.data() + i, width, columns.data() + block * kLanes, width, x.dim,
+        multiply(count, columns + i, width, columns + block * kLanes, width, x.dim,
                  [&](size_t a, size_t c, Vec sums) __attribute__((always_inline)) {
                    if (a >= rows) return;
                    float* row = to + (i + a) * (i + a - 1) / 2 + (block + c) * kLanes;
@@ -152,20 +158,36 @@ KARVAN_INLINE void symmetric(const float* triangle, size_t n, float* out, size_t
     for (size_t j = 0; j < i; ++j) out[i * width + j] = out[j * width + i] = row(i)[j];
 }
 
+// X of some samples, one after the other, `width` floats a row; columns from dim on stay as they are.
+KARVAN_INLINE void copied(const Shape& x, size_t begin, size_t end, float* out, size_t width) {
+  const size_t whole = x.dim / kLanes * kLanes;
+  for (size_t i = 0; i < x.rows(); ++i) {
+    for (size_t sample = begin; sample < end; ++sample) {
+      const float* row = x.row(i, sample);
+      float* to = out + ((sample - begin) * x.rows() + i) * width;
+      size_t k = 0;
+      for (; k < whole; k += kLanes) store(to + k, load(row + k));
+      for (; k < x.dim; ++k) to[k] = row[k];
+    }
+  }
+}
+
 KARVAN_CLONES void backward(const Shape& x, size_t begin, size_t end, const float* out_gradient, size_t out_stride,
                             float* gradient) {
   const size_t n = x.rows(), width = padded(n), dim = x.dim, filled = padded(dim);
-  std::vector<float> g(n * width), rows(n * filled);
+  std::vector<float> g(n * width), scratch(kTogether * n * filled);
   for (size_t sample = begin; sample < end; ++sample) {
     symmetric(out_gradient + sample * out_stride, n, g.data(), width);
-    for (size_t i = 0; i < n; ++i) std::memcpy(rows.data() + i * filled, x.row(i, sample), dim * sizeof(float));
+    const size_t turn = (sample - begin) % kTogether;
+    if (turn == 0) copied(x, sample, std::min(sample + kTogether, end), scratch.data(), filled);
+    const float* rows = scratch.data() + turn * n * filled;
     float* to = gradient + sample * n * dim;
     for (size_t i = 0; i < n; i += kLanes) {
       const size_t height = std::min(kLanes, n - i), blocks = filled / kLanes;
       for (size_t block = 0, count; block < blocks; block += count) {
         count = next_columns(blocks - block);
         const size_t k = block * kLanes;
-        multiply(count, g.data() + i, width, rows.data() + k, filled, n,
+        multiply(count, g.data() + i, width, rows + k, filled, n,
                  [&](size_t a, size_t c, Vec sums) __attribute__((always_inline)) {
                    if (a >= height) return;
                    const size_t column = k + c * kLanes;
