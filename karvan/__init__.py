@@ -27,7 +27,7 @@ from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
-    from karvan import data
+    from karvan import data, models
     from karvan.train import metrics
 
 __version__ = "0.1.0"
@@ -61,6 +61,7 @@ __all__ = [
     "ids",
     "init",
     "metrics",
+    "models",
     "optim",
     "set_num_threads",
 ]
@@ -71,6 +72,10 @@ def __getattr__(name: str) -> Any:
         import karvan.data
 
         return karvan.data
+    if name == "models":
+        import karvan.models
+
+        return karvan.models
     if name == "metrics":
         import karvan.train.metrics
 
