@@ -90,6 +90,26 @@ def decode_chunks(bytes: NDArray[numpy.uint8], chunks: Sequence[ColumnChunk], th
     Decode column chunks of Parquet on up to that many threads. Returns the number of nulls in each, or -1 for one that another reader must decode; the bits are written if there are nulls.
     """
 
+def interact(
+    addresses: Sequence[int], strides: Sequence[int], samples: int, dim: int, out: int, out_stride: int
+) -> None:
+    """
+    Dot products of all pairs of a sample's vectors, each given by address and stride, to rows of out.
+    """
+
+def interact_backward(
+    addresses: Sequence[int],
+    strides: Sequence[int],
+    samples: int,
+    dim: int,
+    out_gradient: int,
+    out_stride: int,
+    gradient: int,
+) -> None:
+    """
+    From the gradient of out to those of the vectors, (samples, vectors, dim).
+    """
+
 class Table:
     """64-bit keys and their rows."""
 
