@@ -1,10 +1,9 @@
 """Checkpoints: a run's state, tables and dense, in a folder that appears whole or not at all.
 
 `Checkpoints` keeps those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and `find`
-the newest of a run; `warm_start` takes over some of it into another model;
-`summary`, `row` and `verify` look into one. `state` is any tree of dicts (with
-keys of str or int), lists, tuples, text, numbers, None and tensors, which is what `state_dict()`s are; the
-model's tables are saved besides it.
+the newest of a run; `warm_start` takes over some of it into another model; `summary`, `row` and `verify` look
+into one. `state` is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None and
+tensors, which is what `state_dict()`s are; the model's tables are saved besides it.
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage

@@ -19,6 +19,7 @@ from karvan.checkpoint.manifest import Manifest, TableEntry
 from karvan.checkpoint.tables import (
     Keys,
     Model,
+    check_part,
     hashes_of,
     join,
     overlay,
@@ -87,14 +88,23 @@ class Checkpoint:
 
     def verify(self) -> list[Damage]:
         """Read every file, and those of what it builds on; returns the damaged ones."""
-        jobs = [(one.path, file) for one in self.chain for file in one.manifest.files]
+        files = [(one, file) for one in self.chain for file in one.manifest.files]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            problems = pool.map(lambda job: problem_of(*job), jobs)
-            return [
-                Damage(folder / file.name, problem)
-                for (folder, file), problem in zip(jobs, problems, strict=True)
+            problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
+            damaged = {
+                one.path / file.name: problem
+                for (one, file), problem in zip(files, problems, strict=True)
                 if problem
-            ]
+            }
+        # A checksum may fit and the header may still be that of another table.
+        for one in self.chain:
+            for table in one.manifest.tables.values():
+                for part in table.parts:
+                    try:
+                        check_part(one.path, table, part, one.kind == "delta")
+                    except CheckpointError as error:
+                        damaged.setdefault(one.path / part.name, error.problem)
+        return [Damage(path, problem.removesuffix(".")) for path, problem in damaged.items()]
 
     def require_intact(self) -> None:
         """Raise if any file is damaged."""
@@ -158,6 +168,7 @@ class Checkpoint:
         state = self.state()
         for name, handle in handles.items():
             store, entry = handle.engine.store, self.manifest.tables[name]
+            extra = read_extra(self.path / entry.extra.name) if entry.extra else {}
             store.clear(name)
             for rows in self.parts(name):
                 store.load(name, with_state_of(handle, rows, entry.optimizer is not None))
@@ -167,8 +178,8 @@ class Checkpoint:
                 handle.spec.admit[2],
                 handle.spec.evict[0],
             )
-            if entry.extra and same:
-                store.load_extra(name, read_extra(self.path / entry.extra.name))
+            if extra and same:
+                store.load_extra(name, extra)
         return state
 
     def _entry(self, one: Checkpoint, table: str) -> TableEntry:

@@ -15,7 +15,7 @@ from karvan.checkpoint.folder import remove_folders
 from karvan.checkpoint.manifest import NAME, Base
 from karvan.checkpoint.pending import Pending
 from karvan.checkpoint.tables import Model, tables_of
-from karvan.checkpoint.writing import Versions, Writing
+from karvan.checkpoint.writing import Versions, Writing, check_target
 from karvan.embedding import TableHandle
 
 PART_BYTES = 64 << 20
@@ -78,6 +78,7 @@ class Checkpoints:
         self.wait()
         tables = tables_of(model)
         target = self.folder / f"step-{step:012d}"
+        check_target(target)
         last = self._last
         writing = self._writing(step, state, tables, metrics, target)
         base = writing.base
@@ -138,8 +139,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save that is under way; raises its error, unless that was raised before."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.settle()
+            self._pending.settle()
 
     def list(self) -> list[Checkpoint]:
         """All checkpoints whose manifests can be read, oldest first."""

@@ -132,8 +132,8 @@ def _parsed(path: Path, data: bytes) -> Manifest:
     except ValueError as error:
         raise CheckpointError.mismatch(path, "JSON", f"'{error}'") from error
     for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
-        if content.pop(key, None) != known or not content:
-            received = json.loads(data).get(key)
+        received = content.pop(key, None)
+        if received != known:
             raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
     try:
         content["tables"] = {name: _table(entry) for name, entry in content["tables"].items()}

@@ -74,7 +74,7 @@ class Writers:
     All start at once: an interpreter that is about to end starts no threads any more.
     """
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 3) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._threads = [threading.Thread(target=self._run, name="karvan-write") for _ in range(count)]

@@ -13,7 +13,7 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.manifest import NAME
 from karvan.checkpoint.pending import Pending
 from karvan.checkpoint.tables import Model, tables_of
-from karvan.checkpoint.writing import Writing
+from karvan.checkpoint.writing import Writing, check_target
 
 
 def start(
@@ -27,8 +27,7 @@ def start(
 ) -> Pending:
     """Begin to save a full checkpoint; training may go on while it is written."""
     target = Path(os.path.abspath(path))
-    if target.exists() and not (target / NAME).exists():
-        raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
+    check_target(target)
     writing = Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
     return writing.start(target, lambda: None, lambda _: None)
 

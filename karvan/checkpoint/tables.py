@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from torch import nn
 
 from karvan import ids
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.files import Stored, read_arrays, stored
+from karvan.checkpoint.files import Stored, read_arrays, read_header, stored
 from karvan.checkpoint.manifest import PartEntry, TableEntry, row_bytes
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Rows
@@ -104,19 +104,8 @@ def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
 
 def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> tuple[Rows, Keys]:
     """The rows of a part, and the keys that left."""
-    path = folder / part.name
-    arrays = read_arrays(path)
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "keys": ("I64", (part.rows,)),
-        "state": ("F32", (part.rows, table.state)),
-        "counts": ("U32", (part.rows,)),
-        "last_steps": ("U32", (part.rows,)),
-        "vectors": (_CODES[table.dtype], (part.rows, table.dim)),
-    }
-    if delta:
-        expected["erased"] = ("I64", (part.erased,))
-    _check_arrays(path, arrays, expected)
-    data = {name: array.data for name, array in arrays.items()}
+    check_part(folder, table, part, delta)
+    data = {name: array.data for name, array in read_arrays(folder / part.name).items()}
     if table.dtype == "bfloat16":
         vectors = (data["vectors"].view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     elif table.dtype == "float16":
@@ -133,13 +122,23 @@ def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> 
     return rows, data["erased"].view(np.int64) if delta else np.empty(0, np.int64)
 
 
-def _check_arrays(
-    path: Path, arrays: Mapping[str, Stored], expected: Mapping[str, tuple[str, tuple[int, ...]]]
-) -> None:
+def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> None:
+    """Raise unless the file's header is that of this part."""
+    path = folder / part.name
+    places = read_header(path)
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "keys": ("I64", (part.rows,)),
+        "state": ("F32", (part.rows, table.state)),
+        "counts": ("U32", (part.rows,)),
+        "last_steps": ("U32", (part.rows,)),
+        "vectors": (_CODES[table.dtype], (part.rows, table.dim)),
+    }
+    if delta:
+        expected["erased"] = ("I64", (part.erased,))
     for name, (dtype, shape) in expected.items():
-        received = arrays.get(name)
+        received = places.get(name)
         if received is None:
-            raise CheckpointError.mismatch(path, f"an array '{name}'", ", ".join(arrays) or "no array")
+            raise CheckpointError.mismatch(path, f"an array '{name}'", ", ".join(places) or "no array")
         if (received.dtype, received.shape) != (dtype, shape):
             raise CheckpointError.mismatch(
                 path, f"'{name}' of {dtype} {shape}", f"{received.dtype} {received.shape}"

@@ -24,7 +24,7 @@ Patterns: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was taken: the model's names → the checkpoint's; and what was not: the checkpoint's names → why."""
+    """What was taken (the model's names → the checkpoint's) and what was not (its names → why)."""
 
     path: Path
     step: int
@@ -55,8 +55,8 @@ def warm_start(
 ) -> WarmStart:
     """Take over rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
 
-    tables, dense: shell patterns of the checkpoint's names to take; `()` takes none. Dense tensors go by their
-    names in the saved `state["model"]`.
+    tables, dense: shell patterns of the checkpoint's names to take; `()` takes none. Dense tensors go by
+    their names in the saved `state["model"]`.
     rename: the checkpoint's names of tables and tensors → the model's.
     exclude: shell patterns of the checkpoint's names to leave out, tables and tensors alike.
     optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
@@ -66,14 +66,13 @@ def warm_start(
     nothing has changed then.
     """
     checkpoint = find(path)
+    checkpoint.require_intact()
     renamed = dict(rename or {})
-    saved = _saved_model(checkpoint) if dense else {}
+    saved = _saved_model(checkpoint)
     known = {*checkpoint.manifest.tables, *saved}
     for old in renamed:
         if old not in known:
-            raise CheckpointError.mismatch(
-                checkpoint.path, f"'{old}', which is to be renamed", "no such name"
-            )
+            raise CheckpointError.mismatch(checkpoint.path, f"a table or tensor '{old}' to rename", "none")
     report = WarmStart(checkpoint.path, checkpoint.step)
     handles, own = tables_of(model), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
@@ -88,7 +87,6 @@ def warm_start(
                 f"tensor '{old}' of shape {tuple(own[new].shape)}",
                 f"{tuple(saved[old].shape)}; exclude it to leave it out",
             )
-    checkpoint.require_intact()
     for new, old in report.tables.items():
         keep = optimizer_state and checkpoint.manifest.tables[old].optimizer is not None
         report.rows[new] = _take(checkpoint, old, handles[new], keep)
@@ -132,7 +130,6 @@ def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: boo
 
 
 def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    checkpoint.require_intact()
     saved = checkpoint.state().get("model", {})
     return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
 

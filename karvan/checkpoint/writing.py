@@ -1,8 +1,8 @@
 """Writing one checkpoint: what must be of one step is taken at the call, the rest happens on threads.
 
 At the call the tables are captured and the dense state is copied. The saving thread then asks the capture for
-one part after the other; two writing threads take the checksum and write, so that one computes while the
-other waits for the disk. The manifest comes last, then the folder's name.
+one part after the other; a few writing threads take checksums and write, so that some compute while others
+wait for the disk. The manifest comes last, then the folder's name.
 """
 
 from __future__ import annotations
@@ -94,7 +94,12 @@ class Writing:
             after(made)
             return made
 
-        return Pending(self.step, work)
+        try:
+            return Pending(self.step, work)
+        except BaseException:  # no thread to be had
+            writers.end()
+            self.close()
+            raise
 
     def _write(self, target: Path, writers: Writers, check: Callable[[], None]) -> Checkpoint:
         hidden = HiddenFolder(target)
@@ -116,10 +121,12 @@ class Writing:
                 state=self._tree,
             )
             write_file(hidden.path / manifests.NAME, [memoryview(manifests.to_bytes(manifest))])
+            made = Checkpoint(hidden.path)
             hidden.publish(check)
+            made.path = target  # where another process may have replaced or removed it by now
         finally:
             hidden.remove()
-        return Checkpoint(target)
+        return made
 
     def _put_table(self, name: str, folder: Path, writers: Writers) -> Callable[[], TableEntry]:
         """Have a table's files written; what is returned tells its entry once they are."""
@@ -163,6 +170,12 @@ class Writing:
             parts=[entries[part] for part in range(parts)],
             extra=extra[0] if extra else None,
         )
+
+
+def check_target(target: Path) -> None:
+    """Raise if something is there that is no checkpoint, and would be lost."""
+    if target.exists() and not (target / manifests.NAME).exists():
+        raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
 
 
 def _job(
