@@ -20,7 +20,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,18 +75,20 @@ class Data:
         return made
 
 
-def karvan_trainer(data: Data, precision: str, model: kv.models.DLRM) -> kv.Trainer:
-    """A trainer of the model, its tables filled with all rows."""
-    trainer = kv.Trainer(
+def karvan_trainer(
+    precision: str, model: kv.models.DLRM, callbacks: Sequence[kv.train.Callback] = ()
+) -> kv.Trainer:
+    """A trainer of the model."""
+    return kv.Trainer(
         model,
         kv.losses.BinaryCrossEntropy(),
         dense_optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=LR),
-        sparse_optimizer=None if model.embeddings.tables()[0].has_optimizer else kv.optim.Adagrad(lr=LR),
+        sparse_optimizer=kv.optim.Adagrad(lr=LR),
         metrics={"auc": kv.metrics.AUC()},
         precision=precision,
         progress="none",
+        callbacks=callbacks,
     )
-    return trainer
 
 
 def fill(model: kv.models.DLRM, rows: int) -> None:
@@ -198,7 +201,7 @@ def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> 
     own = TorchDLRM(data.rows, own_dots=True)
     own.tables = peer.tables
     for name in ("fp32", "bf16"):
-        trainer = karvan_trainer(data, name, model)
+        trainer = karvan_trainer(name, model)
 
         def context(trainer: kv.Trainer = trainer) -> object:
             return _both(trainer)
@@ -276,9 +279,8 @@ def checkpoints(report: Report, data: Data, model: kv.models.DLRM, rounds: int) 
     report.figures["disk_mb_per_s"] = statistics.median(plain) / 1e6
     report.ratios["checkpoint_vs_disk"] = statistics.median(ratios)
 
-    trainer = karvan_trainer(data, "fp32", model)
     stopwatch = Stopwatch(folder, model)
-    trainer.callbacks.callbacks.append(stopwatch)
+    trainer = karvan_trainer("fp32", model, [stopwatch])
     for number in range(2 * rounds + 1):
         stopwatch.saving = number % 2 == 1
         stopwatch.counted = number > 0
@@ -323,12 +325,13 @@ class Stopwatch(kv.train.Callback):
 def main() -> None:
     """Write data, time everything, print the tables and write the JSON."""
     args = parser((__doc__ or "").splitlines()[0]).parse_args()
+    warnings.filterwarnings("ignore", message=".*(Sparse invariant checks|mkldnn_matmul|bf16).*")  # of torch
     report = Report("train", args.quick)
     rounds, steps, rows = (1, 4, 80_000) if args.quick else (3, 12, 770_000)
     with tempfile.TemporaryDirectory(dir=".") as name:
         data = Data(Path(name), steps, rows)
         model = kv.models.DLRM(NUMBERS, IDS, DIM)
-        karvan_trainer(data, "fp32", model)  # gives rows their optimizer state
+        karvan_trainer("fp32", model)  # gives rows their optimizer state
         fill(model, rows)
         report.figures["table_rows"] = sum(table.rows for table in model.embeddings.tables())
         steps_of(report, data, model, rounds)
