@@ -4,7 +4,7 @@
 
 #include "hash/mix.h"
 #include "parquet/column.h"
-#include "parquet/crc32.h"
+#include "hash/crc32.h"
 #include "parquet/hybrid.h"
 #include "parquet/page_header.h"
 #include "parquet/snappy.h"
