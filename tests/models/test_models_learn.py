@@ -92,7 +92,12 @@ GATES = {
     "DCN low rank": (lambda: models.DCN(["x"], IDS, 16, 2, (64,), rank=16), crossed, 300, 0.93),
     "DCN parallel": (lambda: models.DCN(["x"], IDS, 16, 2, (64,), structure="parallel"), crossed, 300, 0.93),
     "WideDeep": (lambda: models.WideDeep(["x"], IDS, ["a_x_b"], 1, (4,)), memorised, 150, 0.93),
-    "DIN": (lambda: models.DIN(["x"], ["item"], {"history": "item"}, 16, (64,)), similar, 300, 0.93),
+    "DIN": (
+        lambda: models.DIN(["x"], ["item"], {"history": "item"}, 16, (64,), attention=(32,)),
+        similar,
+        300,
+        0.93,
+    ),
     "MMoE": (
         lambda: models.MMoE(["x"], IDS, ["label", "second"], 16, 3, (64, 32), (16,)),
         related,
