@@ -68,6 +68,26 @@ def initialise(
     out[i] becomes the initial vector of keys[i] in the table; see table/init.h.
     """
 
+def interact(
+    addresses: Sequence[int], strides: Sequence[int], samples: int, dim: int, out: int, out_stride: int
+) -> None:
+    """
+    Dot products of all pairs of a sample's vectors, each given by address and stride, to rows of out.
+    """
+
+def interact_backward(
+    addresses: Sequence[int],
+    strides: Sequence[int],
+    samples: int,
+    dim: int,
+    out_gradient: int,
+    out_stride: int,
+    gradient: int,
+) -> None:
+    """
+    From the gradient of out to those of the vectors, (samples, vectors, dim).
+    """
+
 class ColumnChunk:
     """
     A column of a row group: where its pages are, what they hold, and the addresses of room for its values and, if they may be null, for their bits.

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from karvan import _native, ids
+from karvan import buffers, ids
 from karvan.embedding.table import POOLED, Table
 from karvan.ragged import Padded, Ragged
 
@@ -65,7 +65,7 @@ class FeatureInput:
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
-        self._out: Tensor | None = _empty(self._cells_out(), table.dim)
+        self._out: Tensor | None = buffers.empty(self._cells_out(), table.dim)
 
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
@@ -116,15 +116,6 @@ def _refusal(
     feature: str, table: str, kind: type[TypeError] | type[ValueError], expected: str, received: str
 ) -> TypeError | ValueError:
     return kind(f"Feature '{feature}' of table '{table}': expected {expected}, got {received}.")
-
-
-def _empty(rows: int, dim: int) -> Tensor:
-    """Uninitialised floats from the native pool; the system's would cost page faults in every step."""
-    count = rows * dim
-    if count == 0:
-        return torch.empty(rows, dim)
-    # Not a view of a flat tensor, so that users may change outputs in place like those of any other module.
-    return torch.frombuffer(_native.Buffer(4 * count), dtype=torch.float32, count=count).resize_(rows, dim)
 
 
 @functools.lru_cache(maxsize=64)

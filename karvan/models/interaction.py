@@ -1,0 +1,96 @@
+"""Dot products of all pairs of a sample's vectors, as DLRM has them.
+
+For float32 on the CPU this is native code: torch's batched products of small matrices take about 20 times as
+long there, and vectors need not be copied side by side first. Elsewhere torch does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from karvan import _native, buffers
+
+
+def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = None) -> Tensor:
+    """The dot products of all pairs of a sample's vectors, (B, n (n - 1) / 2), after a copy of `first`.
+
+    vectors: (B, n, dim), or n tensors (B, dim), which may be slices of wider ones. Pairs come in the order
+    of `torch.tril_indices(n, n, -1)`: (1, 0), (2, 0), (2, 1), (3, 0), …. first: (B, e), what the result
+    begins with, so that nobody has to concatenate. Half precision, as under autocast, is computed in float32.
+    """
+    listed = list(vectors.unbind(1)) if isinstance(vectors, Tensor) else list(vectors)
+    _check(listed, first)
+    if first is None:
+        first = listed[0][:, :0]
+    if any(t.dtype is not torch.float32 for t in (first, *listed)):
+        dtype = torch.float64 if any(t.dtype is torch.float64 for t in listed) else torch.float32
+        first, listed = first.to(dtype), [t.to(dtype) for t in listed]
+    if first.dtype is torch.float32 and all(t.is_cpu for t in (first, *listed)):
+        return _pairs(first, *(t if t.stride(1) == 1 else t.contiguous() for t in listed))
+    with torch.autocast(first.device.type, enabled=False):
+        return _with_torch(first, torch.stack(listed, 1))
+
+
+def _with_torch(first: Tensor, vectors: Tensor) -> Tensor:
+    n = vectors.shape[1]
+    row, column = torch.tril_indices(n, n, -1, device=vectors.device)
+    return torch.cat([first, torch.bmm(vectors, vectors.transpose(1, 2))[:, row, column]], 1)
+
+
+class _Pairs(torch.autograd.Function):
+    @staticmethod
+    def forward(first: Tensor, *vectors: Tensor) -> Tensor:
+        samples, dim = vectors[0].shape
+        extra = first.shape[1]
+        out = buffers.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
+        if extra:
+            out[:, :extra] = first
+        if len(vectors) > 1 and samples:
+            _native.interact(*_places(vectors), samples, dim, out.data_ptr() + 4 * extra, out.stride(0))
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.extra = inputs[0].shape[1]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        vectors: tuple[Tensor, ...] = ctx.saved_tensors
+        samples, dim = vectors[0].shape
+        if gradient.stride(1) != 1:
+            gradient = gradient.contiguous()
+        made = buffers.empty(samples, len(vectors), dim)
+        if made.numel():
+            address = gradient.data_ptr() + 4 * ctx.extra
+            _native.interact_backward(
+                *_places(vectors), samples, dim, address, gradient.stride(0), made.data_ptr()
+            )
+        return gradient[:, : ctx.extra], *made.unbind(1)
+
+
+# torch declares `apply` without types.
+_pairs = cast(Callable[..., Tensor], _Pairs.apply)
+
+
+def _places(vectors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    return [t.data_ptr() for t in vectors], [t.stride(0) for t in vectors]
+
+
+def _check(vectors: list[Tensor], first: Tensor | None) -> None:
+    if not vectors:
+        raise ValueError("pairwise_dots expects at least one vector for each sample, got none.")
+    shape = tuple(vectors[0].shape)
+    for tensor in vectors:
+        if tensor.dim() != 2 or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"pairwise_dots expects vectors of one shape (B, dim), got {shape} and {tuple(tensor.shape)}."
+            )
+    if first is not None and (first.dim() != 2 or first.shape[0] != shape[0]):
+        raise ValueError(f"pairwise_dots expects first of shape ({shape[0]}, e), got {tuple(first.shape)}.")
