@@ -28,7 +28,7 @@ from karvan.store import MemoryStore, Rows, Store
 from karvan.threads import get_num_threads, set_num_threads
 
 if TYPE_CHECKING:
-    from karvan import checkpoint, data, train
+    from karvan import checkpoint, data, models, train
     from karvan.checkpoint import Checkpoints
     from karvan.train import Trainer, losses, metrics
 
@@ -67,6 +67,7 @@ __all__ = [
     "init",
     "losses",
     "metrics",
+    "models",
     "optim",
     "set_num_threads",
     "train",
@@ -81,6 +82,7 @@ _LATER = {
     "data": "karvan.data",
     "losses": "karvan.train.losses",
     "metrics": "karvan.train.metrics",
+    "models": "karvan.models",
     "train": "karvan.train",
 }
 

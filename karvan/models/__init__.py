@@ -1,1 +1,11 @@
-"""Models."""
+"""Models, one page each: plain modules with an embedding engine inside. Public as `kv.models`."""
+
+from karvan.models.dcn import DCN
+from karvan.models.deepfm import DeepFM
+from karvan.models.din import DIN
+from karvan.models.dlrm import DLRM
+from karvan.models.interaction import pairwise_dots
+from karvan.models.mmoe import MMoE
+from karvan.models.wide_deep import WideDeep
+
+__all__ = ["DCN", "DIN", "DLRM", "DeepFM", "MMoE", "WideDeep", "pairwise_dots"]

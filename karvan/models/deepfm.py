@@ -1,0 +1,59 @@
+"""DeepFM: Guo et al., "A Factorization-Machine based Neural Network for CTR Prediction", 2017,
+https://arxiv.org/abs/1703.04247.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from karvan.embedding import EmbeddingEngine
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of, widened
+
+
+class DeepFM(nn.Module):
+    """The sum of a linear model, of all pairwise matches of vectors, and of a net over the same vectors.
+
+    A row holds the id's weight in the linear model and its vector, so a table has dim + 1 columns. Each
+    number has a weight and a vector, too, which it multiplies. table: see `kv.models.parts.tables_of`; its
+    dim is that of the vector.
+    """
+
+    def __init__(
+        self,
+        numbers: Names,
+        ids: Sequence[str],
+        dim: int = 16,
+        hidden: Sequence[int] = (256, 128),
+        *,
+        dropout: float = 0.0,
+        table: Tables = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.ids = list(ids)
+        self.numbers = Numbers(numbers)
+        self.embeddings = EmbeddingEngine(widened(tables_of(self.ids, dim, table), 1), seed=seed)
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.weights = nn.Parameter(torch.zeros(self.numbers.width))
+        self.factors = nn.Parameter(0.1 * torch.randn(self.numbers.width, dim))
+        self.net = mlp(self.numbers.width + dim * len(self.ids), hidden, 1, dropout=dropout)
+
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
+        """The logits, (B,)."""
+        embedded = self.embeddings(batch)
+        rows = torch.stack([embedded[name] for name in self.ids], 1)
+        weights, vectors = rows[:, :, 0], rows[:, :, 1:]
+        sums, squares = vectors.sum(1), vectors.square().sum(1)
+        logits = weights.sum(1) + self.bias
+        if self.numbers.width:
+            numbers = self.numbers(batch)
+            logits = logits + numbers @ self.weights
+            sums = sums + numbers @ self.factors
+            squares = squares + numbers.square() @ self.factors.square()
+        matches = 0.5 * (sums.square() - squares).sum(1)  # of all pairs, by (Σ v)² = Σ v² + 2 Σ pairs
+        deep = self.net(beside(self.numbers, batch, [vectors.flatten(1)]))
+        return logits + matches + cast(Tensor, deep).squeeze(1)

@@ -1,0 +1,101 @@
+"""What the models share: tables of their ids, numbers side by side, nets of fully connected layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from karvan.embedding import Table, init
+
+Names: TypeAlias = Sequence[str] | Mapping[str, int]
+Tables: TypeAlias = Table | Mapping[str, Table] | None
+
+
+def tables_of(ids: Sequence[str], dim: int, table: Tables) -> dict[str, Table]:
+    """A table of `dim` columns for each id.
+
+    table: one that all are made like; or the tables of some by name; None for means of rows that start at
+    ±1 / sqrt(dim), so that products of two vectors have something to learn from.
+    """
+    if isinstance(ids, str) or len(set(ids)) != len(ids):
+        raise ValueError(f"Expected a list of different ids, got {ids!r}.")
+    usual = Table(dim, combiner="mean", init=init.Uniform(-(dim**-0.5), dim**-0.5))
+    if table is None or isinstance(table, Table):
+        given = dict.fromkeys(ids, table or usual)
+    else:
+        if unknown := set(table) - set(ids):
+            raise ValueError(
+                f"There is a table for {', '.join(sorted(unknown))}, but ids are {', '.join(ids)}."
+            )
+        given = {name: table.get(name, usual) for name in ids}
+    for name, each in given.items():
+        if each.dim != dim:
+            raise ValueError(f"The table of '{name}' has dim {each.dim}, but the model has dim {dim}.")
+        if each.combiner not in ("sum", "mean", "sqrtn"):
+            raise ValueError(
+                f"The table of '{name}' must pool its ids by sum, mean or sqrtn, but has combiner "
+                f"'{each.combiner}'."
+            )
+    return given
+
+
+def widened(tables: Mapping[str, Table], columns: int) -> dict[str, Table]:
+    """The same tables with more columns."""
+    return {name: replace(table, dim=table.dim + columns) for name, table in tables.items()}
+
+
+class Numbers(nn.Module):
+    """The numbers of a batch side by side, (B, width).
+
+    names: those of single numbers (B,); or a mapping from names to widths, for tensors (B, width).
+    """
+
+    def __init__(self, names: Names) -> None:
+        super().__init__()
+        self.widths = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1)
+        if isinstance(names, str) or len(self.widths) != len(names):
+            raise ValueError(f"Expected a list of different numbers, got {names!r}.")
+        self.width = sum(self.widths.values())
+
+    def forward(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, width), float32."""
+        return torch.cat([self._column(batch, name) for name in self.widths], 1)
+
+    def _column(self, batch: Mapping[str, Any], name: str) -> Tensor:
+        if name not in batch:
+            raise KeyError(f"Number '{name}' is not in the batch, which has: {', '.join(map(str, batch))}.")
+        column, width = batch[name], self.widths[name]
+        if (
+            not isinstance(column, Tensor)
+            or column.dim() not in (1, 2)
+            or column[:1].numel() not in (0, width)
+        ):
+            shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            raise ValueError(f"Number '{name}' must be a tensor (B, {width}), but is {shape}.")
+        return column.float().view(-1, width)
+
+    def extra_repr(self) -> str:
+        """The names."""
+        return ", ".join(self.widths)
+
+
+def beside(numbers: Numbers, batch: Mapping[str, Any], vectors: Iterable[Tensor]) -> Tensor:
+    """Numbers and vectors side by side."""
+    return torch.cat([*([numbers(batch)] if numbers.width else []), *vectors], 1)
+
+
+def mlp(width: int, hidden: Sequence[int], out: int | None = None, *, dropout: float = 0.0) -> nn.Sequential:
+    """Layers with ReLU, and a last one without it if `out` is given."""
+    layers: list[nn.Module] = []
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        if dropout:
+            layers.append(nn.Dropout(dropout))
+        width = size
+    if out is not None:
+        layers.append(nn.Linear(width, out))
+    return nn.Sequential(*layers)
