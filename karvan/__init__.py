@@ -3,34 +3,32 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from karvan import ids
-from karvan.embedding import (
-    LFU,
-    LRU,
-    TTL,
-    Age,
-    Always,
-    EmbeddingEngine,
-    HashStack,
-    MinCount,
-    Never,
-    Norm,
-    Probability,
-    ReadOnly,
-    Table,
-    TableHandle,
-    init,
-    optim,
-)
-from karvan.features import Feature, FeatureEngine
-from karvan.ragged import Batch, NestedRagged, Padded, Ragged
-from karvan.store import MemoryStore, Rows, Store
-from karvan.threads import get_num_threads, set_num_threads
-
 if TYPE_CHECKING:
-    from karvan import checkpoint, data, models, train
+    from karvan import checkpoint, data, ids, models, train
     from karvan.checkpoint import Checkpoints
-    from karvan.train import Trainer, losses, metrics
+    from karvan.embedding import (
+        LFU,
+        LRU,
+        TTL,
+        Age,
+        Always,
+        EmbeddingEngine,
+        HashStack,
+        MinCount,
+        Never,
+        Norm,
+        Probability,
+        ReadOnly,
+        Table,
+        TableHandle,
+        init,
+        optim,
+    )
+    from karvan.features import Feature, FeatureEngine
+    from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+    from karvan.store import MemoryStore, Rows, Store
+    from karvan.threads import get_num_threads, set_num_threads
+    from karvan.train import Job, Trainer, losses, metrics
 
 __version__ = "0.1.0"
 
@@ -46,6 +44,7 @@ __all__ = [
     "Feature",
     "FeatureEngine",
     "HashStack",
+    "Job",
     "MemoryStore",
     "MinCount",
     "NestedRagged",
@@ -73,22 +72,34 @@ __all__ = [
     "train",
 ]
 
-
-# Modules, and where classes are found: they bring along what those who only embed need not wait for.
-_LATER = {
-    "Checkpoints": "karvan.checkpoint",
-    "Trainer": "karvan.train",
-    "checkpoint": "karvan.checkpoint",
-    "data": "karvan.data",
-    "losses": "karvan.train.losses",
-    "metrics": "karvan.train.metrics",
-    "models": "karvan.models",
-    "train": "karvan.train",
+# Where each public name lives. It is imported when it is first asked for, so that those who only embed need
+# not wait for pyarrow, and `karvan --help` not for torch.
+_HOMES = {
+    "karvan": "checkpoint data ids models train",
+    "karvan.checkpoint": "Checkpoints",
+    "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
+    "ReadOnly Table TableHandle init optim",
+    "karvan.features": "Feature FeatureEngine",
+    "karvan.ragged": "Batch NestedRagged Padded Ragged",
+    "karvan.store": "MemoryStore Rows Store",
+    "karvan.threads": "get_num_threads set_num_threads",
+    "karvan.train": "Job Trainer losses metrics",
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _HOME:
         raise AttributeError(f"module 'karvan' has no attribute '{name}'")
-    module = importlib.import_module(_LATER[name])
-    return getattr(module, name) if name[0].isupper() else module
+    home = _HOME[name]
+    found = (
+        importlib.import_module(f"karvan.{name}")
+        if home == "karvan"
+        else getattr(importlib.import_module(home), name)
+    )
+    globals()[name] = found  # the next one finds it without a call
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -71,6 +71,26 @@ def initialise(
     out[i] becomes the initial vector of keys[i] in the table; see table/init.h.
     """
 
+def interact(
+    addresses: Sequence[int], strides: Sequence[int], samples: int, dim: int, out: int, out_stride: int
+) -> None:
+    """
+    Dot products of all pairs of a sample's vectors, each given by address and stride, to rows of out.
+    """
+
+def interact_backward(
+    addresses: Sequence[int],
+    strides: Sequence[int],
+    samples: int,
+    dim: int,
+    out_gradient: int,
+    out_stride: int,
+    gradient: int,
+) -> None:
+    """
+    From the gradient of out to those of the vectors, (samples, vectors, dim).
+    """
+
 class ColumnChunk:
     """
     A column of a row group: where its pages are, what they hold, and the addresses of room for its values and, if they may be null, for their bits.
@@ -91,26 +111,6 @@ class ColumnChunk:
 def decode_chunks(bytes: NDArray[numpy.uint8], chunks: Sequence[ColumnChunk], threads: int) -> list[int]:
     """
     Decode column chunks of Parquet on up to that many threads. Returns the number of nulls in each, or -1 for one that another reader must decode; the bits are written if there are nulls.
-    """
-
-def interact(
-    addresses: Sequence[int], strides: Sequence[int], samples: int, dim: int, out: int, out_stride: int
-) -> None:
-    """
-    Dot products of all pairs of a sample's vectors, each given by address and stride, to rows of out.
-    """
-
-def interact_backward(
-    addresses: Sequence[int],
-    strides: Sequence[int],
-    samples: int,
-    dim: int,
-    out_gradient: int,
-    out_stride: int,
-    gradient: int,
-) -> None:
-    """
-    From the gradient of out to those of the vectors, (samples, vectors, dim).
     """
 
 class Table:

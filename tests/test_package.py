@@ -24,6 +24,8 @@ LAYERS = [
     ("models", "checkpoint"),
     ("train",),
     ("__init__",),
+    ("cli",),
+    ("__main__",),
 ]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

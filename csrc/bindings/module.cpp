@@ -6,8 +6,8 @@ NB_MODULE(_native, m) {
   m.doc() = "Karvan's native core: tables of rows, batch operations, hashes.";
   karvan::bindings::bind_data(m);
   karvan::bindings::bind_hashing(m);
-  karvan::bindings::bind_parquet(m);
   karvan::bindings::bind_math(m);
+  karvan::bindings::bind_parquet(m);
   karvan::bindings::bind_store(m);
   karvan::bindings::bind_system(m);
 }

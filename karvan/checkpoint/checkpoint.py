@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -86,16 +86,20 @@ class Checkpoint:
             chain.insert(0, below)
         return chain
 
-    def verify(self) -> list[Damage]:
-        """Read every file, and those of what it builds on; returns the damaged ones."""
+    def verify(self, checked: Callable[[Path, int], None] | None = None) -> list[Damage]:
+        """Read every file, and those of what it builds on; returns the damaged ones.
+
+        checked is called with each file and its bytes, once it has been read.
+        """
         files = [(one, file) for one in self.chain for file in one.manifest.files]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
-            damaged = {
-                one.path / file.name: problem
-                for (one, file), problem in zip(files, problems, strict=True)
-                if problem
-            }
+            damaged = {}
+            for (one, file), problem in zip(files, problems, strict=True):
+                if problem:
+                    damaged[one.path / file.name] = problem
+                if checked is not None:
+                    checked(one.path / file.name, file.bytes)
         # A checksum may fit and the header may still be that of another table.
         for one in self.chain:
             for table in one.manifest.tables.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,17 +140,22 @@ def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
     )
 
 
-def verify(path: str | os.PathLike[str]) -> list[Damage]:
-    """Check every file of a checkpoint, or of all of a run's; returns the damaged ones."""
+def verify(
+    path: str | os.PathLike[str], *, checked: Callable[[Path, int], None] | None = None
+) -> list[Damage]:
+    """Check every file of a checkpoint, or of all of a run's; returns the damaged ones.
+
+    checked is called with each file and its bytes, once it has been read.
+    """
     folder = Path(path)
     if (folder / NAME).exists():
         folders = [folder]
     else:
-        folders = sorted(p.parent for p in folder.glob(f"step-*/{NAME}")) or [find(folder).path]
+        folders = sorted(p for p in folder.glob("step-*/")) or [find(folder).path]
     damaged: dict[Path, Damage] = {}
     for each in folders:
         try:
-            damaged |= {damage.path: damage for damage in Checkpoint(each).verify()}
+            damaged |= {damage.path: damage for damage in Checkpoint(each).verify(checked)}
         except CheckpointError as error:
             damaged[Path(error.path)] = Damage(Path(error.path), error.problem)
     return list(damaged.values())

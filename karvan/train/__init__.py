@@ -3,6 +3,7 @@
 from karvan.train import losses, metrics
 from karvan.train.callbacks import Callback, EarlyStopping
 from karvan.train.evaluation import Prediction
+from karvan.train.job import Job
 from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
 from karvan.train.progress import BarProgress, NoProgress, PlainProgress
 from karvan.train.results import FitResult, Report, StepLogs
@@ -14,6 +15,7 @@ __all__ = [
     "CsvLog",
     "EarlyStopping",
     "FitResult",
+    "Job",
     "JsonLinesLog",
     "Log",
     "NoProgress",

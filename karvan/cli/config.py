@@ -1,0 +1,311 @@
+"""What a config may say: `karvan train my.yaml`. Unknown keys, and wrong values, are errors that name them.
+
+Values that name one of Karvan's or torch's classes (a model, a loss, an optimizer, …) are a name alone, or a
+mapping with `name` and arguments, which are checked against the class's own when it is made, in `build.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from karvan.cli.errors import DAMAGED, CommandError
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of a config, which knows all its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            for key in given:
+                if key not in cls.model_fields:
+                    raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
+        return given
+
+
+class Named(BaseModel):
+    """A class by name, with arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All but the name."""
+        return dict(self.model_extra or {})
+
+
+def _named(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+def _listed(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+Choice = Annotated[Named, BeforeValidator(_named)]
+Paths = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class Column(Section):
+    """A column that is to be read otherwise than its type suggests; see docs/data.md."""
+
+    name: str
+    kind: Literal["fixed", "varlen", "raw"] = "fixed"
+    default: float | int | list[float] | None = None
+    length: Count | None = None
+    hash: Literal["farm", "murmur"] | None = None
+    bucket: Annotated[int, Field(ge=0)] | None = None
+
+
+class Data(Section):
+    """Files, and how they are read; the options of `kv.data.read`."""
+
+    train: Paths
+    eval: Paths | None = None
+    batch_size: Count = 4096
+    eval_batch_size: Count | None = None
+    shuffle: Annotated[int, Field(ge=0)] = 0
+    seed: int = 0
+    columns: list[str | Column] | None = None
+    format: str | None = None
+    options: dict[str, Any] = {}
+    workers: Count = 2
+
+
+class Table(Section):
+    """A table's options; see docs/guide.md."""
+
+    name: str | None = None
+    combiner: Literal["sum", "mean", "sqrtn"] = "mean"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    init: Choice | None = None
+    admit: Choice | None = None
+    evict: Choice | None = None
+
+
+class Model(Named):
+    """A model of kv.models with its arguments; `table` is for all ids, `tables` for some by name."""
+
+    table: Table | None = None
+    tables: dict[str, Table] = {}
+    wide_table: Table | None = None
+
+
+class Optimizers(Section):
+    """One of torch.optim for the net, and one of kv.optim for the tables."""
+
+    dense: Choice = Named(name="Adam")
+    sparse: Choice = Named.model_validate({"name": "Adagrad", "lr": 0.05})
+    schedule: Choice | None = None
+    schedule_per: Literal["step", "epoch"] = "step"
+
+
+class Early(Section):
+    """Stop when a metric does not become better any more."""
+
+    metric: str
+    patience: Count = 1
+    mode: Literal["max", "min"] = "max"
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Train(Section):
+    """How long, and how a step is made."""
+
+    epochs: Count | None = None
+    steps: Count | None = None
+    eval_every: Count | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate: Count = 1
+    clip_norm: Positive | None = None
+    clip_value: Positive | None = None
+    device: str | None = None
+    seed: int = 0
+    ahead: Annotated[int, Field(ge=0)] = 2
+    early_stopping: Early | None = None
+
+
+class Best(Section):
+    """The metric whose best checkpoint is kept."""
+
+    metric: str
+    mode: Literal["max", "min"] = "max"
+
+
+class Saved(Section):
+    """Checkpoints; without a folder there are none."""
+
+    folder: Path | None = None
+    every: Count | None = None
+    seconds: Positive | None = 600.0
+    keep_last: Count | None = 3
+    keep_best: Best | None = None
+    full_every: Count = 1
+
+
+class Logs(Section):
+    """Files that get the numbers of training, every so many steps."""
+
+    csv: Path | None = None
+    jsonl: Path | None = None
+    tensorboard: Path | None = None
+    every: Count = 100
+
+
+class Predict(Section):
+    """Columns that go beside the predictions."""
+
+    columns: list[str] = []
+
+
+class Config(Section):
+    """A whole config."""
+
+    data: Data
+    features: dict[str, list[str | dict[str, Any]]] = {}
+    model: Annotated[Model, BeforeValidator(_named)]
+    loss: Choice | dict[str, Choice] = Named(name="BinaryCrossEntropy")
+    optimizers: Optimizers = Optimizers()
+    train: Train = Train()
+    metrics: list[str] | dict[str, Choice] = ["AUC"]
+    checkpoints: Saved = Saved()
+    logs: Logs = Logs()
+    predict: Predict = Predict()
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML as people expect it: 1e-3 is a number, `no` and `on` are words, a key twice is an error."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in found
+        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.?[eE][-+]?\d+|\d[\d_]*\.|\.(?:inf|nan))$"
+    ),
+    list("-+.0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF")
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.MarkedYAMLError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
+        seen.add(key.value)
+    made: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+    return made
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+
+
+def parse(text: str) -> Any:
+    """A piece of YAML."""
+    return yaml.load(text, _Loader)
+
+
+def read_config(path: Path, settings: Mapping[str, str]) -> Config:
+    """Read a config, with some values set to others: {"train.epochs": "3"}."""
+    try:
+        tree = parse(path.read_text())
+    except yaml.YAMLError as error:
+        raise CommandError(f"{path} is not YAML: {_where(error)}") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} is not YAML: {error}", DAMAGED) from error
+    if not isinstance(tree, dict):
+        raise CommandError(f"{path} must be a mapping with {', '.join(Config.model_fields)}, got {tree!r}.")
+    for name, text in settings.items():
+        _set(tree, name, text)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise CommandError(f"{path}: {_problems(error)}") from error
+
+
+def converted(name: str, text: str, kind: Any) -> Any:
+    """Text of the command line as a value of an annotated kind."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        return adapter.validate_python(text)
+    except ValidationError as first:
+        try:
+            return adapter.validate_python(parse(text))
+        except (ValidationError, yaml.YAMLError):
+            wanted = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+            problem = first.errors()[0]["msg"]
+            raise CommandError(f"{name} must be {wanted}, got '{text}': {_lower(problem)}.") from first
+
+
+def _set(tree: dict[str, Any], name: str, text: str) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        below = tree.setdefault(part, {})
+        if below is None or isinstance(below, str):  # `model: DLRM` is short for `model: {name: DLRM}`
+            below = tree[part] = {} if below is None else {"name": below}
+        if not isinstance(below, dict):
+            raise CommandError(f"--set {name}: '{part}' holds no keys, but is {below!r}.")
+        tree = below
+    try:
+        tree[last] = parse(text)
+    except yaml.YAMLError as error:
+        raise CommandError(f"--set {name}={text}: not a value of YAML: {_where(error)}") from error
+
+
+def _where(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{problem}." if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}."
+
+
+def _problems(error: ValidationError) -> str:
+    told = dict.fromkeys(
+        _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
+    )
+    return "\n".join(told)
+
+
+def _problem(place: Sequence[int | str], text: str, kind: str, given: Any) -> str:
+    # Of alternatives pydantic names the kinds; a reader wants the keys.
+    names = [str(part) for part in place if isinstance(part, int) or re.fullmatch(r"[\w.-]+", part)]
+    where = ".".join(name for name in names if name not in ("Column", "Named", "str"))
+    if kind == "missing":
+        return f"'{where}' is missing."
+    text = _lower(text.removeprefix("Value error, ")).rstrip(".")
+    got = "" if kind == "value_error" else f", got {given!r}"
+    return f"{f'{where}: ' if where else ''}{text}{got}."
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,91 @@
+"""What goes wrong on the command line, and the exit codes that tell scripts.
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the job failed: an error in the model, in its file, or while it ran |
+| 2 | wrong usage: an unknown option, a wrong value, a config or a file that does not say what to do |
+| 3 | data or a checkpoint is damaged, cannot be read, or is not there |
+| 130 | stopped by Ctrl-C; `train` has saved a checkpoint |
+| 143 | stopped by SIGTERM; `train` has saved a checkpoint |
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+OK, FAILED, USAGE, DAMAGED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+
+
+class CommandError(Exception):
+    """An error to be shown as it is, and the exit code that goes with it."""
+
+    def __init__(self, text: str, code: int = USAGE) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error that a command raised."""
+    if isinstance(error, CommandError):
+        return error.code
+    if _is_missing_or_damaged(error):
+        return DAMAGED
+    return FAILED
+
+
+def text_of(error: BaseException) -> str:
+    """One or two lines for a person: what was expected, what was received, and where, if that helps."""
+    if isinstance(error, CommandError) or _is_missing_or_damaged(error):
+        return _plain(error)
+    kind = type(error).__name__
+    known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError | NotImplementedError)
+    told = _plain(error) if known and _plain(error) else f"{kind}: {_plain(error)}".removesuffix(": ")
+    return f"{told}\n({kind} in {_place(error)}; --debug shows how it came to that)"
+
+
+def show(error: BaseException, *, debug: bool) -> None:
+    """Put an error on stderr."""
+    if debug:
+        traceback.print_exception(error)
+    tell(text_of(error))
+
+
+def tell(text: str) -> None:
+    """`error: …` on stderr, the word in red where there are colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(Text.assemble(("error:", "bold red"), " ", text), highlight=False)
+
+
+def _plain(error: BaseException) -> str:
+    if isinstance(error, KeyError) and error.args:  # str() of a KeyError puts quotes around its text
+        return str(error.args[0])
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return str(error).strip()
+
+
+def _is_missing_or_damaged(error: BaseException) -> bool:
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError):
+        return True
+    # Only if somebody has imported them can they be what was raised.
+    for module, name in (("karvan.checkpoint", "CheckpointError"), ("karvan.data", "DataError")):
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
+            return True
+    return False
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    # Somebody's own file says more than the library that it called.
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename and "/karvan/" not in frame.filename
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

@@ -1,0 +1,160 @@
+"""`karvan inspect`: what a checkpoint holds, and whether it is intact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.output import bytes_text, console, number_text, print_json, print_table, progress
+
+if TYPE_CHECKING:
+    from karvan.checkpoint import KeyRow, Summary
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    path: Path = typer.Argument(help="A checkpoint, or a run's folder: its newest.", show_default=False),
+    key: tuple[str, str] | None = typer.Option(
+        None, metavar="TABLE KEY", help="Show one key's row.", show_default=False
+    ),
+    verify: bool = typer.Option(
+        False, "--verify", help="Check every file, of a run's folder those of all checkpoints."
+    ),
+    top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
+    as_json: bool = typer.Option(False, "--json", help="As JSON on stdout."),
+) -> int:
+    """Show the tables of a checkpoint: rows, bytes, norms and the hottest keys; or one key's row.
+
+    With --verify every file is read and its checksum compared; the exit code is 3 if one is damaged.
+
+    \b
+    Examples:
+      karvan inspect out/run
+      karvan inspect out/run/step-000000001000 --top 20 --json
+      karvan inspect out/run --key user 12345
+      karvan inspect out/run --verify
+    """
+    from karvan import checkpoint
+
+    if not path.exists():
+        raise CommandError(
+            f"{path}: there is no such folder; expected a checkpoint or a run's folder.", DAMAGED
+        )
+    if verify:
+        return _verify(path, as_json)
+    if key is not None:
+        return _row(path, key[0], _number(key[1]), as_json)
+    with progress("Reading", ""):
+        seen = checkpoint.summary(path, hottest=top)
+    if as_json:
+        print_json(seen)
+    else:
+        show_summary(seen)
+    return OK
+
+
+def show_summary(seen: Summary) -> None:
+    """A checkpoint as tables."""
+    out = console()
+    metrics = ", ".join(f"{name} {number_text(value)}" for name, value in seen.metrics.items())
+    kind = f"delta on {', '.join(map(str, seen.builds_on))}" if seen.builds_on else seen.kind
+    out.print(
+        f"{seen.path}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, {seen.created}", markup=False
+    )
+    if metrics:
+        out.print(f"metrics: {metrics}", markup=False)
+    print_table(
+        None,
+        [
+            "table",
+            "rows",
+            "dim",
+            "dtype",
+            "optimizer",
+            "bytes",
+            "mean norm",
+            "max norm",
+            "hottest keys (uses)",
+        ],
+        [
+            [
+                table.name,
+                f"{table.rows:,}",
+                table.dim,
+                table.dtype,
+                table.optimizer or "none",
+                bytes_text(table.bytes),
+                number_text(table.mean_norm),
+                number_text(table.max_norm),
+                ", ".join(f"{hot.key} ({hot.count:,})" for hot in table.hottest),
+            ]
+            for table in seen.tables
+        ],
+        right=["rows", "dim", "bytes", "mean norm", "max norm"],
+    )
+    out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
+
+
+def _verify(path: Path, as_json: bool) -> int:
+    from karvan import checkpoint
+
+    seen: set[Path] = set()
+    with progress("Checking", "bytes") as steps:
+        steps.expect(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+
+        def checked(file: Path, size: int) -> None:
+            if file not in seen:  # several deltas build on one full checkpoint
+                seen.add(file)
+                steps.add(size)
+
+        damaged = checkpoint.verify(path, checked=checked)
+    if as_json:
+        print_json(
+            {
+                "files": len(seen),
+                "damaged": [{"path": each.path, "problem": each.problem} for each in damaged],
+            }
+        )
+    elif damaged:
+        print_table(
+            f"Damaged: {len(damaged)}", ["file", "problem"], [[each.path, each.problem] for each in damaged]
+        )
+    else:
+        console().print(f"{path}: {len(seen)} files, all intact.", markup=False)
+    return DAMAGED if damaged else OK
+
+
+def _row(path: Path, table: str, key: int, as_json: bool) -> int:
+    from karvan import checkpoint
+
+    row = checkpoint.row(path, table, key)
+    if row is None:
+        raise CommandError(f"{path}: table '{table}' has no row for key {key}.", DAMAGED)
+    if as_json:
+        print_json(row)
+    else:
+        _show_row(row)
+    return OK
+
+
+def _show_row(row: KeyRow) -> None:
+    out = console()
+    out.print(
+        f"{row.table} {row.key}: used {row.count:,} times, last in step {row.last_step:,}", markup=False
+    )
+    for name, values in (("vector", row.vector), ("state", row.state)):
+        out.print(f"{name}: {' '.join(f'{value:.5g}' for value in values) or 'none'}", markup=False)
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text, 0)
+    except ValueError:
+        raise CommandError(f"--key expects a key of 64 bits, decimal or 0x…, got '{text}'.") from None

@@ -1,0 +1,71 @@
+"""The `karvan` command: its subcommands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from karvan.cli import bench, demo, doctor, evaluate, inspect, predict, train, version
+from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tell
+
+app = typer.Typer(
+    name="karvan",
+    epilog="Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 data or checkpoint missing or damaged, "
+    "130 Ctrl-C, 143 SIGTERM (both with a checkpoint saved).",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show where an error comes from; may stand anywhere."),
+) -> None:
+    """Train recommendation models whose embedding tables outgrow a machine.
+
+    \b
+    Examples:
+      karvan demo                                 # learn a synthetic click log
+      karvan train --example > my.yaml            # a config to start from
+      karvan train my.yaml --folder out/run       # again: goes on
+      karvan evaluate my.yaml --checkpoint out/run
+      karvan inspect out/run                      # what is in it
+    """
+
+
+for command in (demo, train, evaluate, predict, inspect, bench, doctor, version):
+    command.add_to(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; see `errors.py`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    try:
+        code = app(given or ["--help"], standalone_mode=False, prog_name="karvan")
+        return code if isinstance(code, int) else OK
+    except typer.Exit as end:
+        return end.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        tell("Interrupted.")
+        return INTERRUPTED
+    except BrokenPipeError:  # who read our output has seen enough
+        sys.stderr.close()
+        return FAILED
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own, which is not a public name of typer
+            tell(_usage(error))
+            return USAGE
+        show(error, debug=debug)
+        return code_of(error)
+
+
+def _usage(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "karvan"
+    return f"{error.format_message()}\nTry '{path} --help'."  # type: ignore[attr-defined]

@@ -1,0 +1,127 @@
+"""What commands print: results on stdout, all that is said meanwhile on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where people look. Off a terminal it is wide, so that no table loses a word there."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+
+
+def print_table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
+) -> None:
+    """A table on stdout; `right` names the columns of numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    numbers = set(right)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    console().print(table)
+
+
+def print_json(value: Any) -> None:
+    """JSON on stdout, and nothing else there."""
+    print(json.dumps(plain(value), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """What JSON can say; NaN and infinity become null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value) if isinstance(value, Path) else value
+
+
+def bytes_text(count: float) -> str:
+    """1.5 MiB and the like."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def number_text(value: float) -> str:
+    """A metric with four digits."""
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3g}"
+
+
+class Steps:
+    """Tells how far something is; does nothing off a terminal."""
+
+    def __init__(self, bar: Progress | None, unit: str) -> None:
+        self._bar = bar
+        self._task = None if bar is None else bar.add_task("", total=None, unit=unit)
+
+    def expect(self, total: float) -> None:
+        """It will be this much."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, total=total)
+
+    def add(self, amount: float) -> None:
+        """So much more is done."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, amount)
+
+
+@contextmanager
+def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[Steps]:
+    """A bar on stderr, where that is a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield Steps(None, unit)
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn(text),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:,.0f} {task.fields[unit]}"),
+        TimeElapsedColumn(),
+        console=console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        yield Steps(bar, unit)
+
+
+class Watched:
+    """Data whose batches are counted as they are taken."""
+
+    def __init__(self, data: Iterable[Any], steps: Steps) -> None:
+        self._data = data
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Any]:
+        from karvan.train.types import rows_of
+
+        for batch in self._data:
+            yield batch
+            self._steps.add(rows_of(batch))

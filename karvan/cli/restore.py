@@ -1,0 +1,34 @@
+"""Fills a job's model from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from karvan.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    import karvan as kv
+
+
+def restore(job: kv.Job, path: Path | None) -> kv.checkpoint.Checkpoint:
+    """Load a checkpoint, or the newest one of a run's folder; without a path, of the job's own run."""
+    from karvan.checkpoint import CheckpointError, find
+
+    folder = path if path is not None else job.trainer.saver.folder
+    if folder is None:
+        raise CommandError("The job has no folder of checkpoints: --checkpoint says which one to load.")
+    checkpoint = find(folder)
+    state = checkpoint.load(job.trainer.model)
+    if "model" not in state:
+        raise CheckpointError.mismatch(
+            checkpoint.path, "a model, as a Trainer saves it", ", ".join(state) or "nothing"
+        )
+    try:
+        job.trainer.model.load_state_dict(state["model"])
+    except RuntimeError as error:  # torch's text has a line for each tensor; the first ones will do
+        lines = [line.strip() for line in str(error).splitlines()[1:3]]
+        raise CheckpointError(
+            checkpoint.path, f"its model is another than the job's: {' '.join(lines)}"
+        ) from error
+    return checkpoint

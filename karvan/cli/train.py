@@ -1,0 +1,121 @@
+"""`karvan train`: run a job, and go on with it after a stop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from karvan.cli.errors import INTERRUPTED, OK, TERMINATED, CommandError
+from karvan.cli.output import console, number_text, print_json, print_table
+from karvan.cli.target import Target, pairs
+
+if TYPE_CHECKING:
+    import karvan as kv
+
+_CODES = {"interrupt": INTERRUPTED, "terminate": TERMINATED}
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("train")(train)
+
+
+def train(
+    target: Path | None = typer.Argument(
+        None,
+        metavar="FILE.py|CONFIG.yaml",
+        help="A file with [bold]def job() -> kv.Job[/bold], or a config.",
+        show_default=False,
+    ),
+    settings: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="A parameter of job(), or a key of the config: train.clip_norm=1.",
+    ),
+    epochs: int | None = typer.Option(None, min=1, help="Train so many epochs."),
+    steps: int | None = typer.Option(None, min=1, help="Train so many optimizer steps at most."),
+    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every so many steps."),
+    folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
+    precision: str | None = typer.Option(None, help="fp32, bf16 or fp16."),
+    device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
+    resume: bool = typer.Option(
+        True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
+    ),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
+    as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
+    example: bool = typer.Option(False, "--example", help="Print a config to start from."),
+) -> int:
+    """Train a model, or go on where the last run stopped.
+
+    A job is made by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
+    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command goes on
+    from it.
+
+    \b
+    Examples:
+      karvan train --example > my.yaml
+      karvan train my.yaml --folder out/run --epochs 3
+      karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
+      karvan train examples/job.py --set lr=0.01 --steps 1000 --folder out/run
+    """
+    if example:
+        print(resources.files("karvan.cli").joinpath("example.yaml").read_text(), end="")
+        return OK
+    if target is None:
+        raise CommandError(
+            "Expected a FILE.py or a CONFIG.yaml, got nothing; --example prints a config to start from."
+        )
+    given = {"folder": folder, "precision": precision, "device": device}
+    job = Target(
+        target, pairs(settings), {name: text for name, text in given.items() if text is not None}
+    ).job()
+    changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
+    job = replace(job, **{name: value for name, value in changes.items() if value is not None})
+    result = _fit(job, resume=resume, quiet=quiet)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    return _CODES.get(result.stopped or "", OK)
+
+
+def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
+    from karvan.train import NoProgress
+
+    saver = job.trainer.saver
+    newest = saver.latest()
+    if newest is not None and not resume:
+        raise CommandError(
+            f"--no-resume expects a folder without checkpoints, but {saver.folder} has some, "
+            f"up to step {newest.step}."
+        )
+    if quiet:
+        job.trainer.progress = NoProgress()
+    elif saver.folder is None:
+        console(stderr=True).print(
+            "[yellow]note:[/yellow] nothing will be saved; --folder says where checkpoints go."
+        )
+    return job.fit(resume=resume)
+
+
+def _show(result: kv.train.FitResult) -> None:
+    names: Sequence[str] = list(dict.fromkeys([*result.metrics, *result.evaluation]))
+    rows = [
+        [name, *(number_text(of[name]) if name in of else "" for of in (result.metrics, result.evaluation))]
+        for name in names
+    ]
+    if rows:
+        print_table(
+            f"Step {result.step:,}, {result.epoch} epochs, {result.samples:,} samples",
+            ["metric", "training", "evaluation"],
+            rows,
+            right=["training", "evaluation"],
+        )
+    sys.stdout.flush()

@@ -1,0 +1,47 @@
+"""`karvan version`."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import typer
+
+from karvan import __version__
+from karvan.cli.errors import OK
+from karvan.cli.output import print_json
+
+# Looked up without importing them.
+_SHOWN = ("torch", "numpy", "pyarrow")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("version")(version)
+
+
+def version(as_json: bool = typer.Option(False, "--json", help="As JSON on stdout.")) -> int:
+    """Show the version, and those of what Karvan stands on.
+
+    \b
+    Examples:
+      karvan version
+      karvan version --json
+    """
+    found = {"karvan": __version__, "python": platform.python_version()}
+    found |= {name: installed(name) or "not installed" for name in _SHOWN}
+    if as_json:
+        print_json(found)
+    else:
+        print(
+            "karvan", ", ".join([__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])])
+        )
+    return OK
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if it is there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
