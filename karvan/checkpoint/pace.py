@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from karvan.threads import cores
 
 # Of one core for each core there is. A step waits for the slowest of its threads, so a save that has a tenth of
 # one core costs a step about as much as one that has a tenth of all.
@@ -20,7 +21,7 @@ class Pace:
     """
 
     def __init__(self, share: float | None = None) -> None:
-        self._share = min(1.0, _SHARE * (os.cpu_count() or 1)) if share is None else share
+        self._share = min(1.0, _SHARE * cores()) if share is None else share
         self._hurried = threading.Event()
         self._turn = threading.Lock()
 

@@ -106,9 +106,7 @@ class Writing:
             self.close()
             raise
 
-    def _write(
-        self, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]
-    ) -> Checkpoint:
+    def _write(self, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]) -> Checkpoint:
         hidden = HiddenFolder(target)
         try:
             dense: list[FileEntry] = []
@@ -135,9 +133,7 @@ class Writing:
             hidden.remove()
         return made
 
-    def _put_table(
-        self, name: str, folder: Path, writers: Writers, pace: Pace
-    ) -> Callable[[], TableEntry]:
+    def _put_table(self, name: str, folder: Path, writers: Writers, pace: Pace) -> Callable[[], TableEntry]:
         """Have a table's files written; what is returned tells its entry once they are."""
         optimizer, spec = self._specs[name]
         parts, place = self._parts[name], folder_of(name)
