@@ -1,12 +1,12 @@
-"""A whole training job on one machine, from Parquet to updated rows, beside its dense part alone and plain torch.
+"""A whole training job, from Parquet to updated rows, beside its dense part alone and plain torch.
 
 The model is a DLRM: bottom 13-512-256-16, top 512-256-1, 26 ids of dim 16, batches of 4096, Adagrad for all,
 ids by Zipf's law from tables of many rows, all of them in the tables before. Candidates, interleaved:
 
 - karvan: `kv.Trainer` with a loader that reads Parquet;
-- dense only: the same module without its embeddings, trained on random vectors, gradients for them included;
-- torch: the same model with `torch.nn.EmbeddingBag(sparse=True)`, dot products by `torch.bmm`, fed from memory
-  with ids that have been mapped to rows; and once more with karvan's own dot products (a figure, no ratio).
+- dense only: the same module without its embeddings, on random vectors, gradients for them included;
+- torch: the same model with `torch.nn.EmbeddingBag(sparse=True)` and dot products by `torch.bmm`, fed from
+  memory with ids that have been mapped to rows; and once more with karvan's own dot products (a figure).
 
 Then a checkpoint of the tables beside the rate at which the same folder takes plain writes, and steps during
 an asynchronous save beside steps without one. On a CPU without bf16 instructions torch's autocast is so slow
@@ -39,7 +39,9 @@ from karvan.train.precision import fast_bf16
 BATCH, DIM = 4096, 16
 NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)
 LR = 0.02
-EPOCHS = 3  # of the file in a fit: where it starts, a job waits for its first batch, which matters in short ones only
+EPOCHS = (
+    3  # of the file in a fit: at its start a job waits for the first batch, which long ones do not notice
+)
 
 
 class Data:
@@ -165,7 +167,7 @@ class TorchDLRM(nn.Module):
 
 
 def torch_pass(model: TorchDLRM, data: Data, batch: int, autocast: bool) -> Callable[[], int]:
-    """Return a pass of plain torch over batches in memory, of which only the first `batch` samples are used."""
+    """Return a pass of plain torch over batches in memory; of each the first `batch` samples are used."""
     sparse = torch.optim.Adagrad(model.tables.parameters(), lr=LR)
     dense = torch.optim.Adagrad([*model.bottom.parameters(), *model.top.parameters()], lr=LR)
     batches = data.in_memory() if batch == BATCH else data.in_memory()[:1]

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from karvan.threads import cores
 
-# Of one core for each core there is. A step waits for the slowest of its threads, so a save that has a tenth of
-# one core costs a step about as much as one that has a tenth of all.
+# Of one core, for each core there is. A step waits for the slowest of its threads, so a save that takes a
+# tenth of one core costs about as much as one that takes a tenth of all.
 _SHARE = 0.06
 
 
