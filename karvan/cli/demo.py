@@ -29,7 +29,7 @@ class Clicks:
     train: list[str]
     held_out: list[str]
     rows: int
-    best_auc: float  # of the hidden probabilities, on the held-out rows
+    best_auc: float  # that the hidden probabilities themselves have on the held-out rows
 
 
 def add_to(app: typer.Typer) -> None:
@@ -143,14 +143,19 @@ _BATCH = 2048
 
 
 def write_clicks(folder: Path, rows: int) -> Clicks:
-    """Write the log, and compute the best AUC on the rows that are held out."""
+    """Write the log, and see what AUC its hidden probabilities have on the rows that are held out."""
+    import torch
+
+    from karvan.train.metrics import AUC
     from karvan.data import synthetic
 
-    log = synthetic.ClickLog(seed=1, users=1_000, items=200, categories=_CATEGORIES)
+    log = synthetic.ClickLog(seed=3, users=500, items=100, categories=_CATEGORIES)
     written = log.write(folder, rows, files=_PARTS)
     first = (_PARTS - 1) * rows // _PARTS
-    best = synthetic.expected_auc(log.probabilities(first, rows - first))
-    return Clicks(written.paths[:-1], written.paths[-1:], rows, best)
+    labels = log.table(first, rows - first).column("label").to_numpy()
+    best = AUC(exact=True)
+    best.add(torch.from_numpy(log.probabilities(first, rows - first)), torch.from_numpy(labels.copy()))
+    return Clicks(written.paths[:-1], written.paths[-1:], rows, best.compute())
 
 
 def read(paths: list[str], shuffle: int = 0) -> kv.data.Loader:
@@ -189,8 +194,8 @@ def make_trainer(steps: int, folder: Path | None, *, quiet: bool) -> kv.Trainer:
             table=dict.fromkeys(_IDS, usual) | {"liked": liked},
         ),
         kv.losses.BinaryCrossEntropy(),
-        dense_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=5e-3),
-        sparse_optimizer=kv.optim.Adam(lr=0.02),
+        dense_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        sparse_optimizer=kv.optim.AdamW(lr=0.02, weight_decay=0.1),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps),
         metrics={"auc": kv.metrics.AUC()},
         checkpoints=folder,
