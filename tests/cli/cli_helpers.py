@@ -25,8 +25,18 @@ predict: {{columns: [user, item]}}
 """
 
 JOB = """
+import os
 import torch
 import karvan as kv
+
+
+class Stop(kv.train.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, logs):
+        if logs.step == self.step:
+            os.kill(os.getpid(), 15)
 
 
 def job(
@@ -34,6 +44,7 @@ def job(
     lr: float = 0.1,
     widths: list[int] = [8],
     eval_data="{folder}/eval.parquet",
+    stop: int = 0,
 ):
     torch.manual_seed(0)
     model = kv.models.DLRM(["price"], ["user", "item"], dim=4, bottom=(8,), top=widths)
@@ -43,7 +54,9 @@ def job(
         dense_optimizer=torch.optim.Adam,
         sparse_optimizer=kv.optim.Adagrad(lr=lr),
         metrics={{"auc": kv.metrics.AUC()}},
+        callbacks=[Stop(stop)],
         checkpoints=folder,
+        checkpoint_every=10,
         log_every=1,
         progress="plain",
     )

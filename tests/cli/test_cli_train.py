@@ -121,22 +121,39 @@ def _process(*arguments):
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_stopped_saves_and_goes_on(run, place, number, code):
-    path = place / "job.py"
-    process = _process("train", path, "--epochs", 100_000)
-    for line in process.stderr:
-        if line.startswith("step "):
-            break
-    process.send_signal(number)
+def _goes_on(run, place, saved):
+    went_on = run("train", place / "job.py", "--steps", saved + 3, "--epochs", 100_000, "--quiet", "--json")
+    assert (went_on.code, went_on.json["trained"]) == (0, 3)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(run, place):
+    process = _process("train", place / "job.py", "--epochs", 100_000)
+    next(line for line in process.stderr if line.startswith("step "))
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    assert process.returncode == 130, err
     assert "checkpoint at" in err
     assert "Traceback" not in err
     saved = kv.checkpoint.find(place / "run").step
     assert saved > 0
-    went_on = run("train", path, "--steps", saved + 3, "--epochs", 100_000, "--quiet", "--json")
-    assert (went_on.code, went_on.json["trained"]) == (0, 3)
+    _goes_on(run, place, saved)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(run, place):
+    ran = run("train", place / "job.py", "--set", "stop=13")
+    assert ran.code == 143
+    assert "Stopped by SIGTERM after step 13; checkpoint at" in ran.err
+    _goes_on(run, place, 13)
+
+
+def test_after_kill_9_the_same_command_goes_on_from_the_last_checkpoint(run, place):
+    process = _process("train", place / "job.py", "--epochs", 100_000)
+    while not kv.Checkpoints(place / "run").list() and process.poll() is None:
+        process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    _goes_on(run, place, kv.checkpoint.find(place / "run").step)
 
 
 def test_a_job_with_several_outputs_has_a_column_for_each(run, place):
