@@ -19,8 +19,8 @@ export PATH := $(BIN):$(PATH)
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.karvan  ## set everything up and learn a planted task; ARGS=--help for its options
-	@$(BIN)/python examples/planted.py $(ARGS)
+demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARGS=--help for its options
+	@$(BIN)/karvan demo $(ARGS)
 
 test: lint test-native test-python  ## set everything up and run all checks and tests
 

@@ -185,7 +185,10 @@ class Config(Section):
     data: Data
     features: dict[str, list[str | dict[str, Any]]] = {}
     model: Annotated[Model, BeforeValidator(_named)]
-    loss: Choice | dict[str, Choice] = Named(name="BinaryCrossEntropy")
+    # What has a `name` is one loss; otherwise they are several by name.
+    loss: Annotated[Named | dict[str, Choice], Field(union_mode="left_to_right"), BeforeValidator(_named)] = (
+        Named(name="BinaryCrossEntropy")
+    )
     optimizers: Optimizers = Optimizers()
     train: Train = Train()
     metrics: list[str] | dict[str, Choice] = ["AUC"]

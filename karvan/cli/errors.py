@@ -16,6 +16,7 @@ import sys
 import traceback
 
 OK, FAILED, USAGE, DAMAGED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by what a fit says of itself
 
 
 class CommandError(Exception):

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where people look. Off a terminal it is wide, so that no table loses a word there."""
+    """Where people look. Off a terminal lines are as long as they must be."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+    return Console(stderr=stderr, width=None if stream.isatty() else 1000, highlight=False)
 
 
 def print_table(

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from karvan.cli.errors import INTERRUPTED, OK, TERMINATED, CommandError
+from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.output import console, number_text, print_json, print_table
 from karvan.cli.target import Target, pairs
 
 if TYPE_CHECKING:
     import karvan as kv
-
-_CODES = {"interrupt": INTERRUPTED, "terminate": TERMINATED}
 
 
 def add_to(app: typer.Typer) -> None:
@@ -83,7 +81,7 @@ def train(
         print_json(result)
     else:
         _show(result)
-    return _CODES.get(result.stopped or "", OK)
+    return STOPPED.get(result.stopped or "", OK)
 
 
 def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:

@@ -7,7 +7,7 @@ from importlib import metadata
 
 import typer
 
-from karvan import __version__
+import karvan
 from karvan.cli.errors import OK
 from karvan.cli.output import print_json
 
@@ -28,13 +28,14 @@ def version(as_json: bool = typer.Option(False, "--json", help="As JSON on stdou
       karvan version
       karvan version --json
     """
-    found = {"karvan": __version__, "python": platform.python_version()}
+    found = {"karvan": karvan.__version__, "python": platform.python_version()}
     found |= {name: installed(name) or "not installed" for name in _SHOWN}
     if as_json:
         print_json(found)
     else:
         print(
-            "karvan", ", ".join([__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])])
+            "karvan",
+            ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])]),
         )
     return OK
 

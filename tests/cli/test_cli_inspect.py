@@ -1,0 +1,82 @@
+"""inspect: whole checkpoints and damaged ones."""
+
+import shutil
+
+import pytest
+
+import karvan as kv
+
+
+def test_tables_are_shown(run, checkpoint):
+    ran = run("inspect", checkpoint.parent)  # a run's folder stands for its newest
+    assert ran.code == 0
+    assert all(name in ran.out for name in ("user", "item", "category", "Adagrad", "step 48", "auc"))
+    told = run("inspect", checkpoint, "--json", "--top", "2").json
+    seen = kv.checkpoint.summary(checkpoint, hottest=2)
+    assert [table["rows"] for table in told["tables"]] == [table.rows for table in seen.tables]
+    assert [len(table["hottest"]) for table in told["tables"]] == [2, 2, 2]
+
+
+def test_one_key_is_shown(run, checkpoint):
+    hottest = kv.checkpoint.summary(checkpoint).tables[0].hottest[0]
+    told = run("inspect", checkpoint, "--key", "user", str(hottest.key), "--json").json
+    assert (told["key"], told["count"], len(told["vector"]), len(told["state"])) == (
+        hottest.key,
+        hottest.count,
+        4,
+        4,
+    )
+    shown = run("inspect", checkpoint, "--key", "user", hex(hottest.key))
+    assert f"used {hottest.count:,} times" in shown.out
+    assert run("inspect", checkpoint, "--key", "user", "123456789").code == 3
+    unknown = run("inspect", checkpoint, "--key", "users", "1")
+    assert unknown.code == 3
+    assert "'user'" in unknown.err or "user" in unknown.err
+
+
+def test_an_intact_run_passes(run, checkpoint):
+    ran = run("inspect", checkpoint.parent, "--verify")
+    assert ran.code == 0
+    assert "all intact" in ran.out
+
+
+def _part(checkpoint):
+    return next((checkpoint / "tables" / "user").glob("part-*"))
+
+
+def _flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "a flipped bit": lambda c: _flip(_part(c)),
+    "a truncated file": lambda c: _part(c).write_bytes(_part(c).read_bytes()[:-10]),
+    "a missing file": lambda c: _part(c).unlink(),
+    "a missing table": lambda c: shutil.rmtree(c / "tables"),
+    "a damaged manifest": lambda c: _flip(c / "manifest.json"),
+    "no manifest": lambda c: (c / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_exits_with_3(run, checkpoint, damage):
+    DAMAGES[damage](checkpoint)
+    for path in (checkpoint, checkpoint.parent):
+        ran = run("inspect", path, "--verify")
+        assert ran.code == 3
+        assert "step-000000000048" in ran.out + ran.err
+    told = run("inspect", checkpoint.parent, "--verify", "--json")
+    assert told.code == 3
+    assert told.json["damaged"]
+
+
+@pytest.mark.parametrize("content", [None, "text"])
+def test_a_folder_that_is_no_checkpoint_exits_with_3(run, tmp_path, content):
+    if content:
+        (tmp_path / "manifest.json").write_text(content)
+    for more in ([], ["--verify"], ["--key", "user", "1"]):
+        ran = run("inspect", tmp_path, *more)
+        assert ran.code == 3
+        assert "expected" in ran.out + ran.err

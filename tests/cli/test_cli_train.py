@@ -1,0 +1,211 @@
+"""train, evaluate and predict: with a config and with a file, by options, and after a stop."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+
+import karvan as kv
+from karvan.cli.target import Target
+
+JOBS = ["config.yaml", "job.py"]
+
+
+def _predictions(path):
+    """What the Trainer itself predicts with the newest checkpoint."""
+    job = Target(path, {}, {}).job(training=False)
+    state = job.trainer.saver.latest().load(job.trainer.model)
+    job.trainer.model.load_state_dict(state["model"])
+    return torch.cat([output for output, _ in job.trainer.predict(job.eval_data)])
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_train_evaluate_and_predict_fit_together(run, place, job):
+    path, out = place / job, place / "predictions.parquet"
+    trained = run("train", path, "--json", "--quiet")
+    assert trained.code == 0
+    result = trained.json
+    assert (result["epoch"], result["step"], result["stopped"]) == (2, 48, None)
+
+    evaluated = run("evaluate", path, "--checkpoint", result["checkpoint"], "--json")
+    assert evaluated.json["metrics"] == pytest.approx(result["evaluation"])
+    assert evaluated.json["step"] == 48
+    shown = run("evaluate", path)  # of the job's own folder
+    assert f"{result['evaluation']['auc']:.4f}" in shown.out
+
+    assert run("predict", path, "--checkpoint", place / "run", "--out", out).code == 0
+    table = pyarrow.parquet.read_table(out)
+    assert table.column_names == (
+        ["user", "item", "prediction"] if job == "config.yaml" else ["user", "prediction"]
+    )
+    source = pyarrow.parquet.read_table(place / "eval.parquet")
+    assert table["user"].to_pylist() == source["user"].to_pylist()
+    assert torch.equal(torch.tensor(table["prediction"].to_numpy()), _predictions(path))
+
+
+def test_predictions_as_csv_with_other_columns_and_probabilities(run, trained):
+    ran = run("predict", trained / "config.yaml", "--out", "-", "--columns", "item", "--sigmoid")
+    assert ran.code == 0
+    table = pyarrow.csv.read_csv(pyarrow.BufferReader(ran.out.encode()))
+    assert table.column_names == ["item", "prediction"]
+    expected = _predictions(trained / "config.yaml").sigmoid()
+    assert torch.allclose(torch.tensor(table["prediction"].to_numpy()).float(), expected, atol=1e-6)
+    assert (
+        run(
+            "predict", trained / "config.yaml", "--out", trained / "p.csv", "--columns", "item", "--sigmoid"
+        ).code
+        == 0
+    )
+    assert (trained / "p.csv").read_text() == ran.out
+
+
+def test_a_prediction_that_fails_leaves_the_file_as_it_was(run, trained):
+    out = trained / "p.csv"
+    out.write_text("before")
+    assert run("predict", trained / "config.yaml", "--out", out, "--columns", "nonsense").code == 1
+    ran = run("predict", trained / "config.yaml", "--out", out, "--columns", "history")
+    assert ran.code == 2
+    assert "history" in ran.err
+    assert out.read_text() == "before"
+    assert not list(trained.glob(".p.csv*"))
+
+
+def test_other_data_is_evaluated(run, trained):
+    half = trained / "half.parquet"
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(trained / "eval.parquet").slice(0, 250), half)
+    whole = run("evaluate", trained / "config.yaml", "--json").json["metrics"]
+    assert run("evaluate", trained / "config.yaml", "--data", half, "--json").json["metrics"] != whole
+    assert run("evaluate", trained / "config.yaml", "--data", trained / "none.parquet").code == 3
+    (trained / "train.parquet").unlink()  # who evaluates need not have it
+    assert run("evaluate", trained / "config.yaml", "--json").json["metrics"] == whole
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_options_say_how_long_and_where_to(run, place, job):
+    more = ["--quiet", "--json", "--folder", place / "other"]
+    assert run("train", place / job, "--steps", 5, *more).json["step"] == 5
+    assert run("train", place / job, "--steps", 8, "--eval-every", 4, *more).json["trained"] == 3
+    assert run("train", place / job, "--epochs", 1, *more).json["step"] == 24
+    assert sorted(path.name for path in place.iterdir() if path.is_dir()) == ["other"]
+    refused = run("train", place / job, "--no-resume", *more)
+    assert refused.code == 2
+    assert "up to step 24" in refused.err
+
+
+def test_settings_reach_the_keys_of_a_config(run, place):
+    more = ["--set", "train.steps=2", "--set", "model.dim=6", "--set", "optimizers.sparse.lr=1e-2"]
+    assert run("train", place / "config.yaml", "--quiet", *more).code == 0
+    seen = kv.checkpoint.summary(place / "run")
+    assert (seen.step, {table.dim for table in seen.tables}) == (2, {6})
+
+
+def test_settings_reach_the_parameters_of_a_job(run, place):
+    more = ["--set", "widths=[4, 4]", "--set", "lr=0.5", "--steps", "2"]
+    assert run("train", place / "job.py", "--quiet", *more).code == 0
+    state = kv.checkpoint.find(place / "run").state()
+    assert state["model"]["top.0.weight"].shape[0] == 4
+    assert state["sparse_optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
+def _process(*arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "karvan", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
+    )
+
+
+def _goes_on(run, place, saved):
+    went_on = run("train", place / "job.py", "--steps", saved + 3, "--epochs", 100_000, "--quiet", "--json")
+    assert (went_on.code, went_on.json["trained"]) == (0, 3)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(run, place):
+    process = _process("train", place / "job.py", "--epochs", 100_000)
+    next(line for line in process.stderr if line.startswith("step "))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "checkpoint at" in err
+    assert "Traceback" not in err
+    saved = kv.checkpoint.find(place / "run").step
+    assert saved > 0
+    _goes_on(run, place, saved)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(run, place):
+    ran = run("train", place / "job.py", "--set", "stop=13")
+    assert ran.code == 143
+    assert "Stopped by SIGTERM after step 13; checkpoint at" in ran.err
+    _goes_on(run, place, 13)
+
+
+def test_after_kill_9_the_same_command_goes_on_from_the_last_checkpoint(run, place):
+    process = _process("train", place / "job.py", "--epochs", 100_000)
+    while not kv.Checkpoints(place / "run").list() and process.poll() is None:
+        process.stderr.readline()
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    _goes_on(run, place, kv.checkpoint.find(place / "run").step)
+
+
+def test_a_job_with_several_outputs_has_a_column_for_each(run, place):
+    config = yaml.safe_load((place / "config.yaml").read_text())
+    config["model"] = {
+        "name": "MMoE",
+        "numbers": ["price"],
+        "ids": ["user", "item"],
+        "tasks": ["a", "b"],
+        "dim": 4,
+    }
+    config["loss"] = {
+        "a": {"name": "BinaryCrossEntropy", "output": "a"},
+        "b": {"name": "MeanSquaredError", "output": "b", "times": 0.5},
+    }
+    config["metrics"] = {
+        "auc": {"name": "AUC", "output": "a"},
+        "gauc": {"name": "GAUC", "group": "user", "output": "a"},
+    }
+    config["train"] = {"steps": 3}
+    (place / "many.yaml").write_text(yaml.safe_dump(config))
+    result = run("train", place / "many.yaml", "--quiet", "--json").json
+    assert set(result["evaluation"]) == {"loss", "loss/a", "loss/b", "auc", "gauc"}
+    assert run("predict", place / "many.yaml", "--out", place / "p.parquet").code == 0
+    assert pyarrow.parquet.read_schema(place / "p.parquet").names == ["user", "item", "a", "b"]
+
+
+def test_the_example_config_trains(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = run("train", "--example")
+    assert printed.code == 0
+    (tmp_path / "my.yaml").write_text(printed.out)
+    for name, first in (("train", 0), ("eval", 1000)):
+        (tmp_path / "out/clicks" / name).mkdir(parents=True)
+        log = kv.data.synthetic.ClickLog(users=50, items=30)
+        pyarrow.parquet.write_table(log.table(first, 1000), tmp_path / "out/clicks" / name / "a.parquet")
+    result = run("train", "my.yaml", "--quiet", "--json", "--set", "data.batch_size=256").json
+    assert (result["step"], set(result["evaluation"])) == (8, {"loss", "auc", "logloss"})
+    assert (tmp_path / "out/run.jsonl").exists()
+
+
+def test_the_demo_reloads_what_it_trained(run, tmp_path):
+    ran = run("demo", "--rows", 10_000, "--folder", tmp_path, "--json")
+    assert ran.code == 0
+    assert ran.json["auc"] == ran.json["reloaded_auc"]
+    assert run("inspect", tmp_path / "run").code == 0
+    again = run("demo", "--rows", 10_000, "--folder", tmp_path)
+    assert again.code == 2
+    assert "without a run" in again.err
+
+
+@pytest.mark.slow
+def test_the_demo_comes_within_0_005_of_the_best_auc(run):
+    result = run("demo", "--json").json
+    assert result["auc"] > result["best_auc"] - 0.005

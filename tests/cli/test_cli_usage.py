@@ -1,0 +1,120 @@
+"""Help, versions, and what wrong usage gives."""
+
+import subprocess
+import sys
+
+import pytest
+
+COMMANDS = ["demo", "train", "evaluate", "predict", "inspect", "bench", "doctor", "version"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_shows_an_example(run, command):
+    ran = run(command, "--help")
+    assert ran.code == 0
+    assert f"karvan {command}" in ran.out.split("Examples:")[1]
+
+
+def test_the_help_lists_all_commands_and_exit_codes(run):
+    for ran in (run("--help"), run()):
+        assert ran.code == 0
+        assert all(command in ran.out for command in COMMANDS)
+        assert "130" in ran.out
+
+
+def test_help_and_version_do_not_wait_for_torch():
+    script = (
+        "import sys; from karvan.cli.main import main\n"
+        "assert main(['--help']) == 0 and main(['train', '--help']) == 0 and main(['version']) == 0\n"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'karvan.cli.config'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version_tells_versions(run):
+    assert run("version").out.startswith("karvan ")
+    assert {"karvan", "python", "torch"} <= set(run("version", "--json").json)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "trian"),
+        (["train"], "--example"),
+        (["train", "--nonsense"], "--nonsense"),
+        (["train", "x.yaml", "--epochs", "0"], "--epochs"),
+        (["train", "x.yaml", "--epochs", "many"], "--epochs"),
+        (["predict", "x.yaml"], "--out"),
+        (["predict", "x.yaml", "--out", "x.txt"], ".parquet or .csv"),
+        (["predict", "x.yaml", "--out", "nowhere/x.csv"], "nowhere"),
+        (["evaluate"], "FILE.py|CONFIG.yaml"),
+        (["inspect"], "path"),
+        (["inspect", ".", "--key", "user"], "--key"),
+        (["inspect", ".", "--key", "user", "abc"], "abc"),
+        (["demo", "--rows", "5"], "10000"),
+        (["bench", "--json", "nowhere/x.json"], "nowhere"),
+        (["bench", "--folder", "nowhere"], "nowhere"),
+    ],
+)
+def test_wrong_usage_is_told_in_a_line_or_two_and_exits_with_2(run, arguments, said):
+    ran = run(*arguments)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith("error: ")
+    assert said in ran.err
+    assert len(ran.err.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "none.yaml"], ["train", "none.py"], ["inspect", "none"], ["evaluate", "none.yaml"]],
+)
+def test_what_is_not_there_exits_with_3(run, arguments):
+    ran = run(*arguments)
+    assert (ran.code, ran.out) == (3, "")
+    assert "none" in ran.err
+
+
+def test_debug_shows_where_an_error_comes_from(run):
+    ran = run("train", "none.yaml", "--debug")
+    assert ran.code == 3
+    assert "Traceback" in ran.err
+    assert "error: none.yaml" in ran.err
+
+
+def test_doctor_finds_all_that_is_needed(run, tmp_path):
+    ran = run("doctor", "--folder", tmp_path, "--json")
+    assert ran.code == 0
+    found = {each["what"]: each for each in ran.json}
+    assert {"torch", "kernels", "cores", "torch threads", "bf16 on the CPU", "huge pages", "memory"} <= set(
+        found
+    )
+    assert {each["state"] for each in ran.json} <= {"ok", "slow", "optional"}
+    assert all(each["advice"] for each in ran.json if each["state"] == "slow")
+    assert "what to do" in run("doctor", "--folder", tmp_path).out
+
+
+def test_doctor_tells_what_is_missing(run, tmp_path):
+    ran = run("doctor", "--folder", tmp_path / "none", "--json")
+    assert ran.code == 1
+    assert [each["what"] for each in ran.json if each["state"] == "missing"] == [
+        f"disk at {tmp_path / 'none'}"
+    ]
+
+
+def test_bench_says_what_limits_a_run(run, tmp_path, monkeypatch):
+    import json
+
+    from karvan.cli import bench
+
+    monkeypatch.setattr(bench, "_BATCH", 64)
+    monkeypatch.setattr(bench, "_FEATURES", 3)
+    ran = run("bench", "--quick", "--folder", tmp_path, "--json", tmp_path / "bench.json")
+    assert ran.code == 0
+    numbers = json.loads((tmp_path / "bench.json").read_text())
+    rates = {each["part"]: each["rate"] for each in numbers["parts"]}
+    assert set(rates) == {"sparse step", "dense step", "reading Parquet", "checkpoint", "disk"}
+    assert min(rates.values()) > 0
+    assert f"limited by: {numbers['limited_by']}" in ran.out
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]  # nothing else stays
