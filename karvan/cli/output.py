@@ -31,13 +31,16 @@ def print_table(
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
     numbers = set(right)
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
-    console().print(table)
+    out = console()
+    if title is not None:  # a table's own title is folded to the table's width
+        out.print(title, style="bold", markup=False)
+    out.print(table)
 
 
 def print_json(value: Any) -> None:

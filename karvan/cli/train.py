@@ -87,6 +87,8 @@ def train(
 def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
     from karvan.train import NoProgress
 
+    if job.eval_every is not None and job.eval_data is None:
+        raise CommandError("--eval-every expects data to evaluate on, but the job has none.")
     saver = job.trainer.saver
     newest = saver.latest()
     if newest is not None and not resume:
