@@ -47,6 +47,9 @@ def hash_stack(values: NDArray[numpy.int64], rounds: int, size: int, out: NDArra
     out[i * rounds + r] becomes the row of id i in round r, within [r * size, (r + 1) * size).
     """
 
+def crc32(data: NDArray[numpy.uint8] | memoryview | bytes, before: int = 0) -> int:
+    """CRC-32 as in gzip, of data after bytes whose checksum is `before`."""
+
 def mix(key: int) -> int:
     """The hash of an unsigned key."""
 

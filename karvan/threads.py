@@ -1,4 +1,6 @@
-"""How many cores the native core uses."""
+"""How many cores there are, and how many the native core uses."""
+
+import os
 
 from karvan import _native
 
@@ -16,3 +18,10 @@ def set_num_threads(count: int) -> None:
 def get_num_threads() -> int:
     """The number of threads that lookups and updates use."""
     return _native.thread_count()
+
+
+def cores() -> int:
+    """The number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

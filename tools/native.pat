@@ -17,3 +17,7 @@ _native.Plan.unique$:
 
 _native.Capture.part$:
     def part(self, part: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32], NDArray[numpy.float32], NDArray[numpy.uint32], NDArray[numpy.uint32]]: ...
+
+_native.crc32$:
+    def crc32(data: NDArray[numpy.uint8] | memoryview | bytes, before: int = 0) -> int:
+        """CRC-32 as in gzip, of data after bytes whose checksum is `before`."""

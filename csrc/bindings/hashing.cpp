@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "bindings/bindings.h"
+#include "hash/crc32.h"
 #include "hash/farm.h"
 #include "hash/mix.h"
 #include "hash/murmur.h"
@@ -147,6 +148,13 @@ void bind_hashing(nb::module_& m) {
         "out[i] becomes the hash (farm, or murmur with seed 0) of data[offsets[i]:offsets[i + 1]].");
   m.def("hash_stack", &hash_stack, "values"_a.noconvert(), "rounds"_a, "size"_a, "out"_a.noconvert(),
         "out[i * rounds + r] becomes the row of id i in round r, within [r * size, (r + 1) * size).");
+  m.def(
+      "crc32",
+      [](const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& data, uint32_t before) {
+        nb::gil_scoped_release release;
+        return karvan::crc32({data.data(), data.size()}, before);
+      },
+      "data"_a, "before"_a = 0, "CRC-32 as in gzip, of data after bytes whose checksum is `before`.");
   m.def("mix", [](uint64_t key) { return karvan::mix(key); }, "key"_a, "The hash of an unsigned key.");
   m.def("unmix", [](uint64_t hash) { return karvan::unmix(hash); }, "hash"_a, "The key whose mix is hash.");
   m.def("initialise", &fill, "kind"_a, "a"_a, "b"_a, "lo"_a, "hi"_a, "seed"_a, "table"_a,

@@ -42,14 +42,13 @@ KARVAN_INLINE void multiply(const float* left, size_t left_stride, const float* 
                             Take&& take) {
   Vec sums[kLanes][C] = {};
   for (size_t step = 0; step < steps; ++step, left += left_stride, right += right_stride) {
-    const Vec l = load(left);
     Vec r[C];
 #pragma GCC unroll 4
     for (size_t c = 0; c < C; ++c) r[c] = load(right + c * kLanes);
 #pragma GCC unroll 4
     for (size_t a = 0; a < kLanes; ++a)
 #pragma GCC unroll 4
-      for (size_t c = 0; c < C; ++c) sums[a][c] += l[a] * r[c];
+      for (size_t c = 0; c < C; ++c) sums[a][c] += left[a] * r[c];  // scalars: compilers take lanes apart badly
   }
 #pragma GCC unroll 4
   for (size_t a = 0; a < kLanes; ++a)

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "memory/buffer.h"
-#include "parquet/crc32.h"
+#include "hash/crc32.h"
 #include "parquet/hybrid.h"
 #include "parquet/page_header.h"
 #include "parquet/snappy.h"

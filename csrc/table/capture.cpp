@@ -15,7 +15,7 @@ namespace karvan {
 namespace {
 
 constexpr uint64_t kSliceRows = 4096;  // some tenths of a millisecond, which is how long a batch may have to wait
-constexpr auto kPause = std::chrono::microseconds(20);  // between slices, so that whoever waits gets its turn
+constexpr auto kPause = std::chrono::microseconds(50);  // for whoever waits, who would otherwise seldom win the race
 
 }  // namespace
 
@@ -39,9 +39,9 @@ Capture::Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<R
       rows_(table_->rows()),
       changes_(std::move(changes)),
       erased_(std::move(erased)) {
-  const uint32_t lists = std::max(parts, table_->shards());
-  list_shift_ = 64 - std::countr_zero(lists);
-  kept_lists_.resize(lists);
+  const uint64_t slices = std::bit_ceil(std::max({rows_ / kSliceRows, uint64_t{parts}, uint64_t{table_->shards()}}));
+  slice_shift_ = 64 - std::countr_zero(slices);
+  slices_.resize(slices);
   seen_.make_room(limit_);
   table_->set_capture(this);
 }
@@ -51,13 +51,7 @@ void Capture::close() {
   Exclusive exclusive;
   table_->set_capture(nullptr);
   table_.reset();
-  kept_lists_.clear();
-}
-
-void Capture::copy(const Found& found, Copies& to) const {
-  to.entries.push_back(found);
-  const char* row = table_->view().at(found.row);
-  to.rows.insert(to.rows.end(), row, row + layout_.stride());
+  slices_.clear();
 }
 
 void Capture::before_change(const Entry& entry) {
@@ -65,8 +59,10 @@ void Capture::before_change(const Entry& entry) {
   if (all_kept_ || row >= limit_ || entry.hash() < read_below_ || seen_.has(row)) return;
   seen_.add(row);
   if (next_ == parts_ || (changes_ && !changes_->has(row))) return;
-  const uint64_t list = list_shift_ == 64 ? 0 : entry.hash() >> list_shift_;
-  copy({entry.hash(), row, entry.count(), entry.last()}, kept_lists_[list]);
+  Kept& kept = slices_[slice_shift_ == 64 ? 0 : entry.hash() >> slice_shift_];
+  kept.entries.push_back({entry.hash(), static_cast<uint32_t>(kept.entries.size()), entry.count(), entry.last()});
+  const char* bytes = table_->view().at(row);
+  kept.rows.insert(kept.rows.end(), bytes, bytes + layout_.stride());
   kept_.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -75,22 +71,47 @@ void Capture::keep_all() {
   all_kept_ = true;
 }
 
-void Capture::read_slice(uint64_t from, uint64_t to, Copies& out) {
-  if (all_kept_) return;
-  const size_t first = out.entries.size();
-  table_->each_between(from, to, [&](const Entry& e) {
-    const uint32_t row = e.row();
-    if (row < limit_ && !seen_.has(row) && (!changes_ || changes_->has(row)))
-      out.entries.push_back({e.hash(), row, e.count(), e.last()});
-  });
-  const RowsView view = table_->view();
-  const size_t stride = layout_.stride();
-  out.rows.resize(out.entries.size() * stride);
-  constexpr size_t kAhead = 16;
-  for (size_t i = first; i < out.entries.size(); ++i) {
-    if (i + kAhead < out.entries.size()) __builtin_prefetch(view.at(out.entries[i + kAhead].row));
-    std::memcpy(out.rows.data() + i * stride, view.at(out.entries[i].row), stride);
+void Capture::read_slice(uint32_t slice, RowSet& out) {
+  const uint64_t from = slice_shift_ == 64 ? 0 : static_cast<uint64_t>(slice) << slice_shift_;
+  const uint64_t to = from + (slice_shift_ == 64 ? UINT64_MAX : (uint64_t{1} << slice_shift_) - 1);
+  std::vector<Found> found;
+  if (!all_kept_) {
+    found.reserve(2 * kSliceRows);
+    table_->each_between(from, to, [&](const Entry& e) {
+      const uint32_t row = e.row();
+      if (row >= limit_ || seen_.has(row) || (changes_ && !changes_->has(row))) return;
+      // Entries come almost in order: few are not in their home.
+      found.push_back({e.hash(), row, e.count(), e.last()});
+      for (size_t i = found.size() - 1; i > 0 && found[i].hash < found[i - 1].hash; --i) std::swap(found[i], found[i - 1]);
+    });
   }
+  Kept kept = std::move(slices_[slice]);
+  slices_[slice] = Kept();
+  std::sort(kept.entries.begin(), kept.entries.end(), [](const Found& a, const Found& b) { return a.hash < b.hash; });
+  const RowsView view = table_->view();
+  constexpr size_t kAhead = 16;
+  out.make_room(out.rows + found.size() + kept.entries.size(), layout_);
+  size_t k = 0;
+  const auto put_kept = [&](uint64_t below) {
+    for (; k < kept.entries.size() && kept.entries[k].hash < below; ++k) {
+      const Found& f = kept.entries[k];
+      out.put(out.rows++, f.hash, f.count, f.last, kept.rows.data() + size_t{f.row} * layout_.stride(), layout_);
+    }
+  };
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (i + kAhead < found.size()) {
+      const char* row = view.at(found[i + kAhead].row);
+      for (uint32_t line = 0; line < layout_.stride(); line += 64) __builtin_prefetch(row + line);
+    }
+    put_kept(found[i].hash);
+    out.put(out.rows++, found[i].hash, found[i].count, found[i].last, view.at(found[i].row), layout_);
+  }
+  put_kept(UINT64_MAX);
+  if (k < kept.entries.size()) {  // the one whose hash is the largest there is
+    const Found& f = kept.entries[k];
+    out.put(out.rows++, f.hash, f.count, f.last, kept.rows.data() + size_t{f.row} * layout_.stride(), layout_);
+  }
+  if (to != UINT64_MAX) read_below_ = to + 1;
 }
 
 RowSet Capture::part(uint32_t part) {
@@ -99,33 +120,20 @@ RowSet Capture::part(uint32_t part) {
     throw std::invalid_argument("Table '" + table_->config().name + "': parts are read in order; expected part " +
                                 std::to_string(next_) + " of " + std::to_string(parts_) + ", got " + std::to_string(part) +
                                 ".");
-  const int bits = std::countr_zero(parts_);
-  const uint64_t first = bits ? static_cast<uint64_t>(part) << (64 - bits) : 0;
-  const uint64_t last = first + (bits ? (uint64_t{1} << (64 - bits)) - 1 : UINT64_MAX);
-  const uint64_t slices = std::bit_ceil(rows_ / parts_ / kSliceRows + 1);
-  const uint64_t width = slices == 1 ? 0 : (last - first) / slices + 1;  // both are powers of two; 0: the whole part
-  Copies all;
-  for (uint64_t s = 0; s < slices; ++s) {
-    const uint64_t from = first + s * width, to = slices == 1 ? last : from + width - 1;
+  const auto slices = static_cast<uint32_t>(slices_.size()) / parts_;
+  const uint64_t usual = changes_ ? 0 : rows_ / parts_;
+  RowSet set(0, layout_);
+  set.make_room(usual + usual / 64 + 64, layout_);
+  for (uint32_t s = 0; s < slices; ++s) {
     {
       Exclusive exclusive;
       if (!table_) throw std::invalid_argument("The capture has been closed.");
-      read_slice(from, to, all);
-      if (to != UINT64_MAX) read_below_ = to + 1;
-      if (s + 1 == slices) {
-        ++next_;
-        const uint32_t per_part = static_cast<uint32_t>(kept_lists_.size()) / parts_;
-        for (uint32_t l = part * per_part; l < (part + 1) * per_part; ++l) {
-          Copies& kept = kept_lists_[l];
-          all.entries.insert(all.entries.end(), kept.entries.begin(), kept.entries.end());
-          all.rows.insert(all.rows.end(), kept.rows.begin(), kept.rows.end());
-          kept = Copies();
-        }
-      }
+      read_slice(part * slices + s, set);
+      if (s + 1 == slices) ++next_;
     }
-    std::this_thread::sleep_for(kPause);
+    if (operation_waits()) std::this_thread::sleep_for(kPause);
   }
-  return laid_out(all);
+  return set;
 }
 
 std::unique_ptr<Capture> Table::capture(const std::shared_ptr<Table>& table, uint32_t parts, bool track,
@@ -169,23 +177,6 @@ void Table::keep_before_use(const uint64_t* hashes, size_t count) {
 void Table::before_late_change(const uint64_t* hashes, const uint32_t* rows, size_t count, uint64_t version) {
   if (capture_ && version <= capture_->version()) keep_before_use(hashes, count);
   if (changes_ && version <= changes_since_) note_changes(rows, count);
-}
-
-RowSet Capture::laid_out(const Copies& copies) const {
-  struct Place {
-    uint64_t hash;
-    uint32_t at;
-  };
-  std::vector<Place> order(copies.entries.size());
-  for (uint32_t i = 0; i < order.size(); ++i) order[i] = {copies.entries[i].hash, i};
-  std::sort(order.begin(), order.end(), [](const Place& a, const Place& b) { return a.hash < b.hash; });
-  RowSet set(order.size(), layout_);
-  for (size_t i = 0; i < order.size(); ++i) {
-    const Found& found = copies.entries[order[i].at];
-    set.put(i, found.hash, found.count, found.last, copies.rows.data() + static_cast<size_t>(order[i].at) * layout_.stride(),
-            layout_);
-  }
-  return set;
 }
 
 }  // namespace karvan

@@ -1,7 +1,7 @@
 // A table as it was at one moment, read part by part while training goes on.
 //
-// Parts are equal ranges of the key hash, read in ascending order, a slice at a time; between two slices batch
-// operations run. One that is about to change, overwrite or remove a row that has not been read yet has the row copied
+// Parts are equal ranges of the key hash, read in ascending order, a slice of some thousand rows at a time; between two
+// slices batch operations run. One that is about to change, overwrite or remove a row that has not been read yet has the row copied
 // first. A bit for each row says that it has been copied, or that it was not there at that moment; so a row is copied
 // once at most, and memory grows only with the rows that training touches before the reader comes by.
 //
@@ -70,25 +70,23 @@ class Capture {
     uint64_t hash;
     uint32_t row, count, last;
   };
-  struct Copies {  // of rows, as they lie in the table
-    std::vector<Found> entries;
+  struct Kept {  // copies of rows, as they lie in the table
+    std::vector<Found> entries;  // in each, row is the place of its copy
     std::vector<char> rows;
   };
-  void copy(const Found& found, Copies& to) const;
-  void read_slice(uint64_t from, uint64_t to, Copies& out);  // hashes from <= h <= to
-  RowSet laid_out(const Copies& copies) const;
+  void read_slice(uint32_t slice, RowSet& out);
 
   std::shared_ptr<Table> table_;
   RowLayout layout_;
   uint32_t parts_, next_ = 0;
-  int list_shift_;         // a hash's list, by its top bits; one list belongs to one part and to one shard
+  int slice_shift_;        // a hash's slice, by its top bits; a slice belongs to one part and to one shard
   uint32_t limit_;         // rows from this number on are new
   uint64_t version_, rows_;
   std::unique_ptr<RowBits> changes_;
   std::vector<uint64_t> erased_;
   RowBits seen_;
   uint64_t read_below_ = 0;  // hashes below it have been read
-  std::vector<Copies> kept_lists_;
+  std::vector<Kept> slices_;
   std::atomic<uint64_t> kept_{0};
   bool all_kept_ = false;
 };

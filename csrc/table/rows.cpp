@@ -25,6 +25,18 @@ RowSet::RowSet(size_t count, const RowLayout& layout)
       counts(count),
       last_steps(count) {}
 
+void RowSet::make_room(size_t count, const RowLayout& layout) {
+  if (count <= keys.size()) return;
+  RowSet larger(std::max(count, keys.size() + keys.size() / 2), layout);
+  std::copy_n(keys.data(), rows, larger.keys.data());
+  std::copy_n(vectors.data(), rows * layout.dim, larger.vectors.data());
+  std::copy_n(state.data(), rows * layout.state, larger.state.data());
+  std::copy_n(counts.data(), rows, larger.counts.data());
+  std::copy_n(last_steps.data(), rows, larger.last_steps.data());
+  larger.rows = rows;
+  *this = std::move(larger);
+}
+
 void RowSet::put(size_t at, uint64_t hash, uint32_t uses, uint32_t last, const char* row, const RowLayout& layout) {
   keys[at] = unmix(hash);
   counts[at] = uses;

@@ -31,6 +31,7 @@ struct TableStats {
 // Rows in order of their hash, one array for each part of them.
 struct RowSet {
   RowSet(size_t count, const RowLayout& layout);
+  void make_room(size_t count, const RowLayout& layout);  // for so many; those that are there stay
   void put(size_t at, uint64_t hash, uint32_t uses, uint32_t last, const char* row, const RowLayout& layout);
   size_t rows = 0;
   Array<uint64_t> keys;

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "parquet/crc32.h"
+#include "hash/crc32.h"
 
 namespace karvan::test {
 
@@ -142,7 +142,7 @@ inline Bytes page(int type, int field, const Struct& inner, const Bytes& levels,
   add(body, options.compress ? snappy(whole) : whole);
   Struct header;
   header.integer(1, type).integer(2, levels.size() + values.size()).integer(3, body.size());
-  if (options.crc) header.integer(4, static_cast<int32_t>(parquet::crc32(body)));
+  if (options.crc) header.integer(4, static_cast<int32_t>(karvan::crc32(body)));
   Bytes bytes = header.nested(field, inner).ended();
   add(bytes, body);
   return bytes;

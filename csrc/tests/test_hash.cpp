@@ -2,6 +2,7 @@
 #include <cstring>
 #include <vector>
 
+#include "hash/crc32.h"
 #include "hash/farm.h"
 #include "hash/mix.h"
 #include "hash/murmur.h"
@@ -114,4 +115,18 @@ TEST(unmix_inverts_mix) {
     CHECK_EQ(mix(unmix(key)), key);
   }
   for (uint64_t key : {0ULL, 1ULL, ~0ULL, 1ULL << 63}) CHECK_EQ(unmix(mix(key)), key);
+}
+
+TEST(crc32_is_the_same_by_instructions_and_by_tables_in_any_pieces) {
+  std::vector<uint8_t> bytes(3000);
+  uint64_t state = 1;
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>((state = mix(state + 1)) >> 32);
+  for (size_t size = 0; size < 400; ++size) {
+    const std::span<const uint8_t> part(bytes.data() + size % 7, size);
+    CHECK_EQ(crc32(part), crc32_by_tables(part));
+    CHECK_EQ(crc32(part.subspan(size / 3), crc32(part.first(size / 3))), crc32_by_tables(part));
+  }
+  CHECK_EQ(crc32(bytes), crc32_by_tables(bytes));
+  const uint8_t digits[] = {'1', '2', '3', '4', '5', '6', '7', '8', '9'};
+  CHECK_EQ(crc32(digits), 0xCBF43926u);
 }

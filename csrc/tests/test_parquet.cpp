@@ -4,7 +4,7 @@
 
 #include "hash/mix.h"
 #include "parquet/column.h"
-#include "parquet/crc32.h"
+#include "hash/crc32.h"
 #include "parquet/hybrid.h"
 #include "parquet/page_header.h"
 #include "parquet/snappy.h"
@@ -267,8 +267,8 @@ TEST(headers_that_lack_or_repeat_something_are_refused) {
 }
 
 TEST(checksums_are_those_of_gzip) {
-  CHECK(crc32(Exact(text("123456789"))) == 0xCBF43926);
-  CHECK(crc32(Exact(Bytes())) == 0);
+  CHECK(karvan::crc32(Exact(text("123456789"))) == 0xCBF43926);
+  CHECK(karvan::crc32(Exact(Bytes())) == 0);
 }
 
 TEST(columns_are_decoded_as_they_were_written) {

@@ -145,6 +145,7 @@ int default_threads() {
 // Never destroyed: a worker may still sleep when the process exits.
 struct Process {
   std::mutex running;
+  std::atomic<int> waiting{0};
   std::atomic<int> wanted{default_threads()};
   Pool* pool = nullptr;
 };
@@ -178,7 +179,14 @@ Process& process() {
 
 }  // namespace
 
-Exclusive::Exclusive() : lock_(process().running) {}
+Exclusive::Exclusive() : lock_(process().running, std::try_to_lock) {
+  if (lock_.owns_lock()) return;
+  process().waiting.fetch_add(1);
+  lock_.lock();
+  process().waiting.fetch_sub(1);
+}
+
+bool operation_waits() { return process().waiting.load() > 0; }
 
 Alone::Alone() : before_(inside_task) { inside_task = true; }
 Alone::~Alone() { inside_task = before_; }

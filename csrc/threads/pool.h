@@ -37,6 +37,8 @@ class Exclusive {
   std::unique_lock<std::mutex> lock_;
 };
 
+bool operation_waits();  // does anybody wait for an Exclusive?
+
 // While it lives, this thread runs parallel() by itself. Work that touches no table needs no Exclusive then, and can be
 // done beside an operation.
 class Alone {

@@ -32,6 +32,7 @@ from karvan.checkpoint.tables import (
 from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
 from karvan.store import Rows
+from karvan.threads import cores
 
 
 class Damage(NamedTuple):
@@ -92,7 +93,7 @@ class Checkpoint:
         checked is called with each file and its bytes, once it has been read.
         """
         files = [(one, file) for one in self.chain for file in one.manifest.files]
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(4, cores())) as pool:
             problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
             damaged = {}
             for (one, file), problem in zip(files, problems, strict=True):

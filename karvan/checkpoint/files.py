@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from karvan._native import crc32
 from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.pace import Pace
 
 Bytes = NDArray[np.uint8]
 
@@ -75,7 +76,7 @@ def stored(array: NDArray[Any], dtype: str | None = None) -> Stored:
     return Stored(name, array.shape, array.reshape(-1).view(np.uint8))
 
 
-def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored]) -> FileEntry:
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace) -> FileEntry:
     """Write a new file and wait until it is on the disk. The order of the arrays is kept."""
     header: dict[str, Any] = {}
     at = 0
@@ -86,19 +87,20 @@ def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored]) -> FileE
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     buffers = [memoryview(struct.pack("<Q", len(text)) + text)]
     buffers += [array.data.data for array in arrays.values()]
-    return FileEntry(name, *write_file(folder / name, buffers))
+    return FileEntry(name, *write_file(folder / name, buffers, pace))
 
 
-def write_file(path: Path, buffers: Iterable[memoryview]) -> tuple[int, str]:
+def write_file(path: Path, buffers: Iterable[memoryview], pace: Pace) -> tuple[int, str]:
     """Write a new file and wait until it is on the disk; returns its size and checksum."""
     crc = size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for pieces in _groups(buffers):
-            for piece in pieces:
-                crc = zlib.crc32(piece, crc)
-                size += len(piece)
-            _write_all(file, pieces)
+            with pace.turn():
+                for piece in pieces:
+                    crc = crc32(piece, crc)
+                    size += len(piece)
+                _write_all(file, pieces)
         os.fsync(file)
     finally:
         os.close(file)
@@ -140,7 +142,7 @@ def problem_of(folder: Path, entry: FileEntry) -> str | None:
             crc = 0
             buffer = memoryview(bytearray(min(_PIECE, size)))
             while count := file.readinto(buffer):
-                crc = zlib.crc32(buffer[:count], crc)
+                crc = crc32(buffer[:count], crc)
     except OSError as error:
         return f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
     if checksum_text(crc) != entry.checksum:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from karvan.checkpoint.pace import Pace
+
 if TYPE_CHECKING:
     from karvan.checkpoint.checkpoint import Checkpoint
 
@@ -15,10 +17,14 @@ _log = logging.getLogger(__name__)
 
 
 class Pending:
-    """A save that is under way on a thread of its own; the program does not end before it has."""
+    """A save that is under way on threads of its own; the program does not end before it has.
 
-    def __init__(self, step: int, work: Callable[[], Checkpoint]) -> None:
+    It leaves the machine to training, and takes what it can get once somebody waits for it.
+    """
+
+    def __init__(self, step: int, work: Callable[[], Checkpoint], pace: Pace) -> None:
         self.step = step
+        self._pace = pace
         self._work = work
         self._ended = threading.Event()
         self._result: Checkpoint | None = None
@@ -49,6 +55,7 @@ class Pending:
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
         """The checkpoint, once it is complete; raises what went wrong."""
+        self._pace.hurry()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"The checkpoint of step {self.step} is not complete after {timeout} seconds.")
         if self._error is not None:
@@ -59,6 +66,7 @@ class Pending:
 
     def settle(self) -> None:
         """Wait; raise what went wrong unless it has been raised before."""
+        self._pace.hurry()
         self._ended.wait()
         if self._error is not None and not self._told:
             self.wait()

@@ -8,6 +8,7 @@ keys or ones that begin with a dollar sign, `{"$float": "nan"}` for what JSON ha
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        return float(value) if math.isfinite(value) else {"$float": _float_text(float(value))}
     if isinstance(value, Tensor):
         name = path or "tensor"
         while name in tensors or name == "__metadata__":
@@ -74,6 +75,12 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         f"State at '{path}': expected a dict, list, tuple, str, int, float, bool, None or Tensor, "
         f"got {type(value).__module__}.{type(value).__qualname__}."
     )
+
+
+def _float_text(value: float) -> str:
+    """inf, -inf and the usual nan by name; others by their bits, as NaN comes in many kinds."""
+    bits = struct.pack(">d", value)
+    return str(value) if bits == struct.pack(">d", float(str(value))) else f"0x{bits.hex()}"
 
 
 def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
@@ -115,7 +122,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
             case {"$tuple": list(items)}:
                 return tuple(decode(item, tensors) for item in items)
             case {"$float": str(text)}:
-                return float(text)
+                return struct.unpack(">d", bytes.fromhex(text[2:]))[0] if text[:2] == "0x" else float(text)
             case {"$dict": list(items)}:
                 return {key: decode(item, tensors) for key, item in items}
     for key in tree:

@@ -23,6 +23,7 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import FileEntry, Stored, stored, write_arrays, write_file
 from karvan.checkpoint.folder import HiddenFolder
 from karvan.checkpoint.manifest import Base, Manifest, PartEntry, TableEntry
+from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.pending import Pending, Writers
 from karvan.checkpoint.tables import folder_of, hashes_of, part_name, parts_for, parts_of, to_arrays
 from karvan.checkpoint.tree import encode
@@ -84,11 +85,12 @@ class Writing:
 
     def start(self, target: Path, check: Callable[[], None], after: Callable[[Checkpoint], None]) -> Pending:
         """Write to `target` on threads; `check` runs just before the folder gets its name, `after` later."""
+        pace = Pace()
         writers = Writers()
 
         def work() -> Checkpoint:
             try:
-                made = self._write(target, writers, check)
+                made = self._write(target, writers, pace, check)
             except OSError as error:
                 raise _explained(target, error) from error
             finally:
@@ -98,18 +100,18 @@ class Writing:
             return made
 
         try:
-            return Pending(self.step, work)
+            return Pending(self.step, work, pace)
         except BaseException:  # no thread to be had
             writers.end()
             self.close()
             raise
 
-    def _write(self, target: Path, writers: Writers, check: Callable[[], None]) -> Checkpoint:
+    def _write(self, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]) -> Checkpoint:
         hidden = HiddenFolder(target)
         try:
             dense: list[FileEntry] = []
-            writers.put(_job(dense.append, hidden.path, "dense.safetensors", self._dense))
-            tables = {name: self._put_table(name, hidden.path, writers) for name in self._tables}
+            writers.put(_job(dense.append, hidden.path, "dense.safetensors", self._dense, pace))
+            tables = {name: self._put_table(name, hidden.path, writers, pace) for name in self._tables}
             writers.finish()
             manifest = Manifest(
                 step=self.step,
@@ -123,7 +125,7 @@ class Writing:
                 dense=dense[0],
                 state=self._tree,
             )
-            write_file(hidden.path / manifests.NAME, [memoryview(manifests.to_bytes(manifest))])
+            write_file(hidden.path / manifests.NAME, [memoryview(manifests.to_bytes(manifest))], pace)
             made = Checkpoint(hidden.path)
             hidden.publish(check)
             made.path = target  # where another process may have replaced or removed it by now
@@ -131,7 +133,7 @@ class Writing:
             hidden.remove()
         return made
 
-    def _put_table(self, name: str, folder: Path, writers: Writers) -> Callable[[], TableEntry]:
+    def _put_table(self, name: str, folder: Path, writers: Writers, pace: Pace) -> Callable[[], TableEntry]:
         """Have a table's files written; what is returned tells its entry once they are."""
         optimizer, spec = self._specs[name]
         parts, place = self._parts[name], folder_of(name)
@@ -150,16 +152,17 @@ class Writing:
             def note(file: FileEntry) -> None:
                 entries[part] = PartEntry(file.name, file.bytes, file.checksum, rows=count, erased=left)
 
-            writers.put(_job(note, folder, f"{place}/{part_name(part, parts)}", arrays))
+            writers.put(_job(note, folder, f"{place}/{part_name(part, parts)}", arrays, pace))
 
         for part in range(parts):
-            rows = capture.part(name, part)
+            with pace.turn():
+                rows = capture.part(name, part)
             state_size = rows.state.shape[1]
             put(part, rows)
         extra: list[FileEntry] = []
         if self._extras[name]:
             arrays = {key: stored(array) for key, array in self._extras[name].items()}
-            writers.put(_job(extra.append, folder, f"{place}/extra.safetensors", arrays))
+            writers.put(_job(extra.append, folder, f"{place}/extra.safetensors", arrays, pace))
         return lambda: TableEntry(
             dim=spec.dim,
             dtype=spec.dtype,
@@ -182,9 +185,9 @@ def check_target(target: Path) -> None:
 
 
 def _job(
-    note: Callable[[FileEntry], None], folder: Path, name: str, arrays: Mapping[str, Stored]
+    note: Callable[[FileEntry], None], folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace
 ) -> Callable[[], None]:
-    return lambda: note(write_arrays(folder, name, arrays))
+    return lambda: note(write_arrays(folder, name, arrays, pace))
 
 
 def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:

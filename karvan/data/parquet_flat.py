@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet as pq
 
 from karvan import _native
+from karvan.threads import cores
 
 _PHYSICAL = {
     pa.int32(): "INT32",
@@ -93,7 +94,7 @@ class FlatColumns:
             for chunk, place, value, bit in zip(chunks, places, values, bits, strict=True)
         ]
         if threads is None:
-            threads = min(pa.cpu_count(), 1 + len(pages) // _WORTH_A_THREAD)
+            threads = min(cores(), 1 + len(pages) // _WORTH_A_THREAD)
         nulls = _native.decode_chunks(pages, work, threads)
         return {
             chunk.column.name: pa.Array.from_buffers(

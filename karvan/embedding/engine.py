@@ -112,7 +112,12 @@ class EmbeddingEngine(nn.Module):
             inputs = self._inputs(batch)
             numbers = [number for i in inputs for number in i.numbers()]
             self._ahead.put(batch, inputs, self.store.prepare(self._program, numbers))
-        except (KeyError, TypeError, ValueError):
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # a batch may be anything that a model takes
             return False
         return True
 

@@ -36,7 +36,9 @@ class DeepFM(nn.Module):
         super().__init__()
         self.ids = list(ids)
         self.numbers = Numbers(numbers)
-        self.embeddings = EmbeddingEngine(widened(tables_of(self.ids, dim, table), 1), seed=seed)
+        # Products of all pairs go straight into the logit: rows that start large would be noise there.
+        tables = widened(tables_of(self.ids, dim, table, spread=0.01), 1)
+        self.embeddings = EmbeddingEngine(tables, seed=seed)
         self.bias = nn.Parameter(torch.zeros(1))
         self.weights = nn.Parameter(torch.zeros(self.numbers.width))
         self.factors = nn.Parameter(0.1 * torch.randn(self.numbers.width, dim))

@@ -15,15 +15,16 @@ Names: TypeAlias = Sequence[str] | Mapping[str, int]
 Tables: TypeAlias = Table | Mapping[str, Table] | None
 
 
-def tables_of(ids: Sequence[str], dim: int, table: Tables) -> dict[str, Table]:
+def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None = None) -> dict[str, Table]:
     """A table of `dim` columns for each id.
 
-    table: one that all are made like; or the tables of some by name; None for means of rows that start at
-    ±1 / sqrt(dim), so that products of two vectors have something to learn from.
+    table: one that all are made like; or the tables of some by name; None for means of rows that start
+    within ±`spread`, by default 1 / sqrt(dim), so that products of vectors have something to learn from.
     """
     if isinstance(ids, str) or len(set(ids)) != len(ids):
         raise ValueError(f"Expected a list of different ids, got {ids!r}.")
-    usual = Table(dim, combiner="mean", init=init.Uniform(-(dim**-0.5), dim**-0.5))
+    spread = dim**-0.5 if spread is None else spread
+    usual = Table(dim, combiner="mean", init=init.Uniform(-spread, spread))
     if table is None or isinstance(table, Table):
         given = dict.fromkeys(ids, table or usual)
     else:

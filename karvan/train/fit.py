@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from karvan.train import state
 from karvan.train.feed import Fed, feed, move_back, position_of
 from karvan.train.goal import Goal
 from karvan.train.losses import named, total
-from karvan.train.progress import memory_bytes
 from karvan.train.randomness import random_state, set_random_state
-from karvan.train.results import Counts, FitResult, Report, StepLogs, Window
+from karvan.train.reporting import Reporter
+from karvan.train.results import Counts, FitResult, StepLogs, Window
 from karvan.train.types import Positioned, rows_of
-from karvan.train.update import engines_of
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
@@ -61,7 +61,7 @@ class Fit:
                     for group in groups:
                         self._train(group)
                         if self._counts.step % trainer.log_every == 0:
-                            self._report()
+                            self._reporter.training()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluate()
                         if trainer.saver.due(self._counts.step):
@@ -91,7 +91,7 @@ class Fit:
             self._load(newest.load(trainer.model))
         trainer.model.train()
         trainer.saver.begin()
-        self._last_report = (time.monotonic(), counts.samples)
+        self._reporter = Reporter(trainer)
         trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.accumulate))
         stack.callback(trainer.progress.end)
         if newest is not None:
@@ -184,47 +184,16 @@ class Fit:
         if self._counts.skipped == 1 and not self._trainer.precision.always_checks:
             _log.warning("Step %d was left out: a gradient is not finite.", self._counts.step)
 
-    def _report(self) -> None:
-        trainer, counts = self._trainer, self._counts
-        if not (losses := self._window.means()):
-            return
-        now, (before, samples) = time.monotonic(), self._last_report
-        self._last_report = (now, counts.samples)
-        rates = {
-            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in trainer.update.optimizers.items()
-        }
-        self._tell(
-            "train",
-            {
-                "samples_per_second": (counts.samples - samples) / max(now - before, 1e-9),
-                **losses,
-                **self._metrics(),
-                "rows": sum(table.rows for engine in engines_of(trainer.model) for table in engine.tables()),
-                "memory": memory_bytes(trainer.device),
-                **rates,
-            },
-        )
-        self._window.reset()
-
     def _evaluate(self) -> None:
         trainer, counts = self._trainer, self._counts
         assert self._goal.eval_data is not None
         counts.evaluation = trainer.evaluate(self._goal.eval_data)
         counts.evaluated = counts.step
         self._unsaved = True
-        self._tell("eval", counts.evaluation)
+        self._reporter.evaluation(counts.evaluation)
         trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
         if trainer.saver.keeps_best:  # the best is then the very model that was evaluated
             self._save()
-
-    def _tell(self, kind: str, values: Mapping[str, float]) -> None:
-        report = Report(kind, self._counts.step, self._counts.epoch, values)
-        self._trainer.logs.write(report)
-        self._trainer.progress.report(report)
-
-    def _metrics(self) -> dict[str, float]:
-        return {name: metric.compute() for name, metric in self._trainer.metrics.items()}
 
     def _end_epoch(self) -> None:
         trainer, counts = self._trainer, self._counts
@@ -239,7 +208,7 @@ class Fit:
 
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
-        self._report()
+        self._reporter.training()
         wanted = self._goal.eval_data is not None and trainer.stopping is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
@@ -255,12 +224,11 @@ class Fit:
             seconds=time.monotonic() - self._begun,
             stopped=trainer.stopping,
             checkpoint=path,
-            metrics=self._metrics(),
+            metrics=self._reporter.metrics(),
             evaluation=dict(counts.evaluation),
         )
         trainer.callbacks.on_fit_end(trainer, result)
-        trainer.progress.end()
-        trainer.progress.say(_last_words(result))
+        self._reporter.end(result)
         return result
 
     def _save(self) -> None:
@@ -271,55 +239,17 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        trainer = self._trainer
-        return {
-            "model": trainer.model.state_dict(),
-            **{f"{name}_optimizer": each.state_dict() for name, each in trainer.update.optimizers.items()},
-            "scheduler": trainer.schedule.state_dict(),
-            "scaler": trainer.precision.state_dict(),
-            "callbacks": trainer.callbacks.state_dict(),
-            "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
-            "window": self._window.state_dict(),
-            "trainer": self._counts.state_dict(),
-            "position": self._position,
-            "random": random_state(),
-            "epoch_random": self._epoch_random,
-        }
+        data = {"position": self._position, "epoch_random": self._epoch_random}
+        return {**state.take(self._trainer), **data}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        trainer, counts = self._trainer, self._counts
-        trainer.model.load_state_dict(state["model"])
-        for name, optimizer in trainer.update.optimizers.items():
-            if f"{name}_optimizer" not in state:
-                raise ValueError(f"The checkpoint has no {name} optimizer, but this Trainer has one.")
-            optimizer.load_state_dict(state[f"{name}_optimizer"])
-        trainer.schedule.load_state_dict(state["scheduler"])
-        trainer.precision.load_state_dict(state["scaler"])
-        trainer.callbacks.load_state_dict(state["callbacks"])
-        for name, metric in trainer.metrics.items():
-            metric.reset()
-            if name in state["metrics"]:
-                metric.load_state(state["metrics"][name])
-        self._window.load_state_dict(state["window"])
-        counts.load_state_dict(state["trainer"])
-        self._position = state["position"]
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        state.restore(self._trainer, saved)
+        self._position, self._epoch_random = saved["position"], saved["epoch_random"]
+        batches = self._counts.batches
         if self._position is not None and isinstance(self._data, Positioned):
             self._data.load_state_dict(self._position)
         else:
-            self._skip = counts.batches
-        self._epoch_random = state["epoch_random"]
-        if counts.batches:
-            self._random_later = state["random"]
-        set_random_state(self._epoch_random if counts.batches and self._epoch_random else state["random"])
-
-
-def _last_words(result: FitResult) -> str:
-    where = f"; checkpoint at {result.checkpoint}" if result.checkpoint else "; there are no checkpoints"
-    if result.stopped in ("interrupt", "terminate"):
-        by = "Ctrl-C" if result.stopped == "interrupt" else "SIGTERM"
-        return f"Stopped by {by} after step {result.step}{where}."
-    if result.stopped:
-        return f"Stopped after step {result.step} ({result.stopped}){where}."
-    if not result.trained:
-        return f"Trained up to step {result.step} already, nothing more to do{where}."
-    return f"Trained {result.trained} steps in {result.seconds:.1f} s, up to step {result.step}{where}."
+            self._skip = batches
+        if batches:
+            self._random_later = saved["random"]
+        set_random_state(self._epoch_random if batches and self._epoch_random else saved["random"])

@@ -6,7 +6,7 @@ there, all others go to the device, and so do the vectors that an engine gives. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,19 @@ from karvan.ragged import Batch, NestedRagged, Padded, Ragged
 class Placement:
     """For a model on the CPU: batches are where they are needed already."""
 
-    def __init__(self, prepare: Callable[[Any], Any]) -> None:
-        self._prepare = prepare
+    def __init__(self, prepare: Callable[[Any], Any], engines: Sequence[EmbeddingEngine]) -> None:
+        self._call = prepare
+        self._engines = engines
 
     def place(self, batch: Any) -> Any:
         """Move a batch and prepare it; runs on the feed's thread."""
         return self._prepare(batch)
+
+    def _prepare(self, batch: Any) -> Any:
+        made = self._call(batch)
+        for engine in self._engines:
+            engine.prepare(made)
+        return made
 
     def receive(self, batch: Any) -> None:
         """Called by who computes with a batch, before it does."""
@@ -40,8 +47,14 @@ class Placement:
 class CudaPlacement(Placement):
     """For a model on a GPU: copies go over a stream of their own, so they do not wait for the computation."""
 
-    def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[Any], Any]) -> None:
-        super().__init__(prepare)
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        prepare: Callable[[Any], Any],
+        engines: Sequence[EmbeddingEngine],
+    ) -> None:
+        super().__init__(prepare, engines)
         self._device = device
         self._model = model
         self._host = set(_host_columns(model))
@@ -86,9 +99,16 @@ class CudaPlacement(Placement):
         return {name: _moved(output, self._device) for name, output in outputs.items()}
 
 
-def make_placement(model: nn.Module, device: torch.device, prepare: Callable[[Any], Any]) -> Placement:
-    """The placement for a device."""
-    return CudaPlacement(model, device, prepare) if device.type == "cuda" else Placement(prepare)
+def make_placement(
+    model: nn.Module,
+    device: torch.device,
+    prepare: Callable[[Any], Any],
+    engines: Sequence[EmbeddingEngine],
+) -> Placement:
+    """The placement for a device; `engines` group the ids of batches ahead."""
+    if device.type == "cuda":
+        return CudaPlacement(model, device, prepare, engines)
+    return Placement(prepare, engines)
 
 
 def device_of(model: nn.Module) -> torch.device:

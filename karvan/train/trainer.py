@@ -42,7 +42,8 @@ class Trainer:
     checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
     checkpoint_seconds, and at the end; with keep_best also after every evaluation.
     device is where the model is to be; without it, where it is. ahead batches are taken from the data while
-    one computes, 0 for none; prepare is called with each of them, on the thread that takes them.
+    one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
+    engines group the ids that are in it already.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Trainer:
         self.log_every = log_every
         self.progress = make_progress(progress)
         self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
-        self.placement = make_placement(model, self.device, prepare)
+        self.placement = make_placement(model, self.device, prepare, engines_of(model) if ahead else [])
         self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead)
         self.ahead = ahead
         self.signals = Signals()

@@ -32,6 +32,7 @@ def _kill_again_and_again(folder, rounds):
         stdout=subprocess.PIPE,
         text=True,
         cwd=HERE,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # autograd does not fork where it has used a GPU
     )
     with saver:
         _kill_rounds(saver, folder, rounds)

@@ -180,6 +180,20 @@ def test_any_tree_of_state_comes_back(tmp_path_factory, state):
     load_file(path / "dense.safetensors")
 
 
+def test_every_kind_of_nan_keeps_its_bits():
+    bits = [
+        0x7FF8000000000000,
+        0x7FF8000000000001,
+        0xFFF8000000000000,
+        0x7FF0000000000000,
+        0xFFF0000000000000,
+    ]
+    values = [struct.unpack(">d", struct.pack(">Q", each))[0] for each in bits]
+    tree, _ = encode(values)
+    assert same_tree(decode(json.loads(json.dumps(tree, allow_nan=False)), {}), values)
+    assert tree[0] == {"$float": "nan"}
+
+
 def test_strided_and_shared_tensors_come_back_by_value():
     base = torch.arange(12.0).reshape(3, 4)
     state = {"t": base.t(), "row": base[1], "wide": base[:1].expand(5, 4), "p": torch.nn.Parameter(base)}

@@ -92,7 +92,12 @@ GATES = {
     "DCN low rank": (lambda: models.DCN(["x"], IDS, 16, 2, (64,), rank=16), crossed, 300, 0.93),
     "DCN parallel": (lambda: models.DCN(["x"], IDS, 16, 2, (64,), structure="parallel"), crossed, 300, 0.93),
     "WideDeep": (lambda: models.WideDeep(["x"], IDS, ["a_x_b"], 1, (4,)), memorised, 150, 0.93),
-    "DIN": (lambda: models.DIN(["x"], ["item"], {"history": "item"}, 16, (64,)), similar, 300, 0.93),
+    "DIN": (
+        lambda: models.DIN(["x"], ["item"], {"history": "item"}, 16, (64,)),
+        similar,
+        300,
+        0.93,
+    ),
     "MMoE": (
         lambda: models.MMoE(["x"], IDS, ["label", "second"], 16, 3, (64, 32), (16,)),
         related,
@@ -128,3 +133,20 @@ def test_sum_pooling_does_not_learn_what_attention_learns():
     draw = similar(torch.Generator().manual_seed(1))
     model = train(SumPooling(), draw, GATES["DIN"][2])
     assert auc(model, draw(8192)) < GATES["DIN"][3] - 0.05
+
+
+def test_dlrm_comes_within_0005_of_the_best_auc_of_a_synthetic_click_log():
+    torch.manual_seed(0)
+    log = kv.data.synthetic.ClickLog(0, users=50, items=50, categories=5)
+    features = kv.FeatureEngine([kv.Feature("price").log1p(), kv.Feature("recency").log1p()])
+    rows, test_rows = 400_000, 50_000
+    clicks = list(kv.data.read(log.table(0, rows), 1024, transform=features))
+    (test,) = kv.data.read(log.table(rows, test_rows), test_rows, transform=features)
+    ids = ["user", "item", "category", "device", "hour", "history"]
+    model = models.DLRM(["price", "recency"], ids, 32, bottom=(64,), top=(128, 64))
+    batches = iter(clicks * 2)
+    train(model, lambda rows: next(batches), 2 * len(clicks), lr=0.2, dense_lr=2e-3)
+    best = kv.metrics.AUC(exact=True)
+    best.add(torch.from_numpy(log.probabilities(rows, test_rows)), test["label"])
+    assert best.compute() > log.best_auc - 0.01  # the test records are nothing special
+    assert auc(model, test) > best.compute() - 0.005

@@ -162,7 +162,7 @@ def test_the_scale_falls_after_an_overflow_of_the_rows_alone():
     scaler = fit.precision._scaler
     fit.fit(batches(1))
     before, rows = scaler.get_scale(), everything(net)
-    fit.update.backward(net.embeddings(batches(1)[0])["user"].sum() * 1e38, 1)
+    fit.update.backward(net.embeddings(batches(1)[0])["user"].sum().cuda() * 1e38, 1)
     assert not fit.update.apply()
     assert scaler.get_scale() == before / 2
     assert torch.equal(everything(net)["user.vectors"], rows["user.vectors"])

@@ -1,0 +1,47 @@
+"""How much of the machine a save takes while training goes on beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from karvan.threads import cores
+
+# Of one core, for each core there is. A step waits for the slowest of its threads, so a save that takes a
+# tenth of one core costs about as much as one that takes a tenth of all.
+_SHARE = 0.06
+
+
+class Pace:
+    """Work in turns, each with a rest behind it that leaves the cores to training.
+
+    Somebody who waits for the save has nothing else to do with them: `hurry` ends rests and turns.
+    """
+
+    def __init__(self, share: float | None = None) -> None:
+        self._share = min(1.0, _SHARE * cores()) if share is None else share
+        self._hurried = threading.Event()
+        self._turn = threading.Lock()
+
+    def hurry(self) -> None:
+        """Go on without rests."""
+        self._hurried.set()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around a piece of work."""
+        if self._in_a_hurry():
+            yield
+            return
+        with self._turn:
+            start = time.thread_time()
+            yield
+            worked = time.thread_time() - start
+            if not self._in_a_hurry():
+                self._hurried.wait(worked * (1 / self._share - 1))
+
+    def _in_a_hurry(self) -> bool:
+        # A program that has come to its end waits as well.
+        return self._share >= 1 or self._hurried.is_set() or not threading.main_thread().is_alive()

@@ -1,0 +1,75 @@
+"""Reports: the numbers of a fit, for logs and progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from karvan.train.progress import memory_bytes
+from karvan.train.results import FitResult, Report
+from karvan.train.update import engines_of
+
+if TYPE_CHECKING:
+    from karvan.train.trainer import Trainer
+
+
+class Reporter:
+    """Tells a Trainer's logs and progress how it goes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._tables = [table for engine in engines_of(trainer.model) for table in engine.tables()]
+        self._last = (time.monotonic(), trainer.counts.samples)
+
+    def training(self) -> None:
+        """Losses since the last report, metrics since the epoch began, and speed."""
+        trainer = self._trainer
+        if not (losses := trainer.window.means()):
+            return
+        (before, samples), self._last = self._last, (time.monotonic(), trainer.counts.samples)
+        rates = {
+            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
+            for name, optimizer in trainer.update.optimizers.items()
+        }
+        values = {
+            "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
+            **losses,
+            **self.metrics(),
+            "rows": sum(table.rows for table in self._tables),
+            "memory": memory_bytes(trainer.device),
+            **rates,
+        }
+        self._tell("train", values)
+        trainer.window.reset()
+
+    def evaluation(self, metrics: Mapping[str, float]) -> None:
+        """What an evaluation gave."""
+        self._tell("eval", metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of training so far."""
+        return {name: metric.compute() for name, metric in self._trainer.metrics.items()}
+
+    def end(self, result: FitResult) -> None:
+        """The last words."""
+        self._trainer.progress.end()
+        self._trainer.progress.say(_last_words(result))
+
+    def _tell(self, kind: str, values: Mapping[str, float]) -> None:
+        counts = self._trainer.counts
+        report = Report(kind, counts.step, counts.epoch, values)
+        self._trainer.logs.write(report)
+        self._trainer.progress.report(report)
+
+
+def _last_words(result: FitResult) -> str:
+    where = f"; checkpoint at {result.checkpoint}" if result.checkpoint else "; there are no checkpoints"
+    if result.stopped in ("interrupt", "terminate"):
+        by = "Ctrl-C" if result.stopped == "interrupt" else "SIGTERM"
+        return f"Stopped by {by} after step {result.step}{where}."
+    if result.stopped:
+        return f"Stopped after step {result.step} ({result.stopped}){where}."
+    if not result.trained:
+        return f"Trained up to step {result.step} already, nothing more to do{where}."
+    return f"Trained {result.trained} steps in {result.seconds:.1f} s, up to step {result.step}{where}."
