@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,12 @@ def print_table(
     if title is not None:  # a table's own title is folded to the table's width
         out.print(title, style="bold", markup=False)
     out.print(table)
+
+
+def help_of(command: Callable[..., object]) -> str:
+    """A command's docstring for --help, which folds paragraphs unless they begin with \\b."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
 def print_json(value: Any) -> None:
