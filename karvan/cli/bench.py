@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import bytes_text, console, plain, print_table
+from karvan.cli.output import bytes_text, console, help_of, plain, print_table
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 
@@ -29,7 +29,7 @@ class Measured:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("bench")(bench)
+    app.command("bench", help=help_of(bench))(bench)
 
 
 def bench(
@@ -51,7 +51,7 @@ def bench(
     Examples:
       karvan bench --quick
       karvan bench --json bench.json
-      karvan bench --folder /data/runs            # the disk that runs are written to
+      karvan bench --folder /data/runs      # the disk that runs go to
     """
     if folder is not None and not folder.is_dir():
         raise CommandError(f"--folder expects a folder that exists, got '{folder}'.")

@@ -11,22 +11,12 @@ import torch
 
 import karvan as kv
 from karvan.cli import config as configs
+from karvan.cli.by_name import check_arguments, classes_of, found, made_by_name, tried
 from karvan.cli.errors import CommandError
 from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
 
-_INITS = (
-    "Constant",
-    "Uniform",
-    "Normal",
-    "TruncatedNormal",
-    "XavierUniform",
-    "XavierNormal",
-    "KaimingUniform",
-    "KaimingNormal",
-)
-_ADMISSIONS = ("Always", "MinCount", "Probability", "ReadOnly")
-_EVICTIONS = ("Never", "LRU", "LFU", "Age", "TTL", "Norm")
-_LOSSES = ("BinaryCrossEntropy", "MeanSquaredError")
+_ADMISSIONS = {kind.__name__: kind for kind in (kv.Always, kv.MinCount, kv.Probability, kv.ReadOnly)}
+_EVICTIONS = {kind.__name__: kind for kind in (kv.Never, kv.LRU, kv.LFU, kv.Age, kv.TTL, kv.Norm)}
 
 
 def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.Job:
@@ -35,12 +25,18 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
     transform = make_features(config.features)
     model = make_model(config.model)
     train, saved = config.train, config.checkpoints
-    trainer = kv.Trainer(
+    trainer: kv.Trainer = tried(
+        "train",
+        kv.Trainer,
         model,
         make_loss(config.loss),
         dense_optimizer=_dense(config.optimizers.dense),
-        sparse_optimizer=_made(
-            "sparse optimizer", kv.optim, config.optimizers.sparse, "optimizers.sparse", ("params",)
+        sparse_optimizer=made_by_name(
+            "sparse optimizer",
+            classes_of(kv.optim, kv.optim.SparseOptimizer),
+            config.optimizers.sparse,
+            "optimizers.sparse",
+            ("params",),
         ),
         metrics=make_metrics(config.metrics),
         scheduler=_schedule(config.optimizers.schedule),
@@ -89,16 +85,16 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
             if kind not in known:
                 raise CommandError(f"{where}: there is no step '{kind}'; there are: {', '.join(known)}.")
             args, kwargs = _step_arguments(known[kind], given)
-            _check_arguments(known[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
-            feature = _tried(where, getattr(feature, kind), *args, **kwargs)
+            check_arguments(known[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
+            feature = tried(where, getattr(feature, kind), *args, **kwargs)
         made.append(feature)
     return kv.FeatureEngine(made) if made else None
 
 
 def make_model(config: configs.Model) -> torch.nn.Module:
     """A model of kv.models."""
-    known = _classes(kv.models, torch.nn.Module)
-    kind = _found("model", known, config.name)
+    known = classes_of(kv.models, torch.nn.Module)
+    kind = found("model", known, config.name)
     arguments = config.arguments
     dim = arguments.get("dim", inspect.signature(kind).parameters["dim"].default)
     like = _table(config.table or configs.Table(), dim, "model.table")
@@ -115,34 +111,36 @@ def make_model(config: configs.Model) -> torch.nn.Module:
         arguments["wide_table"] = (
             wide if config.wide_table.init else replace(wide, init=kv.init.Constant(0.0))
         )
-    _check_arguments(kind, "model", (), arguments, ())
-    model: torch.nn.Module = _tried("model", kind, **arguments)
+    check_arguments(kind, "model", (), arguments, ())
+    model: torch.nn.Module = tried("model", kind, **arguments)
     return model
 
 
 def make_loss(given: configs.Named | Mapping[str, configs.Named]) -> Any:
     """A loss of kv.losses, or several by name, each with an optional `times`."""
     if isinstance(given, configs.Named):
-        return _made("loss", kv.losses, given, "loss", (), _LOSSES)
+        return made_by_name("loss", _losses(), given, "loss")
     losses, weights = {}, {}
     for name, each in given.items():
         arguments = each.arguments
         if "times" in arguments:
             weights[name] = float(arguments.pop("times"))
-        losses[name] = _made(
-            "loss", kv.losses, configs.Named(name=each.name, **arguments), f"loss.{name}", (), _LOSSES
+        losses[name] = made_by_name(
+            "loss", _losses(), configs.Named(name=each.name, **arguments), f"loss.{name}"
         )
     return kv.losses.Sum(losses, weights)
+
+
+def _losses() -> dict[str, Any]:
+    return classes_of(kv.losses, kv.losses.ColumnLoss)
 
 
 def make_metrics(given: Sequence[str] | Mapping[str, configs.Named]) -> dict[str, Any]:
     """Metrics of kv.metrics: a list of names, or by names of their own."""
     if not isinstance(given, Mapping):
         given = {name.lower(): configs.Named(name=name) for name in given}
-    known = tuple(_classes(kv.metrics, kv.metrics.Metric))
-    return {
-        name: _made("metric", kv.metrics, each, f"metrics.{name}", (), known) for name, each in given.items()
-    }
+    known = classes_of(kv.metrics, kv.metrics.Metric)
+    return {name: made_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
 
 
 def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
@@ -150,15 +148,15 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
     parts: dict[str, Any] = {
         "init": usual
         if config.init is None
-        else _made("init", kv.init, config.init, f"{where}.init", (), _INITS),
+        else made_by_name("init", classes_of(kv.init, kv.init.Initialiser), config.init, f"{where}.init"),
         "admit": kv.Always()
         if config.admit is None
-        else _made("admission", kv, config.admit, f"{where}.admit", (), _ADMISSIONS),
+        else made_by_name("admission", _ADMISSIONS, config.admit, f"{where}.admit"),
         "evict": kv.Never()
         if config.evict is None
-        else _made("eviction", kv, config.evict, f"{where}.evict", (), _EVICTIONS),
+        else made_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
     }
-    made: kv.Table = _tried(
+    made: kv.Table = tried(
         where,
         kv.Table,
         dim,
@@ -171,22 +169,22 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
 
 
 def _dense(config: configs.Named) -> Callable[[Any], torch.optim.Optimizer]:
-    known = _classes(torch.optim, torch.optim.Optimizer)
-    kind = _found("dense optimizer", known, config.name)
+    known = classes_of(torch.optim, torch.optim.Optimizer)
+    kind = found("dense optimizer", known, config.name)
     arguments = config.arguments
-    _check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
-    return lambda parameters: _tried("optimizers.dense", kind, parameters, **arguments)
+    check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
+    return lambda parameters: tried("optimizers.dense", kind, parameters, **arguments)
 
 
 def _schedule(config: configs.Named | None) -> Any:
     if config is None:
         return None
     schedulers = torch.optim.lr_scheduler
-    known = _classes(schedulers, schedulers.LRScheduler)
-    kind = _found("schedule", known, config.name)
+    known = classes_of(schedulers, schedulers.LRScheduler)
+    kind = found("schedule", known, config.name)
     arguments = config.arguments
-    _check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
-    return lambda optimizer: _tried("optimizers.schedule", kind, optimizer, **arguments)
+    check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
+    return lambda optimizer: tried("optimizers.schedule", kind, optimizer, **arguments)
 
 
 def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
@@ -243,7 +241,7 @@ def _column(given: str | configs.Column) -> kv.data.Column | str:
                 f"data.columns: column '{given.name}' of kind {given.kind} has no '{name}'; "
                 f"it has: {', '.join(allowed)}."
             )
-    column: kv.data.Column = _tried(f"data.columns.{given.name}", kind, **arguments)
+    column: kv.data.Column = tried(f"data.columns.{given.name}", kind, **arguments)
     return column
 
 
@@ -263,52 +261,3 @@ def _step_arguments(method: Callable[..., Any], given: Any) -> tuple[Sequence[An
         return ([columns] if isinstance(columns, str) else list(columns)), arguments
     several = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(method).parameters.values())
     return (list(given) if several and isinstance(given, list) else [given]), {}
-
-
-def _classes(module: Any, base: type) -> dict[str, Any]:
-    return {
-        name: each
-        for name, each in vars(module).items()
-        if isinstance(each, type) and issubclass(each, base) and each is not base and name[0] != "_"
-    }
-
-
-def _found(what: str, known: Mapping[str, Any], name: str) -> Any:
-    if name not in known:
-        raise CommandError(f"There is no {what} '{name}'; there are: {', '.join(sorted(known))}.")
-    return known[name]
-
-
-def _made(
-    what: str, module: Any, given: configs.Named, where: str, hidden: Sequence[str], names: Sequence[str] = ()
-) -> Any:
-    known = {name: getattr(module, name) for name in names} or _classes(module, kv.optim.SparseOptimizer)
-    kind = _found(what, known, given.name)
-    _check_arguments(kind, where, (), given.arguments, hidden)
-    return _tried(where, kind, **given.arguments)
-
-
-def _check_arguments(
-    kind: Callable[..., Any],
-    where: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    hidden: Sequence[str],
-) -> None:
-    signature = inspect.signature(kind)
-    allowed = [name for name in signature.parameters if name not in hidden]
-    for name in kwargs:
-        if name not in allowed:
-            raise CommandError(f"{where}: unknown key '{name}'; there are: {', '.join(allowed) or 'none'}.")
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise CommandError(f"{where}: {error}; it takes: {', '.join(allowed) or 'nothing'}.") from error
-
-
-def _tried(where: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Errors of what a config asks for name the place in it."""
-    try:
-        return make(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise CommandError(f"{where}: {error}") from error

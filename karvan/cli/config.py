@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from karvan.cli.errors import DAMAGED, CommandError
+from karvan.cli.text import parse, place_of
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -197,54 +198,12 @@ class Config(Section):
     predict: Predict = Predict()
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as people expect it: 1e-3 is a number, `no` and `on` are words, a key twice is an error."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in found
-        if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-    ]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:(?:\d[\d_]*)?\.\d+(?:[eE][-+]?\d+)?|\d[\d_]*\.?[eE][-+]?\d+|\d[\d_]*\.|\.(?:inf|nan))$"
-    ),
-    list("-+.0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF")
-)
-
-
-def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen = set()
-    for key, _ in node.value:
-        if key.value in seen:
-            raise yaml.MarkedYAMLError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
-        seen.add(key.value)
-    made: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-    return made
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
-
-
-def parse(text: str) -> Any:
-    """A piece of YAML."""
-    return yaml.load(text, _Loader)
-
-
 def read_config(path: Path, settings: Mapping[str, str]) -> Config:
     """Read a config, with some values set to others: {"train.epochs": "3"}."""
     try:
         tree = parse(path.read_text())
     except yaml.YAMLError as error:
-        raise CommandError(f"{path} is not YAML: {_where(error)}") from error
+        raise CommandError(f"{path} is not YAML: {place_of(error)}") from error
     except UnicodeDecodeError as error:
         raise CommandError(f"{path} is not YAML: {error}", DAMAGED) from error
     if not isinstance(tree, dict):
@@ -283,13 +242,7 @@ def _set(tree: dict[str, Any], name: str, text: str) -> None:
     try:
         tree[last] = parse(text)
     except yaml.YAMLError as error:
-        raise CommandError(f"--set {name}={text}: not a value of YAML: {_where(error)}") from error
-
-
-def _where(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error)
-    return f"{problem}." if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}."
+        raise CommandError(f"--set {name}={text}: not a value of YAML: {place_of(error)}") from error
 
 
 def _problems(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import FAILED, OK, STOPPED, CommandError
-from karvan.cli.output import console, print_json
+from karvan.cli.output import console, help_of, print_json
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -34,7 +34,7 @@ class Clicks:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("demo")(demo)
+    app.command("demo", help=help_of(demo))(demo)
 
 
 def demo(

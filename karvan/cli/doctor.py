@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import bytes_text, console, print_json, print_table
+from karvan.cli.output import bytes_text, console, help_of, print_json, print_table
 from karvan.cli.version import installed
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
@@ -36,7 +36,7 @@ class Finding:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("doctor")(doctor)
+    app.command("doctor", help=help_of(doctor))(doctor)
 
 
 def doctor(

@@ -7,13 +7,13 @@ from pathlib import Path
 import typer
 
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import Watched, number_text, print_json, print_table, progress
+from karvan.cli.output import Watched, help_of, number_text, print_json, print_table, progress
 from karvan.cli.target import Target, pairs
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("evaluate")(evaluate)
+    app.command("evaluate", help=help_of(evaluate))(evaluate)
 
 
 def evaluate(
@@ -35,8 +35,8 @@ def evaluate(
     \b
     Examples:
       karvan evaluate my.yaml --checkpoint out/run
-      karvan evaluate my.yaml --checkpoint out/run/step-000000001000 --data 'clicks/day=8/*.parquet'
-      karvan evaluate examples/job.py --checkpoint out/run --json
+      karvan evaluate my.yaml --data 'clicks/day=8/*.parquet'
+      karvan evaluate job.py --checkpoint out/run --json
     """
     from karvan.cli.restore import restore
 

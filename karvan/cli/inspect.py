@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.output import bytes_text, console, number_text, print_json, print_table, progress
+from karvan.cli.output import bytes_text, console, help_of, number_text, print_json, print_table, progress
 
 if TYPE_CHECKING:
     from karvan.checkpoint import KeyRow, Summary
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("inspect")(inspect)
+    app.command("inspect", help=help_of(inspect))(inspect)
 
 
 def inspect(

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,22 @@ def print_table(
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD)
     numbers = set(right)
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(str, row))
-    console().print(table)
+    out = console()
+    if title is not None:  # a table's own title is folded to the table's width
+        out.print(title, style="bold", markup=False)
+    out.print(table)
+
+
+def help_of(command: Callable[..., object]) -> str:
+    """A command's docstring for --help, which folds paragraphs unless they begin with \\b."""
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
 def print_json(value: Any) -> None:

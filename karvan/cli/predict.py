@@ -7,13 +7,13 @@ from pathlib import Path
 import typer
 
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import console, progress
+from karvan.cli.output import console, help_of, progress
 from karvan.cli.target import Target, pairs
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("predict")(predict)
+    app.command("predict", help=help_of(predict))(predict)
 
 
 def predict(
@@ -40,8 +40,9 @@ def predict(
 
     \b
     Examples:
-      karvan predict my.yaml --checkpoint out/run --out predictions.parquet --columns user,item --sigmoid
-      karvan predict my.yaml --checkpoint out/run --data 'new/*.parquet' --out - | head
+      karvan predict my.yaml --checkpoint out/run --out predictions.parquet
+      karvan predict my.yaml --columns user,item --sigmoid --out predictions.csv
+      karvan predict my.yaml --data 'new/*.parquet' --out - | head
     """
     from karvan.cli.restore import restore
     from karvan.cli.tables import open_table, record_batch

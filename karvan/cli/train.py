@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import OK, STOPPED, CommandError
-from karvan.cli.output import console, number_text, print_json, print_table
+from karvan.cli.output import console, help_of, number_text, print_json, print_table
 from karvan.cli.target import Target, pairs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("train")(train)
+    app.command("train", help=help_of(train))(train)
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
       karvan train --example > my.yaml
       karvan train my.yaml --folder out/run --epochs 3
       karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
-      karvan train examples/job.py --set lr=0.01 --steps 1000 --folder out/run
+      karvan train job.py --set lr=0.01 --steps 1000 --folder out/run
     """
     if example:
         print(resources.files("karvan.cli").joinpath("example.yaml").read_text(), end="")
@@ -87,6 +87,8 @@ def train(
 def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
     from karvan.train import NoProgress
 
+    if job.eval_every is not None and job.eval_data is None:
+        raise CommandError("--eval-every expects data to evaluate on, but the job has none.")
     saver = job.trainer.saver
     newest = saver.latest()
     if newest is not None and not resume:

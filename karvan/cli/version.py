@@ -9,7 +9,7 @@ import typer
 
 import karvan
 from karvan.cli.errors import OK
-from karvan.cli.output import print_json
+from karvan.cli.output import help_of, print_json
 
 # Looked up without importing them.
 _SHOWN = ("torch", "numpy", "pyarrow")
@@ -17,7 +17,7 @@ _SHOWN = ("torch", "numpy", "pyarrow")
 
 def add_to(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("version")(version)
+    app.command("version", help=help_of(version))(version)
 
 
 def version(as_json: bool = typer.Option(False, "--json", help="As JSON on stdout.")) -> int:

@@ -14,6 +14,18 @@ CONFIGS = {
         "train: {precision: fp8}",
         "train.precision: input should be 'fp32', 'bf16' or 'fp16'",
     ),
+    "a precision that does not fit": (
+        "train: {precision: fp16}",
+        "train: precision 'fp16' needs a CUDA device",
+    ),
+    "a column's key": (
+        "data: {train: a, columns: [{name: a, kindd: raw}]}",
+        "unknown key 'kindd'; there are: name, kind",
+    ),
+    "a column's option": (
+        "data: {train: train.parquet, columns: [label, {name: user, kind: raw, length: 3}]}",
+        "column 'user' of kind raw has no 'length'; it has: name",
+    ),
     "an unknown model": ("model: {name: BERT}", "There is no model 'BERT'; there are: DCN, DIN, DLRM"),
     "a model without a name": ("model: {dim: 4}", "'model.name' is missing"),
     "an unknown argument": (

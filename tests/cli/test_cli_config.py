@@ -1,0 +1,133 @@
+"""What configs can say, beyond what the other tests train with."""
+
+from pathlib import Path
+
+import pytest
+
+import karvan as kv
+from karvan.cli.build import make_features, make_job, make_model
+from karvan.cli.config import Config, Model, converted, read_config
+from karvan.cli.text import parse
+
+MODELS = {
+    "DCN": {},
+    "DIN": {"sequences": {"history": "item"}},
+    "DLRM": {},
+    "DeepFM": {},
+    "MMoE": {"tasks": ["a"]},
+    "WideDeep": {"wide": ["user"], "wide_table": {"evict": {"name": "LRU", "capacity": 9}}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_asked_for(name):
+    table = {"init": {"name": "Normal", "std": 0.1}, "admit": {"name": "MinCount", "n": 2, "slots": 64}}
+    more = {"numbers": ["price"], "ids": ["user", "item"], "dim": 4, "table": table, **MODELS[name]}
+    model = make_model(Model(name=name, **more))
+    assert type(model) is getattr(kv.models, name)
+    assert model.embeddings.table("user").spec.admit[0] == "min_count"
+
+
+def test_all_models_are_tried():
+    found = [name for name in kv.models.__all__ if isinstance(getattr(kv.models, name), type)]
+    assert sorted(found) == sorted(MODELS)
+
+
+def test_a_table_of_one_id_is_as_for_all_but_for_what_it_says():
+    model = make_model(
+        Model(
+            name="DLRM",
+            numbers=["price"],
+            ids=["user", "item"],
+            dim=4,
+            table={"dtype": "bfloat16", "evict": {"name": "LRU", "capacity": 9}},
+            tables={"item": {"evict": "Never"}},
+        )
+    )
+    specs = {name: model.embeddings.table(name).spec for name in ("user", "item")}
+    assert [(spec.dtype, spec.evict[0]) for spec in specs.values()] == [
+        ("bfloat16", "lru"),
+        ("bfloat16", "never"),
+    ]
+
+
+def test_chains_are_those_that_a_program_would_make():
+    engine = make_features(
+        {
+            "price": [{"clip": {"low": 0, "high": 9}}, "log1p"],
+            "age": [{"bucketize": [18, 35]}],
+            "ab": [{"cross": ["a", "b"]}],
+            "liked": [{"select": "history"}, {"mod": 20}],
+            "as_read": [{"select": {"columns": ["price"], "raw": True}}, {"round": 1}],
+            "word": [{"vocabulary": {"words": ["x", "y"], "oov": 2}}],
+        }
+    )
+    assert engine.features == [
+        kv.Feature("price").clip(0, 9).log1p(),
+        kv.Feature("age").bucketize([18, 35]),
+        kv.Feature("ab").cross("a", "b"),
+        kv.Feature("liked").select("history").mod(20),
+        kv.Feature("as_read").select("price", raw=True).round(1),
+        kv.Feature("word").vocabulary(["x", "y"], oov=2),
+    ]
+
+
+def test_yaml_reads_as_people_expect():
+    text = "{a: 1e-3, b: 200_000, c: 1.5, d: no, e: on, f: true, g: .5, h: 1e6, i: null, j: -2E+3, k: 1.2.3}"
+    assert parse(text) == {
+        "a": 1e-3, "b": 200_000, "c": 1.5, "d": "no", "e": "on", "f": True, "g": 0.5, "h": 1e6, "i": None,
+        "j": -2000.0, "k": "1.2.3",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("3", int, 3),
+        ("1_000", int, 1000),
+        ("1e3", int, 1000),
+        ("1e-3", float, 1e-3),
+        ("true", bool, True),
+        ("3", str, "3"),
+        ("[1, 2]", list[int], [1, 2]),
+        ("[1, 2]", tuple, (1, 2)),
+        ("null", int | None, None),
+        ("5", int | None, 5),
+        ("a/b", Path, Path("a/b")),
+    ],
+)
+def test_text_becomes_what_a_parameter_wants(text, kind, value):
+    assert converted("x", text, kind) == value
+
+
+def test_all_of_a_config_reaches_the_trainer(place):
+    settings = {
+        "train.accumulate": "2",
+        "train.clip_norm": "1",
+        "train.eval_every": "5",
+        "train.early_stopping": "{metric: auc, patience: 100}",
+        "optimizers.schedule": "{name: ExponentialLR, gamma: 0.5}",
+        "optimizers.schedule_per": "epoch",
+        "checkpoints.keep_best": "{metric: auc}",
+        "checkpoints.every": "7",
+        "logs.csv": str(place / "log.csv"),
+        "logs.tensorboard": str(place / "board"),
+        "data.columns": "[label, user, item, category, price, history]",
+    }
+    job = make_job(read_config(place / "config.yaml", settings), progress="none")
+    result = job.fit()
+    assert (result.step, job.eval_every, job.trainer.accumulate) == (24, 5, 2)
+    assert job.trainer.update.optimizers["dense"].param_groups[0]["lr"] == pytest.approx(0.01 / 4)
+    assert "auc" in kv.checkpoint.find(place / "run").metrics
+    assert (place / "log.csv").read_text().startswith("kind,step,epoch")
+    assert list((place / "board").iterdir())
+
+
+def test_the_page_lists_every_key():
+    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+    for section, field in Config.model_fields.items():
+        kind = field.annotation
+        names = [n for n in getattr(kind, "model_fields", {}) if n != "name"]
+        missing = [n for n in names if f"`{section}.{n}" not in page and f"`.{n}`" not in page]
+        assert missing == [], section
+        assert f"`{section}" in page
