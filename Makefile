@@ -28,7 +28,7 @@ test-native: $(VENV)/.tools  ## the C++ core's own tests: plain, with ASan + UBS
 	@tools/test_native.sh plain address,undefined thread
 
 test-python: $(VENV)/.karvan  ## the Python tests; ARGS go to pytest
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.karvan  ## the Python tests with the slow ones and many more random examples
 	@$(BIN)/python -m pytest -q --thorough -m '' $(ARGS)
