@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,7 @@ def demo(
             place = folder
             if (place / "run").exists():
                 raise CommandError(f"--folder expects a folder without a run, but there is {place / 'run'}.")
+        stack.enter_context(_one_torch_thread())
         result = run_demo(place, rows, epochs, quiet=quiet or as_json, shown=not as_json)
     result["seconds"] = time.perf_counter() - begin
     kept = folder is not None or keep
@@ -86,6 +88,19 @@ def demo(
             + (f" Kept in {place}." if kept else "")
         )
     return OK if result["reloaded_auc"] == result["auc"] else FAILED
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """The nets are too small to gain by a second one, and on a busy machine waiting for it costs much."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def run_demo(
