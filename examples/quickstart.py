@@ -1,4 +1,4 @@
-"""A click model in a page: a synthetic click log, DLRM, kv.Trainer. Run it with python examples/quickstart.py."""
+"""A click model in a page: a synthetic click log, DLRM, kv.Trainer. `python examples/quickstart.py` runs it."""
 
 import tempfile
 
