@@ -1,4 +1,4 @@
-"""A click model in a page: a synthetic click log, DLRM, kv.Trainer. `python examples/quickstart.py` runs it."""
+"""A click model in a page: a synthetic click log, DLRM, kv.Trainer: python examples/quickstart.py."""
 
 import tempfile
 
