@@ -1,9 +1,15 @@
 """Hypothesis profiles, and a fixture that gives every test the thread count it found back."""
 
+import os
 import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests run side by side: torch's threads, also those of programs that tests start, would be in each
+    # other's way.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _COMMON = {
     "deadline": None,

@@ -1,15 +1,25 @@
+#include <chrono>
+#include <cstdlib>
+
 #include "tests/check.h"
 
-int main() {
+// Without arguments all cases; with two numbers, every n-th from the i-th on: karvan_tests 0 2 and karvan_tests 1 2.
+int main(int count, char** arguments) {
   using namespace karvan::test;
-  int failed = 0;
-  for (const Case& c : cases()) {
+  const size_t first = count == 3 ? std::strtoul(arguments[1], nullptr, 10) : 0;
+  const size_t step = count == 3 ? std::strtoul(arguments[2], nullptr, 10) : 1;
+  int passed = 0, failed = 0;
+  for (size_t i = first; i < cases().size(); i += step) {
+    const Case& c = cases()[i];
     const int before = failures();
+    const auto start = std::chrono::steady_clock::now();
     c.run();
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     const bool ok = failures() == before;
     failed += !ok;
-    std::printf("%-4s %s\n", ok ? "ok" : "FAIL", c.name);
+    passed += ok;
+    std::printf("%-4s %6.2f s  %s\n", ok ? "ok" : "FAIL", seconds.count(), c.name);
   }
-  std::printf("%zu passed, %d failed\n", cases().size() - failed, failed);
-  return failed ? 1 : 0;
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed || passed == 0;
 }

@@ -37,7 +37,7 @@ bool succeeds_in_child(Body&& body) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
-    alarm(10);
+    alarm(60);
     _exit(body() ? 0 : 1);
   }
   int status = 0;
