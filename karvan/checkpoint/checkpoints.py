@@ -240,5 +240,6 @@ def _doomed(folder: Path, keep_last: int | None, keep_best: tuple[str, str] | No
             needed |= {below.path for below in one.chain}
         except CheckpointError:
             continue  # it lacks something already
-    # What cannot be read may be somebody else's: it is left alone.
-    return [one.path for one in there if one.path not in needed]
+    # What cannot be read may be somebody else's: it is left alone. The newest first: a delta must not outlive
+    # what it builds on, even if this process is killed in between.
+    return [one.path for one in reversed(there) if one.path not in needed]

@@ -60,7 +60,10 @@ class HiddenFolder:
 
 
 def remove_folders(parent: Path, doomed: Callable[[], list[Path]]) -> None:
-    """Remove the folders that `doomed` tells while nobody else publishes; each disappears at once."""
+    """Remove the folders that `doomed` tells, in its order, while nobody else publishes.
+
+    Each disappears at once; who is killed in between leaves those that come later.
+    """
     hidden: list[Path] = []
     with _locked(parent):
         for folder in doomed():
