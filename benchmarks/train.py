@@ -21,7 +21,8 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 import karvan as kv
 from karvan.data import criteo
 from karvan.models.interaction import pairwise_dots
-from karvan.train.precision import fast_bf16
+from karvan.train.precision import Precision, fast_bf16
 
 BATCH, DIM = 4096, 16
 NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)
@@ -114,7 +115,7 @@ class Dense(nn.Module):
         return self.top(pairwise_dots([first, *vectors], first)).squeeze(1)
 
 
-def dense_pass(steps: int, context: Callable[[], object]) -> Callable[[], int]:
+def dense_pass(steps: int, precision: Precision) -> Callable[[], int]:
     """Return a pass of the dense part on random vectors."""
     net = Dense(kv.models.DLRM(NUMBERS, IDS, DIM))
     optimizer = torch.optim.Adagrad(net.parameters(), lr=LR)
@@ -123,7 +124,7 @@ def dense_pass(steps: int, context: Callable[[], object]) -> Callable[[], int]:
 
     def run() -> int:
         for _ in range(steps):
-            with context():
+            with computing(precision):
                 logits = net(numbers, vectors)
                 loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
                 loss.backward()
@@ -207,9 +208,6 @@ def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> 
     for name in ("fp32", "bf16"):
         trainer = karvan_trainer(name, model)
 
-        def context(trainer: kv.Trainer = trainer) -> object:
-            return _both(trainer)
-
         def fit(trainer: kv.Trainer = trainer) -> int:
             return trainer.fit(data.loader(EPOCHS)).samples
 
@@ -218,7 +216,7 @@ def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> 
         made = rates(
             {
                 f"karvan_{name}": fit,
-                f"dense_only_{name}": dense_pass(data.steps, context),
+                f"dense_only_{name}": dense_pass(data.steps, trainer.precision),
                 f"embeddingbag_{name}": torch_pass(peer, data, batch, name == "bf16"),
                 f"embeddingbag_own_dots_{name}": torch_pass(own, data, batch, name == "bf16"),
             },
@@ -233,19 +231,11 @@ def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> 
         )
 
 
-class _both:  # noqa: N801 - a context
-    """The precision's contexts, around forward and backward."""
-
-    def __init__(self, trainer: kv.Trainer) -> None:
-        self._contexts = [trainer.precision.context(), trainer.precision.forward()]
-
-    def __enter__(self) -> None:
-        for each in self._contexts:
-            each.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        for each in reversed(self._contexts):
-            each.__exit__(*error)
+@contextmanager
+def computing(precision: Precision) -> Iterator[None]:
+    """What forward and backward run in."""
+    with precision.context(), precision.forward():
+        yield
 
 
 def disk_rate(folder: Path, size: int) -> float:

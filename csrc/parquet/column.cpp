@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "memory/buffer.h"
 #include "hash/crc32.h"
+#include "memory/buffer.h"
 #include "parquet/hybrid.h"
 #include "parquet/page_header.h"
 #include "parquet/snappy.h"

@@ -41,7 +41,7 @@ def text_of(error: BaseException) -> str:
     if isinstance(error, CommandError) or _is_missing_or_damaged(error):
         return _plain(error)
     kind = type(error).__name__
-    known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError | NotImplementedError)
+    known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
     told = _plain(error) if known and _plain(error) else f"{kind}: {_plain(error)}".removesuffix(": ")
     return f"{told}\n({kind} in {_place(error)}; --debug shows how it came to that)"
 

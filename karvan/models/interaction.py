@@ -1,7 +1,7 @@
 """Dot products of all pairs of a sample's vectors, as DLRM has them.
 
-For float32 on the CPU this is native code: torch's batched products of small matrices take about 20 times as
-long there, and vectors need not be copied side by side first. Elsewhere torch does it.
+For float32 on the CPU this is native code: on some machines torch's batched products of small matrices take
+thirty times as long, and vectors need not be copied side by side first. Elsewhere torch does it.
 """
 
 from __future__ import annotations

@@ -1,21 +1,34 @@
 """Checkpoints that are pruned leave in an order in which whatever stays is complete."""
 
+from pathlib import Path
+
+import pytest
 from checkpoint_helpers import Model
 
 import karvan as kv
-from karvan.checkpoint.checkpoints import _doomed
 
 
-def test_a_delta_leaves_before_what_it_builds_on(tmp_path):
+@pytest.mark.parametrize("removed", range(6))
+def test_a_delta_never_outlives_what_it_builds_on(tmp_path, monkeypatch, removed):
     model = Model()
     checkpoints = kv.Checkpoints(tmp_path, keep_last=None, full_every=3)
-    for step in range(1, 8):
+    for step in range(1, 7):
         model.train_on(1, seed=step)
         checkpoints.save(step, model.state(), model, block=True)
-    kinds = {one.path: one.kind for one in checkpoints.list()}
-    assert list(kinds.values()) == ["full", "delta", "delta", "full", "delta", "delta", "full"]
-    doomed = _doomed(tmp_path, 1, None)
-    assert len(doomed) == 6
-    for gone in range(len(doomed)):
-        left = [one for one in checkpoints.list() if one.path not in doomed[:gone]]
-        assert all(below.path not in doomed[:gone] for one in left for below in one.chain)
+    kinds = [one.kind for one in checkpoints.list()]
+    assert kinds == ["full", "delta", "delta", "full", "delta", "delta"]
+
+    rename, left = Path.rename, [1 + removed]  # the new one gets its name, then so many leave
+
+    def fail_later(path, target):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("the disk is gone")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail_later)
+    with pytest.raises(OSError, match="the disk is gone"):
+        kv.Checkpoints(tmp_path, keep_last=1).save(7, model.state(), model, block=True)
+    monkeypatch.undo()
+    assert [one.step for one in checkpoints.list()] == [*range(1, 7 - removed), 7]
+    assert kv.checkpoint.verify(tmp_path) == []

@@ -65,6 +65,10 @@ def test_several_paths_keep_their_order(folder):
     ]  # fmt: skip
 
 
+def test_a_file_that_a_glob_reaches_on_several_ways_is_read_once(folder):
+    assert names(find(folder / "**" / "**" / "x.csv"), folder) == ["day=1/x.csv", "day=2/x.csv"]
+
+
 def test_what_is_not_there_or_twice_is_an_error_that_names_it(folder):
     with pytest.raises(DataError, match=r"nothing\.csv: There is no such file"):
         find(folder / "nothing.csv")

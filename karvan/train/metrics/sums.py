@@ -58,3 +58,17 @@ class WeightedMean(RatioOfSums):
     @abstractmethod
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         """The number of each sample."""
+
+
+class MeanDistance(WeightedMean):
+    """The mean of a distance between score and label, which are numbers unless `logits=True` is said."""
+
+    def __init__(
+        self,
+        *,
+        label: str = "label",
+        output: str | None = None,
+        weight: str | None = None,
+        logits: bool = False,
+    ) -> None:
+        super().__init__(label=label, output=output, weight=weight, logits=logits)
