@@ -40,9 +40,6 @@ from karvan.train.precision import Precision, fast_bf16
 BATCH, DIM = 4096, 16
 NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)
 LR = 0.02
-EPOCHS = (
-    3  # of the file in a fit: at its start a job waits for the first batch, which long ones do not notice
-)
 
 
 class Data:
@@ -198,8 +195,11 @@ def rates(candidates: Mapping[str, Callable[[], int]], rounds: int) -> dict[str,
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> None:
-    """Add the rates of whole training steps in both precisions."""
+def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int, epochs: int) -> None:
+    """Add the rates of whole training steps in both precisions.
+
+    epochs: of the file in a fit. It waits for its first batch once, which long ones do not notice.
+    """
     fast = fast_bf16()
     report.figures["cpu_has_bf16_instructions"] = fast
     peer = TorchDLRM(data.rows, own_dots=False)
@@ -209,7 +209,7 @@ def steps_of(report: Report, data: Data, model: kv.models.DLRM, rounds: int) -> 
         trainer = karvan_trainer(name, model)
 
         def fit(trainer: kv.Trainer = trainer) -> int:
-            return trainer.fit(data.loader(EPOCHS)).samples
+            return trainer.fit(data.loader(epochs)).samples
 
         small = name == "bf16" and not fast
         batch = 32 if small else BATCH
@@ -321,14 +321,14 @@ def main() -> None:
     args = parser((__doc__ or "").splitlines()[0]).parse_args()
     warnings.filterwarnings("ignore", message=".*(Sparse invariant checks|mkldnn_matmul|bf16).*")  # of torch
     report = Report("train", args.quick)
-    rounds, steps, rows = (1, 4, 80_000) if args.quick else (3, 12, 770_000)
+    rounds, steps, epochs, rows = (1, 4, 4, 80_000) if args.quick else (3, 12, 6, 770_000)
     with tempfile.TemporaryDirectory(dir=".") as name:
         data = Data(Path(name), steps, rows)
         model = kv.models.DLRM(NUMBERS, IDS, DIM)
         karvan_trainer("fp32", model)  # gives rows their optimizer state
         fill(model, rows)
         report.figures["table_rows"] = sum(table.rows for table in model.embeddings.tables())
-        steps_of(report, data, model, rounds)
+        steps_of(report, data, model, rounds, epochs)
         checkpoints(report, data, model, rounds)
     report.finish()
     report.show()

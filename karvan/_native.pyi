@@ -91,6 +91,16 @@ def interact_backward(
     From the gradient of out to those of the vectors, (samples, vectors, dim).
     """
 
+def all_finite(addresses: Sequence[int], counts: Sequence[int]) -> bool:
+    """Whether arrays of float32 have neither infinities nor NaNs."""
+
+def count_scores(
+    scores: int, labels: int, weights: int, samples: int, limit: float, bins: int, counts: int
+) -> None:
+    """
+    Adds samples to a histogram (3, bins + 2) of scores by their logits; all arrays are float64, weights may be 0.
+    """
+
 class ColumnChunk:
     """
     A column of a row group: where its pages are, what they hold, and the addresses of room for its values and, if they may be null, for their bits.
@@ -323,6 +333,11 @@ def thread_count() -> int:
 
 def set_thread_count(count: int) -> None:
     """Sets it, from the next operation on."""
+
+def share_team(run: int, width: int) -> None:
+    """
+    Operations of the first thread run on OpenMP's threads: the addresses of GOMP_parallel and omp_get_max_threads, or 0 and 0 for the core's own threads.
+    """
 
 def kernel_names() -> list[str]:
     """The kernels this machine can run, best first."""

@@ -1,6 +1,9 @@
-"""How many cores there are, and how many the native core uses."""
+"""How many cores there are, how many the native core uses, and whose threads it runs on."""
 
+import ctypes
 import os
+from functools import cache
+from pathlib import Path
 
 from karvan import _native
 
@@ -8,9 +11,8 @@ from karvan import _native
 def set_num_threads(count: int) -> None:
     """Use `count` threads for lookups and updates; results do not depend on it.
 
-    The default is the number of cores this process may run on. Native threads sleep between calls and
-    torch's sleep during them, so both may have all cores. Processes that share a machine should share its
-    cores out.
+    The default is the number of cores this process may run on. Processes that share a machine should share
+    its cores out.
     """
     _native.set_thread_count(count)
 
@@ -25,3 +27,25 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@cache
+def share_torch_threads() -> bool:
+    """Run operations of the process's first thread on torch's threads; whether torch has any to share.
+
+    After an operation torch's threads watch for the next one for some milliseconds, at full power. A thread
+    of ours would have to share a core with one that does nothing. While the two numbers of threads differ
+    (`set_num_threads`, `torch.set_num_threads`), the native core uses its own.
+    """
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        addresses = [
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.GOMP_parallel, library.omp_get_max_threads)
+        ]
+    except (OSError, AttributeError):  # another system, or a torch that was built in another way
+        return False
+    _native.share_team(*addresses)
+    return True

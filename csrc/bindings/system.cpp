@@ -36,6 +36,14 @@ void bind_system(nb::module_& m) {
       },
       "count"_a, "Sets it, from the next operation on.");
   m.def(
+      "share_team",
+      [](uintptr_t run, uintptr_t width) {
+        share_team({reinterpret_cast<decltype(Team::run)>(run), reinterpret_cast<decltype(Team::width)>(width)});
+      },
+      "run"_a, "width"_a,
+      "Operations of the first thread run on OpenMP's threads: the addresses of GOMP_parallel and omp_get_max_threads, or "
+      "0 and 0 for the core's own threads.");
+  m.def(
       "kernel_names",
       [] {
         std::vector<std::string> names;

@@ -45,6 +45,19 @@ bool succeeds_in_child(Body&& body) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
+// Shares a team of three threads, and three it shall be.
+struct WithTeam {
+  explicit WithTeam(Team team) {
+    set_thread_count(3);
+    share_team(team);
+  }
+  ~WithTeam() {
+    share_team({});
+    set_thread_count(before);
+  }
+  int before = thread_count();
+};
+
 }  // namespace
 
 TEST(parallel_runs_each_task_once) {
@@ -161,7 +174,60 @@ TEST(exclusive_lets_one_operation_run_at_a_time) {
   set_thread_count(before);
 }
 
+// What OpenMP does, by threads that are started for every job.
+std::atomic<int> team_jobs{0};
+int team_width = 3;
+void run_team(void (*body)(void*), void* argument, unsigned threads, unsigned) {
+  team_jobs.fetch_add(1);
+  std::vector<std::thread> others;
+  for (unsigned i = 1; i < threads; ++i) others.emplace_back(body, argument);
+  body(argument);
+  for (std::thread& other : others) other.join();
+}
+const Team kTeam{run_team, [] { return team_width; }};
+
+TEST(a_team_runs_operations_of_the_first_thread) {
+  const WithTeam with(kTeam);
+  team_jobs = 0;
+  {
+    const Exclusive exclusive;
+    CHECK_EQ(wrong_runs(50), 0u);
+    CHECK_EQ(wrong_runs(2), 0u);
+    bool caught = false;
+    try {
+      parallel(20, [](uint32_t task) {
+        if (task == 7) throw std::runtime_error("seven");
+      });
+    } catch (const std::runtime_error&) {
+      caught = true;
+    }
+    CHECK(caught);
+  }
+  CHECK_EQ(team_jobs.load(), 3);
+  std::thread([] {
+    const Exclusive exclusive;
+    CHECK_EQ(wrong_runs(50), 0u);
+  }).join();
+  CHECK_EQ(team_jobs.load(), 3);  // another thread has no team of its own
+  team_width = 2;
+  {
+    const Exclusive exclusive;
+    CHECK_EQ(wrong_runs(50), 0u);
+  }
+  CHECK_EQ(team_jobs.load(), 3);  // nor is one used that has another size
+  team_width = 3;
+}
+
 #if !KARVAN_TSAN  // which does not follow threads into a forked child
+
+TEST(a_forked_child_has_no_team) {
+  const WithTeam with(kTeam);
+  CHECK(succeeds_in_child([] {
+    team_jobs = 0;
+    const Exclusive exclusive;
+    return wrong_runs(50) == 0 && team_jobs.load() == 0;
+  }));
+}
 
 TEST(a_forked_child_runs_parallel_with_its_own_threads) {
   const int before = thread_count();

@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -37,9 +38,7 @@ thread_local bool inside_task = false;
 // closed before the next job's fields are written: whoever has seen one of them can no longer claim on the old ticket.
 class Pool {
  public:
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
-  }
+  explicit Pool(int threads) : threads_(threads) {}
 
   ~Pool() {
     stop_.store(true);
@@ -48,18 +47,24 @@ class Pool {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int threads() const { return threads_; }
 
-  void run(uint32_t tasks, const TaskRef& task) {
+  // `team` may run the workers' part; without it they do it themselves.
+  void run(uint32_t tasks, const TaskRef& task, const Team& team) {
     const uint64_t job = static_cast<uint64_t>(++job_) << 32;
     ticket_.store(job | kClosed, std::memory_order_release);
     task_.store(&task, std::memory_order_release);
     tasks_.store(tasks, std::memory_order_release);
     done_.store(0, std::memory_order_release);
     ticket_.store(job, std::memory_order_release);
-    wake_.fetch_add(1, std::memory_order_release);
-    wake_.notify_all();
-    help();
+    if (team.run) {
+      team.run([](void* pool) { static_cast<Pool*>(pool)->help(); }, this, static_cast<unsigned>(threads_), 0);
+    } else {
+      while (static_cast<int>(workers_.size()) + 1 < threads_) workers_.emplace_back([this] { work(); });
+      wake_.fetch_add(1, std::memory_order_release);
+      wake_.notify_all();
+      help();
+    }
     for (int spin = 0; done_.load(std::memory_order_acquire) != tasks; ++spin) {
       if (spin < kSpins) relax();
       else sched_yield();
@@ -124,6 +129,7 @@ class Pool {
     return now;
   }
 
+  const int threads_;
   std::vector<std::thread> workers_;
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<uint32_t> done_{0};
@@ -148,6 +154,14 @@ struct Process {
   std::atomic<int> waiting{0};
   std::atomic<int> wanted{default_threads()};
   Pool* pool = nullptr;
+  Team team;
+
+  // The team that an operation of this thread may use. With another number of threads than torch uses, OpenMP would end
+  // and start threads at every change.
+  Team team_here(int threads) const {
+    static thread_local const bool first = getpid() == static_cast<pid_t>(syscall(SYS_gettid));
+    return first && team.run && team.width() == threads ? team : Team{};
+  }
 };
 
 Process& process();
@@ -163,7 +177,8 @@ void after_fork() {
 }
 
 void after_fork_in_child() {
-  process().pool = nullptr;  // its threads do not exist here
+  process().pool = nullptr;  // its threads do not exist here, nor do OpenMP's
+  process().team = {};
   after_fork();
 }
 
@@ -195,6 +210,11 @@ int thread_count() { return process().wanted.load(); }
 
 void set_thread_count(int count) { process().wanted.store(std::max(1, count)); }
 
+void share_team(Team team) {
+  Exclusive exclusive;
+  process().team = team;
+}
+
 uint32_t parallel_width() { return inside_task ? 1 : static_cast<uint32_t>(thread_count()); }
 
 void parallel(uint32_t tasks, TaskRef task) {
@@ -209,7 +229,7 @@ void parallel(uint32_t tasks, TaskRef task) {
     p.pool = nullptr;
     p.pool = new Pool(wanted);
   }
-  p.pool->run(tasks, task);
+  p.pool->run(tasks, task, p.team_here(wanted));
 }
 
 }  // namespace karvan

@@ -3,6 +3,10 @@
 // One batch operation runs at a time in a process and uses all configured threads; the caller works too, so n threads
 // means n - 1 workers. Idle workers spin for a few microseconds, then sleep, so that torch's threads have the cores
 // between our calls. A fork waits for the running operation; the child starts its own workers on first use.
+//
+// Torch's threads are not so polite: those of OpenMP spin for milliseconds on a core that our worker wants. So if we are
+// told how to run something on them (share_team), operations of the process's first thread, which is where torch has
+// them, do without workers.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -54,6 +58,13 @@ class Alone {
 
 int thread_count();
 void set_thread_count(int count);  // count >= 1; takes effect with the next operation
+
+// How OpenMP runs body(argument) on `threads` threads of the caller's team, itself included, and says how many it has.
+struct Team {
+  void (*run)(void (*body)(void*), void* argument, unsigned threads, unsigned flags) = nullptr;
+  int (*width)() = nullptr;
+};
+void share_team(Team team);  // a Team{} makes all operations use the core's own threads again
 
 // Runs task(0) … task(tasks - 1), each once, on all threads, and returns when all are done. The caller holds an
 // Exclusive. The first exception a task throws is thrown again here after the others have finished. Inside a task it

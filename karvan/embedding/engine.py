@@ -23,6 +23,7 @@ from karvan.embedding.table import POOLED, Table
 from karvan.ragged import Padded, Ragged
 from karvan.store import MemoryStore, Plan, Program, Store
 from karvan.store.protocol import Gradients, Prepared
+from karvan.threads import share_torch_threads
 
 
 class EmbeddingEngine(nn.Module):
@@ -40,6 +41,7 @@ class EmbeddingEngine(nn.Module):
         super().__init__()
         if not features:
             raise ValueError("EmbeddingEngine expects at least one feature, got none.")
+        share_torch_threads()
         self.features = dict(features)
         self.step = 0
         # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.

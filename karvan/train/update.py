@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
+from karvan import _native
 from karvan.embedding import EmbeddingEngine
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.precision import Precision
@@ -101,6 +102,8 @@ class Update:
 def all_finite(gradients: Iterable[Tensor]) -> bool:
     """Whether no element is an infinity or a NaN."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if all(g.is_cpu and g.dtype is torch.float32 and g.is_contiguous() for g in dense):
+        return _native.all_finite([g.data_ptr() for g in dense], [g.numel() for g in dense])
     largest = get_total_norm(dense, math.inf)  # the largest magnitude: unlike a sum, it cannot overflow
     return bool(torch.isfinite(largest))
 

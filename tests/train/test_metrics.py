@@ -11,6 +11,7 @@ from sklearn import metrics as sk
 
 import karvan as kv
 from karvan import metrics
+from karvan.train.metrics.auc import count_scores
 
 nan = float("nan")
 
@@ -62,6 +63,20 @@ def test_histogram_auc_is_within_its_bound_of_scikit_learns(drawn, bins):
         expected = _expected(sk.roc_auc_score, labels, scores, sample_weight=w)
         assert math.isnan(expected) or auc.error_bound() <= 0.5
         assert _same(auc.compute(), expected, auc.error_bound() + 1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_native_histogram_is_torchs(weighted):
+    random = torch.Generator().manual_seed(3)
+    scores = torch.randn(5000, generator=random, dtype=torch.float64).mul(6).sigmoid()
+    scores[:8] = torch.tensor([0.0, 1.0, -0.1, 1.5, math.nan, math.inf, 5e-324, 1 - 2**-53])
+    labels = torch.rand(5000, generator=random, dtype=torch.float64)
+    labels[8:11] = torch.tensor([-1.0, 2.0, math.nan])
+    weights = torch.rand(5000, generator=random, dtype=torch.float64) if weighted else None
+    native, expected = metrics.AUC(bins=100), torch.zeros(3, 102, dtype=torch.float64)
+    native.add(scores, labels, weights)
+    count_scores(scores, labels, weights, expected)
+    torch.testing.assert_close(native.state()["counts"], expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("centre", [-7.0, -3.5, 0.0, 3.5], ids="rate of {}".format)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from karvan import _native
 from karvan.train.metrics.base import Metric, State, check_state
 from karvan.train.metrics.kept import Ranking, Samples, auc_of_groups
 
@@ -52,17 +53,21 @@ class AUC(Metric):
         if self.exact:
             self._samples.add(scores, labels, weights, None)
             return
-        bins = self.bins
-        place = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
-        # Two more bins, for what is not a number and what is no probability: nothing waits for a check here.
-        known = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
-        place = torch.where(known, place, torch.where(scores.isnan(), bins, bins + 1))
-        clicks = labels if weights is None else labels * weights
-        others = 1 - labels if weights is None else weights - clicks
         self._counts = self._counts.to(scores.device)
-        self._counts[0].index_add_(0, place, clicks)
-        self._counts[1].index_add_(0, place, others)
-        self._counts[2].index_add_(0, place, (~known).double())
+        if scores.is_cpu:
+            scores, labels = scores.contiguous(), labels.contiguous()
+            weights = None if weights is None else weights.contiguous()
+            _native.count_scores(
+                scores.data_ptr(),
+                labels.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+                len(scores),
+                _LIMIT,
+                self.bins,
+                self._counts.data_ptr(),
+            )
+        else:
+            count_scores(scores, labels, weights, self._counts)
 
     def compute(self) -> float:
         """The AUC; NaN while there is only one class."""
@@ -114,3 +119,17 @@ class AUC(Metric):
         if wrong[self.bins]:
             clicks = clicks * float("nan")
         return clicks[: self.bins], others[: self.bins]
+
+
+def count_scores(scores: Tensor, labels: Tensor, weights: Tensor | None, counts: Tensor) -> None:
+    """What the native core does for the CPU, for any device, which nothing here waits for."""
+    bins = counts.shape[1] - 2
+    place = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
+    # Two more bins, for what is not a number and what is no probability: nothing waits for a check here.
+    known = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
+    place = torch.where(known, place, torch.where(scores.isnan(), bins, bins + 1))
+    clicks = labels if weights is None else labels * weights
+    others = 1 - labels if weights is None else weights - clicks
+    counts[0].index_add_(0, place, clicks)
+    counts[1].index_add_(0, place, others)
+    counts[2].index_add_(0, place, (~known).double())
