@@ -24,7 +24,7 @@ demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARG
 
 test: lint test-native test-python  ## set everything up and run all checks and tests
 
-test-native: $(VENV)/.tools  ## the C++ core's own tests: plain, with ASan + UBSan, with TSan
+test-native: $(VENV)/.karvan  ## the C++ core's own tests: plain, with ASan + UBSan, with TSan
 	@tools/test_native.sh plain address,undefined thread
 
 test-python: $(VENV)/.karvan  ## the Python tests; ARGS go to pytest

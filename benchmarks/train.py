@@ -257,7 +257,7 @@ def checkpoints(report: Report, data: Data, model: kv.models.DLRM, rounds: int) 
     ours, plain, ratios = [], [], []
     folder = data.folder / "checkpoints"
     folder.mkdir()
-    for number in range(rounds + 1):
+    for number in range(max(rounds, 5) + 1):
         start = time.perf_counter()
         made = kv.checkpoint.save(folder / str(number), {}, model)
         seconds = time.perf_counter() - start

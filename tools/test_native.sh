@@ -17,6 +17,7 @@ has_sanitizer() {
 
 for kind in "$@"; do
   build=build/tests-${kind//,/-}
+  if [ "$kind" = plain ]; then build=build/dev; fi  # where the package was built, with the same core
   mkdir -p "$build"
   sanitize=""
   if [ "$kind" != plain ]; then
@@ -29,9 +30,10 @@ for kind in "$@"; do
   side_by_side=2
   if [ "$kind" = thread ]; then side_by_side=1; fi  # its programs have more threads than there are cores
   printf 'C++ tests, %s: ' "$kind"
-  log=$build/build.log
-  if ! { cmake -S . -B "$build" -G Ninja -DKARVAN_PYTHON=OFF -DKARVAN_TESTS=ON -DKARVAN_SANITIZE="$sanitize" &&
-    cmake --build "$build"; } >"$log" 2>&1; then
+  log=$build/tests.log
+  options=(-G Ninja -DKARVAN_PYTHON=OFF -DKARVAN_SANITIZE="$sanitize")
+  if [ -e "$build/CMakeCache.txt" ]; then options=(); fi
+  if ! { cmake -S . -B "$build" "${options[@]}" && cmake --build "$build" --target karvan_tests; } >"$log" 2>&1; then
     echo "does not build"
     cat "$log" >&2
     exit 1

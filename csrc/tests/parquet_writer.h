@@ -119,7 +119,7 @@ inline Bytes hybrid(const std::vector<uint32_t>& values, unsigned width) {
 }
 
 using Numbers = std::vector<uint64_t>;
-using Rows = std::vector<std::optional<uint64_t>>;
+using Values = std::vector<std::optional<uint64_t>>;
 
 // Of each number the lower `width` bytes.
 inline Bytes plain(const Numbers& values, size_t width) {
@@ -148,8 +148,8 @@ inline Bytes page(int type, int field, const Struct& inner, const Bytes& levels,
   return bytes;
 }
 
-// Rows of an optional column; `dictionary`, where it is not empty, has all of their values.
-inline Bytes data_page(const Rows& rows, const Numbers& dictionary, PageOptions options) {
+// Values of an optional column; `dictionary`, where it is not empty, has all of their values.
+inline Bytes data_page(const Values& rows, const Numbers& dictionary, PageOptions options) {
   std::vector<uint32_t> levels, indices;
   Numbers present;
   for (const auto& value : rows) {

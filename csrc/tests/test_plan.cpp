@@ -126,6 +126,7 @@ TEST(plain_features_of_common_widths_are_summed_and_pooled_as_plain_loops_do) {
   const std::vector<uint32_t> dims{16, 32, 64, 20};
   for (const Mode mode : {Mode::pooled, Mode::cells, Mode::padded}) {
     for (const uint64_t samples : {0u, 1u, 50u, 1800u, 3500u}) {
+      if (KARVAN_TSAN && samples > 2000) continue;  // more of what threads do with fewer
       for (const bool one_without : {false, true}) {
         Tables tables;
         for (const uint32_t dim : dims) {
