@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from karvan.features import Feature, FeatureEngine
     from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+    from karvan.ranks import connect
     from karvan.store import MemoryStore, Rows, Store
     from karvan.threads import get_num_threads, set_num_threads
     from karvan.train import Job, Trainer, losses, metrics
@@ -60,6 +61,7 @@ __all__ = [
     "TableHandle",
     "Trainer",
     "checkpoint",
+    "connect",
     "data",
     "get_num_threads",
     "ids",
@@ -80,6 +82,7 @@ _HOMES = {
     "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
     "ReadOnly Table TableHandle init optim",
     "karvan.features": "Feature FeatureEngine",
+    "karvan.ranks": "connect",
     "karvan.ragged": "Batch NestedRagged Padded Ragged",
     "karvan.store": "MemoryStore Rows Store",
     "karvan.threads": "get_num_threads set_num_threads",

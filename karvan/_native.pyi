@@ -297,6 +297,9 @@ class Gradients:
     def touched(self) -> list[bool]:
         """By slot: has any key a gradient?"""
 
+    def average(self) -> None:
+        """Divides each key's sum by the number of its positions."""
+
     def keys_and_values(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.float32]]: ...
     @staticmethod
     def merge(parts: Sequence[Gradients]) -> Gradients: ...
@@ -312,6 +315,34 @@ class Plan:
         """
         Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.
         """
+
+class Route:
+    """The distinct keys of a plan, by the ranks that own them."""
+
+    def __init__(self, plan: Plan, ranks: int, alone: bool) -> None:
+        """alone: on the caller's thread, beside whatever runs."""
+
+    @property
+    def counts(self) -> list[int]:
+        """Keys, by rank and slot."""
+
+    @property
+    def keys(self) -> int: ...
+    @property
+    def floats(self) -> int: ...
+    def pack_keys(self, message: int) -> None:
+        """Writes them, and how often each is used, for each rank."""
+
+    def pool(self, vectors: int) -> None:
+        """Fills the plan's outputs from vectors in the order of travel."""
+
+    def complete(self, gradients: Gradients) -> bool:
+        """
+        Whether every feature had a gradient, so that they can travel without their keys.
+        """
+
+    def pack_gradients(self, gradients: Gradients, scale: float, out: int) -> None:
+        """Writes gradients times scale in the order of travel."""
 
 def prepare(program: Program, inputs: Sequence[int]) -> Plan:
     """

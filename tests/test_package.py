@@ -16,7 +16,7 @@ PACKAGE = ROOT / "karvan"
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
     ("_native",),
-    ("ragged", "ids", "threads", "buffers"),
+    ("ragged", "ids", "threads", "buffers", "ranks"),
     ("rows",),
     ("features", "data"),
     ("store",),

@@ -208,6 +208,20 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
   return sum;
 }
 
+void Gradients::average() {
+  const KeyGroups& g = groups();
+  each_bucket([&](uint32_t b) {
+    float* value = values(b);
+    const uint32_t* const counts = g.count.data() + g.begin[b];
+    const uint32_t dim = dims_[g.slot_of[b]];
+    for (uint32_t i = 0; i < g.unique[b]; ++i, value += dim) {
+      if (counts[i] == 1) continue;
+      const float size = static_cast<float>(counts[i]);
+      for (uint32_t k = 0; k < dim; ++k) value[k] /= size;
+    }
+  });
+}
+
 void Gradients::copy(uint32_t slot, uint64_t* keys, float* gradients) const {
   const KeyGroups& g = groups();
   const KeyGroups::Slot& s = g.slots[slot];

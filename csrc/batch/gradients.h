@@ -22,6 +22,9 @@ class Gradients {
   // The sum of several backward passes over the same tables, in their order (gradient accumulation).
   static std::unique_ptr<Gradients> merge(const std::vector<Gradients*>& parts);
 
+  // Divides each key's sum by the number of positions that the key has.
+  void average();
+
   // Updates the rows. A table whose gradient is not finite is skipped and counted; so are, one by one, gradients of rows
   // that have gone since the lookup. A null rule leaves its table alone. `steps` seed the rounding of half-size vectors.
   void apply(const std::vector<const Rule*>& rules, const std::vector<uint64_t>& steps);
@@ -35,6 +38,7 @@ class Gradients {
   void copy(uint32_t slot, uint64_t* keys, float* gradients) const;
 
  private:
+  friend class Route;
   Gradients() = default;
   const KeyGroups& groups() const { return own_groups_ ? *own_groups_ : plan_->groups_; }
   uint32_t* row() const { return own_groups_ ? own_row_.data() : plan_->row_.data(); }

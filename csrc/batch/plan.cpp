@@ -57,12 +57,15 @@ Plan::Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<Fe
     }
   }
   groups_ = KeyGroups(slots, std::move(sources), base);
+  if (std::any_of(features_.begin(), features_.end(), [](const Feature& f) { return f.in.uses != nullptr; }))
+    uses_ = Array<uint32_t>(groups_.hash.size());
   row_ = Array<uint32_t>(groups_.hash.size());
   vectors_.resize(slots);
 }
 
 void Plan::group() {
   groups_.group_all();
+  for (uint32_t s = 0; uses_ && s < slots(); ++s) count_uses(s);
   grouped_ = true;
 }
 
@@ -185,7 +188,7 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
   Table& table = *tables_[unit.slot];
   const uint32_t first = groups_.begin[bucket] + from;
   const uint64_t* const hashes = groups_.hash.data() + first;
-  const uint32_t* const counts = groups_.count.data() + first;
+  const uint32_t* const counts = uses() + first;
   uint32_t* const rows = row_.data() + first;
   if (training) table.before_use(hashes, count);
   Bucket* home[kFindTogether];
@@ -228,6 +231,20 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
   if (training) table.note_changes(rows, count);
 }
 
+void Plan::count_uses(uint32_t slot) {
+  uint32_t* const of_unique = uses_.data() + groups_.first_index(slot);
+  std::fill_n(of_unique, groups_.slots[slot].positions, 0u);
+  for (const uint32_t f : users_[slot]) {
+    const FeatureInput& in = features_[f].in;
+    const uint32_t* const unique_of = groups_.unique_of.data() + features_[f].base;
+    const uint64_t positions = in.cells * features_[f].spec->stack;
+    for (uint64_t i = 0; i < positions; ++i) {
+      uint32_t& sum = of_unique[unique_of[i]];
+      sum = saturating_add(sum, in.uses ? in.uses[i / features_[f].spec->stack] : 1);
+    }
+  }
+}
+
 void Plan::reserve(uint32_t slot, const std::vector<Unit>& units) {
   Table& table = *tables_[slot];
   std::vector<uint32_t> fresh(table.shards(), 0);
@@ -245,12 +262,13 @@ void Plan::insert(const Unit& unit, uint32_t step) {
   const auto at = [&](size_t i) { return groups_.begin[unit.missing[i].first] + unit.missing[i].second; };
   for (size_t i = 0; i < unit.missing.size(); ++i) {
     if (i + kInsertAhead < unit.missing.size()) table.prefetch(groups_.hash[at(i + kInsertAhead)]);
-    row_[at(i)] = table.insert(groups_.hash[at(i)], groups_.count[at(i)], step);
+    row_[at(i)] = table.insert(groups_.hash[at(i)], uses()[at(i)], step);
   }
   for (uint32_t bucket = unit.missing[0].first; bucket < unit.last; ++bucket) gather(bucket);
 }
 
 void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
+  if (uses_ && !grouped_) count_uses(slot);
   vectors_[slot] = Array<float>(groups_.slots[slot].positions * dims_[slot]);
   std::vector<Unit> all = units(slot);
   parallel(static_cast<uint32_t>(all.size()), [&](uint32_t u) { find(all[u], training, step); });
@@ -328,7 +346,7 @@ void Plan::unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const {
   for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b) {
     for (uint32_t i = groups_.begin[b]; i < groups_.begin[b] + groups_.unique[b]; ++i) {
       *keys++ = unmix(groups_.hash[i]);
-      *counts++ = groups_.count[i];
+      *counts++ = uses()[i];
     }
   }
 }

@@ -35,6 +35,7 @@ struct FeatureInput {
   const float* weights = nullptr;    // by cell
   uint32_t length = 0;               // padded: cells kept for a sample, from its first
   float* out = nullptr;
+  const uint32_t* uses = nullptr;    // by cell: how many uses of its key it stands for; null: one
 };
 
 class Plan {
@@ -53,9 +54,11 @@ class Plan {
   uint64_t unique_in(uint32_t slot) const { return groups_.unique_in(slot); }
   void unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const;
   void run(const std::vector<const float*>& vectors);
+  uint32_t slots() const { return static_cast<uint32_t>(dims_.size()); }
 
  private:
   friend class Gradients;
+  friend class Route;
   struct Feature {
     const FeatureSpec* spec;
     FeatureInput in;
@@ -76,6 +79,8 @@ class Plan {
   void check(const Feature& feature) const;
   void cut(Feature& feature);
   void describe(Feature& feature);
+  void count_uses(uint32_t slot);
+  const uint32_t* uses() const { return uses_ ? uses_.data() : groups_.count.data(); }
   std::vector<Unit> units(uint32_t slot) const;
   void find(Unit& unit, bool training, uint32_t step);
   void find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count, bool training, uint32_t step);
@@ -93,6 +98,7 @@ class Plan {
   std::vector<std::vector<uint32_t>> users_;   // by slot: its features
   KeyGroups groups_;
   bool grouped_ = false;
+  Array<uint32_t> uses_;                       // as KeyGroups::count, where positions stand for several uses
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash

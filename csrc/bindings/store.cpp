@@ -15,6 +15,7 @@
 
 #include "batch/gradients.h"
 #include "batch/plan.h"
+#include "batch/route.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "table/table.h"
@@ -79,7 +80,7 @@ Program make_program(const std::vector<FeatureTuple>& features, uint32_t slots) 
   return program;
 }
 
-constexpr size_t kInputFields = 7;
+constexpr size_t kInputFields = 8;
 
 std::vector<FeatureInput> make_inputs(const Program& program, const std::vector<uint64_t>& flat) {
   if (flat.size() != program.features->size() * kInputFields)
@@ -89,7 +90,7 @@ std::vector<FeatureInput> make_inputs(const Program& program, const std::vector<
     inputs.push_back({reinterpret_cast<const uint64_t*>(flat[i]), flat[i + 1],
                       reinterpret_cast<const int64_t*>(flat[i + 2]), flat[i + 3],
                       reinterpret_cast<const float*>(flat[i + 4]), static_cast<uint32_t>(flat[i + 5]),
-                      reinterpret_cast<float*>(flat[i + 6])});
+                      reinterpret_cast<float*>(flat[i + 6]), reinterpret_cast<const uint32_t*>(flat[i + 7])});
   return inputs;
 }
 
@@ -347,6 +348,8 @@ void bind_store(nb::module_& m) {
   nb::class_<Gradients>(m, "Gradients", "One gradient for each distinct key of a batch.")
       .def("finite", &Gradients::finite, "By slot: is its gradient free of NaN and infinity?")
       .def("touched", &Gradients::touched, "By slot: has any key a gradient?")
+      .def("average", [](Gradients& g) { operation([&] { g.average(); }); },
+           "Divides each key's sum by the number of its positions.")
       .def("keys_and_values",
            [](const Gradients& g, uint32_t slot) {
              const size_t n = g.unique_in(slot), dim = g.dim(slot);
@@ -417,6 +420,41 @@ void bind_store(nb::module_& m) {
            },
            "addresses"_a, "strides"_a,
            "Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.");
+
+  nb::class_<Route>(m, "Route", "The distinct keys of a plan, by the ranks that own them.")
+      .def("__init__",
+           [](Route* r, std::shared_ptr<Plan> plan, uint32_t ranks, bool alone) {
+             nb::gil_scoped_release release;
+             if (alone) {
+               const Alone own_thread;
+               new (r) Route(std::move(plan), ranks);
+             } else {
+               Exclusive exclusive;
+               new (r) Route(std::move(plan), ranks);
+             }
+           },
+           "plan"_a, "ranks"_a, "alone"_a, "alone: on the caller's thread, beside whatever runs.")
+      .def_prop_ro("counts", &Route::counts, "Keys, by rank and slot.")
+      .def_prop_ro("keys", &Route::keys)
+      .def_prop_ro("floats", &Route::floats)
+      .def("pack_keys",
+           [](const Route& r, uint64_t message) {
+             nb::gil_scoped_release release;
+             const Alone own_thread;
+             r.pack_keys(reinterpret_cast<uint64_t*>(message));
+           },
+           "message"_a, "Writes them, and how often each is used, for each rank.")
+      .def("pool",
+           [](Route& r, uint64_t vectors) { operation([&] { r.pool(reinterpret_cast<const float*>(vectors)); }); },
+           "vectors"_a, "Fills the plan's outputs from vectors in the order of travel.")
+      .def("complete",
+           [](const Route&, const Gradients& g) { return Route::complete(g); }, "gradients"_a,
+           "Whether every feature had a gradient, so that they can travel without their keys.")
+      .def("pack_gradients",
+           [](const Route& r, const Gradients& g, float scale, uint64_t out) {
+             operation([&] { r.pack_gradients(g, scale, reinterpret_cast<float*>(out)); });
+           },
+           "gradients"_a, "scale"_a, "out"_a, "Writes gradients times scale in the order of travel.");
 
   m.def(
       "prepare",

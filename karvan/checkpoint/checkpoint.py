@@ -17,10 +17,8 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import problem_of, read_arrays
 from karvan.checkpoint.manifest import Manifest, TableEntry
 from karvan.checkpoint.tables import (
-    Keys,
     Model,
     check_part,
-    hashes_of,
     join,
     overlay,
     parts_of,
@@ -32,6 +30,7 @@ from karvan.checkpoint.tables import (
 from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
 from karvan.store import Rows
+from karvan.store.owners import Keys, hashes_of
 from karvan.threads import cores
 
 

@@ -17,9 +17,8 @@ from karvan.checkpoint.files import Stored, read_arrays, read_header, stored
 from karvan.checkpoint.manifest import PartEntry, TableEntry, row_bytes
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Rows
+from karvan.store.owners import Hashes, Keys, hashes_of
 
-Keys: TypeAlias = NDArray[np.int64]
-Hashes: TypeAlias = NDArray[np.uint64]
 Model: TypeAlias = nn.Module | Iterable[nn.Module] | None
 
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -65,18 +64,6 @@ def folder_of(table: str) -> str:
 def part_name(part: int, parts: int) -> str:
     """A part's file."""
     return f"part-{part:05d}-of-{parts:05d}.safetensors"
-
-
-def hashes_of(keys: Keys) -> Hashes:
-    """The mix of csrc/hash/mix.h, which says in which part of a table a key is."""
-    hashes = keys.astype(np.uint64)
-    factor, half = np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
-    hashes ^= hashes >> half
-    hashes *= factor
-    hashes ^= hashes >> half
-    hashes *= factor
-    hashes ^= hashes >> half
-    return hashes
 
 
 def parts_of(hashes: Hashes, parts: int) -> NDArray[np.int64]:

@@ -25,10 +25,11 @@ from karvan.checkpoint.folder import HiddenFolder
 from karvan.checkpoint.manifest import Base, Manifest, PartEntry, TableEntry
 from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.pending import Pending, Writers
-from karvan.checkpoint.tables import folder_of, hashes_of, part_name, parts_for, parts_of, to_arrays
+from karvan.checkpoint.tables import folder_of, part_name, parts_for, parts_of, to_arrays
 from karvan.checkpoint.tree import encode
 from karvan.embedding import TableHandle
 from karvan.store import Capture, Rows, Store
+from karvan.store.owners import hashes_of
 
 Versions = dict[str, int]
 

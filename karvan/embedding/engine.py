@@ -21,7 +21,7 @@ from karvan.embedding.handle import TableHandle
 from karvan.embedding.inputs import FeatureInput, mode_of
 from karvan.embedding.table import POOLED, Table
 from karvan.ragged import Padded, Ragged
-from karvan.store import MemoryStore, Plan, Program, Store
+from karvan.store import Plan, Program, Store, make_store
 from karvan.store.protocol import Gradients, Prepared
 from karvan.threads import share_torch_threads
 
@@ -46,7 +46,7 @@ class EmbeddingEngine(nn.Module):
         self.step = 0
         # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
         self.gradient_scale = 1.0
-        self.store: Store = store if store is not None else MemoryStore()
+        self.store: Store = store if store is not None else make_store()
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
@@ -163,7 +163,7 @@ class EmbeddingEngine(nn.Module):
         kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in kept]
         strides = [0 if g is None else g.stride(0) for g in kept]
-        self._pending.append(_Pending(plan, plan.native.reduce(addresses, strides), waiting))
+        self._pending.append(_Pending(plan, self.store.reduce(plan, addresses, strides), waiting))
 
     def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[Plan, Gradients]]:
         """Hand over the backward passes whose gradients wait for an optimizer of these tables, oldest first.

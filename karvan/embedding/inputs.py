@@ -79,7 +79,7 @@ class FeatureInput:
             return self.rows
         return self.cells if self.table.combiner == "ragged" else self.rows * self.length
 
-    def numbers(self) -> tuple[int, int, int, int, int, int, int]:
+    def numbers(self) -> tuple[int, int, int, int, int, int, int, int]:
         """The native call's numbers for this feature; an address of 0 stands for nothing."""
         assert self._out is not None
         return (
@@ -90,6 +90,7 @@ class FeatureInput:
             0 if self.weights is None else self.weights.data_ptr(),
             self.length,
             self._out.data_ptr(),
+            0,
         )
 
     def take_out(self) -> Tensor:

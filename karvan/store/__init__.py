@@ -3,5 +3,18 @@
 from karvan.store.capture import Capture
 from karvan.store.memory import MemoryStore
 from karvan.store.protocol import Found, Plan, Program, Push, Rows, Store, TableSpec
+from karvan.store.sharded import ShardedStore, make_store
 
-__all__ = ["Capture", "Found", "MemoryStore", "Plan", "Program", "Push", "Rows", "Store", "TableSpec"]
+__all__ = [
+    "Capture",
+    "Found",
+    "MemoryStore",
+    "Plan",
+    "Program",
+    "Push",
+    "Rows",
+    "ShardedStore",
+    "Store",
+    "TableSpec",
+    "make_store",
+]

@@ -13,7 +13,6 @@ from karvan.store.capture import Capture
 from karvan.store.protocol import (
     Counts,
     Found,
-    Gradients,
     Keys,
     Plan,
     Prepared,
@@ -160,7 +159,7 @@ class MemoryStore(Store):
     def update(
         self,
         program: Program,
-        gradients: Sequence[tuple[Plan, Gradients]],
+        gradients: Sequence[tuple[Plan, _native.Gradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +26,18 @@ from karvan.store.capture import Capture
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
-Gradients: TypeAlias = _native.Gradients
 Rule: TypeAlias = _native.Rule
-Prepared: TypeAlias = _native.Plan
+Prepared: TypeAlias = Any  # what a store's `prepare` gives is for its own `forward`
+
+
+class Gradients(Protocol):
+    """The gradients of a backward pass, summed by key; each of these answers by the tables' slots."""
+
+    def finite(self) -> list[bool]:
+        """Whether a table's gradients have neither infinities nor NaNs."""
+
+    def touched(self) -> list[bool]:
+        """Whether any key of a table has a gradient."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,14 @@ class Program:
 
 
 class Plan(NamedTuple):
-    """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup."""
+    """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
+
+    away: what a store that has the rows elsewhere must remember.
+    """
 
     native: _native.Plan
     versions: Mapping[str, int]
+    away: Any = None
 
 
 class Store(ABC):
@@ -211,14 +224,18 @@ class Store(ABC):
         plan.pool_from([found[table].vectors for table in program.tables])
         return Plan(plan, {table: f.version for table, f in found.items()})
 
+    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
+        """Sum gradients of a plan's outputs by key: addresses, 0 for none, and floats from row to row."""
+        return plan.native.reduce(list(addresses), list(strides))
+
     def update(
         self,
         program: Program,
-        gradients: Sequence[tuple[Plan, Gradients]],
+        gradients: Sequence[tuple[Plan, Any]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """Apply the sum of some backward passes' gradients to the tables that have a rule."""
+        """Apply the sum of some backward passes, each as `reduce` gave it, to the tables that have a rule."""
         pushes: dict[str, list[Push]] = {}
         for slot, table in enumerate(program.tables):
             if table not in rules:
@@ -226,5 +243,10 @@ class Store(ABC):
             if not all(g.finite()[slot] for _, g in gradients):
                 self.skip(table)
                 continue
-            pushes[table] = [Push(*g.keys_and_values(slot), plan.versions[table]) for plan, g in gradients]
+            pushes[table] = [_push(g, slot, plan.versions[table]) for plan, g in gradients]
         self.apply(pushes, rules, steps)
+
+
+def _push(gradients: _native.Gradients, slot: int, version: int) -> Push:
+    keys, values = gradients.keys_and_values(slot)
+    return Push(keys, values, version)

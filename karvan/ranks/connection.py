@@ -1,0 +1,157 @@
+"""Where a program's rows live: in this process, or shared out over the processes that train together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from karvan.ranks.lane import Lane, SharedLane
+from karvan.ranks.watch import Watch
+
+KINDS = ("memory", "sharded")
+WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+REDUCES = ("mean", "key")
+# One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
+_LANES = ("main", "fit", "evaluate", "save")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job chooses; see `connect`."""
+
+    kind: str = "memory"
+    wire: str = "float32"
+    grad_reduce: str = "mean"
+    timeout: float = 300.0
+
+
+class Connection:
+    """This process among those that train together: `rank` of `world`, and a lane for each thread."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.lanes = {name: Lane(name) for name in _LANES}
+        self.rank = 0
+        self.world = 1
+
+    @property
+    def main(self) -> Lane:
+        """The lane of the thread that computes."""
+        return self.lanes["main"]
+
+    @property
+    def here(self) -> Lane:
+        """The lane of the calling thread."""
+        return self.lanes[getattr(_thread, "lane", "main")]
+
+    @contextmanager
+    def on(self, lane: str) -> Iterator[Lane]:
+        """Inside of it, the calling thread talks on this lane, which no other thread may use meanwhile."""
+        before = getattr(_thread, "lane", "main")
+        _thread.lane = lane
+        try:
+            yield self.lanes[lane]
+        finally:
+            _thread.lane = before
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are others, or could be."""
+        return self.settings.kind == "sharded"
+
+    def close(self) -> None:
+        """Leave; the process group stays."""
+
+
+class SharedConnection(Connection):
+    """A connection over torch's process group."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._began = False
+        timeout = timedelta(seconds=settings.timeout)
+        if not dist.is_initialized():
+            if "RANK" not in os.environ:
+                raise RuntimeError(
+                    'connect("sharded") expects a process that torchrun has started, or an initialised '
+                    "process group, got neither: torchrun --nproc-per-node=2 train.py"
+                )
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timeout)
+            self._began = True
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        store = _get_default_store()
+        number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
+        self._watch = Watch(
+            PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
+        )
+        for name in _LANES:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            self.lanes[name] = SharedLane(name, group, lambda lane, e: self._watch.explain(lane.name, e))
+
+    def close(self) -> None:
+        """See `Connection.close`."""
+        self._watch.close()
+        if self._began and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _progress(self) -> dict[str, int]:
+        return {name: lane.operations for name, lane in self.lanes.items()}
+
+
+_thread = threading.local()
+_current = Connection()
+_lock = threading.Lock()
+
+
+def current() -> Connection:
+    """The connection of this process."""
+    return _current
+
+
+def connect(
+    kind: str = "memory",
+    *,
+    wire: str = "float32",
+    grad_reduce: str = "mean",
+    timeout: float = 300.0,
+) -> Connection:
+    """Choose where the rows of engines live that are made from now on.
+
+    "memory": in this process. "sharded", in a program that torchrun starts: every rank owns a range of the
+    keys' hashes of every table, ranks train on shares of the data, and gradients are averaged.
+
+    wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16".
+    grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
+    dense parameters; "key" by the number of ranks that had the key in their batch.
+    timeout: seconds after which a rank that does not answer is an error on all others.
+    """
+    global _current
+    if kind not in KINDS:
+        raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.")
+    if wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
+    if grad_reduce not in REDUCES:
+        raise ValueError(f"grad_reduce must be one of {', '.join(REDUCES)}, got {grad_reduce!r}.")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
+    settings = Settings(kind, wire, grad_reduce, timeout)
+    with _lock:
+        _current.close()
+        _current = Connection()
+        if kind == "sharded":
+            _current = SharedConnection(settings)
+        return _current
+
+
+def disconnect() -> None:
+    """Back to rows in this process, for engines that are made from now on."""
+    connect("memory")

@@ -1,0 +1,96 @@
+"""Who is missing: every rank says once a second that it lives and how far it is, so errors can name one."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from karvan.ranks.errors import RankError
+
+_BEAT = 1.0  # seconds between two signs of life
+_LOST = 3.5  # seconds without one after which a rank counts as dead or stopped
+
+
+class Watch:
+    """Tells the others that this rank lives, and finds out who does not."""
+
+    def __init__(
+        self, store: Store, rank: int, world: int, progress: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._progress = progress
+        self._beats = 0
+        self._ended = threading.Event()
+        self._beat()
+        threading.Thread(target=self._run, name="karvan-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """No more signs of life."""
+        self._ended.set()
+
+    def explain(self, lane: str, error: Exception) -> RankError:
+        """An error that names the rank because of which a collective on a lane has failed."""
+        who = self._missing(lane)
+        with suppress(RuntimeError):  # the store may be gone as well
+            self._say("failed", who or str(error))
+        return RankError(f"{who or 'A rank has failed, nobody knows which'}: {_short(error)}")
+
+    def _missing(self, lane: str) -> str | None:
+        try:
+            before = self._all("alive")
+            time.sleep(_LOST)
+            after, failed = self._all("alive"), self._all("failed")
+        except (RuntimeError, ValueError):
+            return "The process that introduced the ranks to each other is gone"
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        silent = [r for r in others if after.get(r) == before.get(r) and r not in failed]
+        if silent:
+            where = ", ".join(_name(rank, after.get(rank)) for rank in silent)
+            return f"{where} {'has' if len(silent) == 1 else 'have'} died or stopped"
+        told = sorted(failed.items() - {(self._rank, failed.get(self._rank))})
+        if told:
+            return str(told[0][1])
+        here = self._progress().get(lane, 0)
+        slow = [r for r in others if after.get(r, {}).get("at", {}).get(lane, 0) < here]
+        if slow:
+            where = ", ".join(_name(rank, after.get(rank)) for rank in slow)
+            return f"{where} {'does' if len(slow) == 1 else 'do'} not get to operation {here} of '{lane}'"
+        return None
+
+    def _all(self, what: str) -> dict[int, Any]:
+        keys = {rank: f"karvan/{what}/{rank}" for rank in range(self._world)}
+        return {
+            rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+        }
+
+    def _run(self) -> None:
+        while not self._ended.wait(_BEAT):
+            try:
+                self._beat()
+            except (RuntimeError, ValueError):  # the store is gone, and the job with it
+                return
+
+    def _beat(self) -> None:
+        self._beats += 1
+        at = dict(self._progress())
+        self._say("alive", {"beat": self._beats, "pid": os.getpid(), "host": os.uname().nodename, "at": at})
+
+    def _say(self, what: str, value: Any) -> None:
+        self._store.set(f"karvan/{what}/{self._rank}", json.dumps(value))
+
+
+def _name(rank: int, alive: Any) -> str:
+    return f"Rank {rank} (process {alive['pid']} on {alive['host']})" if alive else f"Rank {rank}"
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

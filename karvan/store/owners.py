@@ -1,0 +1,34 @@
+"""Which rank owns a key: the one whose range of hashes has the key's."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Keys: TypeAlias = NDArray[np.int64]
+Hashes: TypeAlias = NDArray[np.uint64]
+
+
+def hashes_of(keys: Keys) -> Hashes:
+    """The mix of csrc/hash/mix.h, by whose ranges keys are shared out, between ranks and between files."""
+    hashes = keys.astype(np.uint64)
+    factor, half = np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
+    hashes ^= hashes >> half
+    hashes *= factor
+    hashes ^= hashes >> half
+    hashes *= factor
+    hashes ^= hashes >> half
+    return hashes
+
+
+def owners_of(hashes: Hashes, ranks: int) -> NDArray[np.int64]:
+    """The rank that owns each hash, as csrc/batch/route.h has it."""
+    half = np.uint64(32)
+    return (((hashes >> half) * np.uint64(ranks)) >> half).astype(np.int64)
+
+
+def first_hash_of(rank: int, ranks: int) -> int:
+    """The least hash that a rank owns; for `ranks` itself, 2^64."""
+    return -(-(rank << 32) // ranks) << 32

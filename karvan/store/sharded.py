@@ -1,0 +1,383 @@
+"""`ShardedStore`: every rank owns a range of the key hashes of every table.
+
+A lookup: the rank groups its batch by key (`Plan`) and sorts the distinct keys by owner (`Route`); one
+exchange of numbers, one of keys, for all tables together. An owner groups what has come from all ranks once
+more, finds or inserts each key once, and sends vectors back in the order of the keys, in one exchange.
+Gradients, summed by key, go the same way in one more. The owner adds them up in the order of ranks, so that
+results are the same from run to run.
+
+The owner's batch is an ordinary one for the native core: for each rank and table a feature of single ids,
+whose keys, outputs and gradients lie in the messages themselves.
+
+`lookup`, `apply`, `prepare`, `forward` and `reduce` are collectives: all ranks call them, in the same order
+on each lane. Everything else concerns this rank's share alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan import _native, buffers, ranks
+from karvan.ranks.connection import WIRES
+from karvan.store.capture import Capture
+from karvan.store.memory import MemoryStore
+from karvan.store.owners import hashes_of, owners_of
+from karvan.store.protocol import (
+    Counts,
+    Found,
+    Keys,
+    Plan,
+    Prepared,
+    Program,
+    Push,
+    Rows,
+    Rule,
+    Store,
+    TableSpec,
+    Vectors,
+)
+
+Table = list[list[int]]  # numbers of keys, by rank and slot
+
+_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
+
+
+class Routed(NamedTuple):
+    """A batch whose keys are with their owners."""
+
+    plan: _native.Plan
+    route: _native.Route
+    wanted: Table  # keys that this rank asks for
+    asked: Table  # keys that it is asked for
+    message: Tensor  # the latter
+
+
+class Away(NamedTuple):
+    """A batch after its lookup."""
+
+    routed: Routed
+    owner: Plan  # of the keys that were asked for
+    dims: list[int]  # by slot
+    tables: list[str]
+    vectors: Tensor  # the owner's outputs, which its plan points to
+
+
+class Sums:
+    """Gradients that are with their owners. What `finite` and `touched` say holds for all ranks."""
+
+    def __init__(
+        self, finite: list[bool], touched: list[bool], owned: _native.Gradients | dict[str, Push]
+    ) -> None:
+        self._finite = finite
+        self._touched = touched
+        self.owned = owned
+
+    def finite(self) -> list[bool]:
+        """See `Gradients.finite`."""
+        return self._finite
+
+    def touched(self) -> list[bool]:
+        """See `Gradients.touched`."""
+        return self._touched
+
+    def push(self, slot: int, table: str, version: int) -> Push:
+        """The gradients of one table, with their keys."""
+        if isinstance(self.owned, dict):
+            return self.owned[table]
+        keys, values = self.owned.keys_and_values(slot)
+        return Push(keys, values, version)
+
+
+class ShardedStore(Store):
+    """Tables that are spread over the ranks of a connection."""
+
+    def __init__(self, connection: ranks.Connection) -> None:
+        self._connection = connection
+        self._ranks = connection.world
+        self._wire = WIRES[connection.settings.wire]
+        self._by_key = connection.settings.grad_reduce == "key"
+        self._local = MemoryStore()
+        self._dims: dict[str, int] = {}
+        self._programs: dict[tuple[str, ...], Program] = {}  # of owners, by tables
+
+    def owns(self, keys: Keys) -> NDArray[np.bool_]:
+        """Which keys belong to this rank."""
+        mine: NDArray[np.bool_] = owners_of(hashes_of(keys), self._ranks) == self._connection.rank
+        return mine
+
+    def prepare(self, program: Program, inputs: list[int]) -> Prepared:
+        """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
+        return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
+
+    def forward(
+        self, program: Program, inputs: list[int] | Prepared, *, training: bool, step: int, now: float
+    ) -> Plan:
+        """See `Store.forward`."""
+        if isinstance(inputs, Routed):
+            routed = inputs
+        else:
+            plan = _native.Plan(program.native, inputs)
+            routed = self._routed(plan, len(program.tables), alone=False)
+        dims = [self._dims[table] for table in program.tables]
+        vectors = buffers.empty(sum(_floats(routed.asked, dims)))
+        owner = self._local.forward(
+            self._owners(program.tables),
+            _features(routed, dims, vectors),
+            training=training,
+            step=step,
+            now=now,
+        )
+        found = self._send(vectors, _floats(routed.asked, dims), _floats(routed.wanted, dims))
+        routed.route.pool(found.data_ptr())
+        return Plan(routed.plan, {}, Away(routed, owner, dims, program.tables, vectors))
+
+    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
+        """See `Store.reduce`."""
+        away: Away = plan.away
+        mine = plan.native.reduce(list(addresses), list(strides))
+        slots = len(away.tables)
+        alike = away.routed.route.complete(mine)
+        flags = [*mine.touched(), *(not good for good in mine.finite()), not alike]
+        said = (self._connection.here.sum(torch.tensor(flags, dtype=torch.int32)) > 0).tolist()
+        touched, finite, some_missing = said[:slots], [not bad for bad in said[slots:-1]], said[-1]
+        owned = self._gradients_with_keys(away, mine) if some_missing else self._gradients(away, mine)
+        return Sums(finite, touched, owned)
+
+    def update(
+        self,
+        program: Program,
+        gradients: Sequence[tuple[Plan, Sums]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.update`: the gradients are where they belong."""
+        finite = [all(bits) for bits in zip(*(sums.finite() for _, sums in gradients), strict=True)]
+        kept = {}
+        for table, good in zip(program.tables, finite, strict=True):
+            if table in rules and good:
+                kept[table] = rules[table]
+            elif table in rules:
+                self._local.skip(table)
+        owned = [sums.owned for _, sums in gradients]
+        native = [one for one in owned if isinstance(one, _native.Gradients)]
+        if len(native) == len(owned):
+            pairs = [(plan, one) for (plan, _), one in zip(gradients, native, strict=True)]
+            self._local.update(program, pairs, kept, steps)
+            return
+        pushes = {
+            table: [s.push(slot, table, self._local.version(table)) for _, s in gradients]
+            for slot, table in enumerate(program.tables)
+            if table in kept
+        }
+        self._local.apply(pushes, kept, steps)
+
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """See `Store.lookup`; a collective."""
+        program = Program([(table, table, "cells", "sum", 1, self._dims[table]) for table in keys])
+        outs = {table: np.empty((len(k), self._dims[table]), np.float32) for table, (k, _) in keys.items()}
+        kept = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
+        inputs: list[int] = []
+        for table, (k, c) in kept.items():
+            inputs += [k.ctypes.data, len(k), 0, len(k), 0, 1, outs[table].ctypes.data, c.ctypes.data]
+        self.forward(program, inputs, training=training, step=step, now=now)
+        return {table: Found(out, self._local.version(table)) for table, out in outs.items()}
+
+    def apply(
+        self,
+        pushes: Mapping[str, Sequence[Push]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.apply`; a collective. Versions are those of the owner's own table."""
+        made: dict[str, list[Push]] = {}
+        for table, listed in pushes.items():
+            made[table] = []
+            for push in listed:
+                keys, values = self._by_owner([(push.keys, push.gradients)])[0]
+                made[table].append(Push(keys, values, push.version))
+        self._local.apply(made, rules, steps)
+
+    def _routed(self, plan: _native.Plan, slots: int, alone: bool) -> Routed:
+        lane = self._connection.here
+        route = _native.Route(plan, self._ranks, alone)
+        counts = torch.tensor(route.counts, dtype=torch.int64).view(self._ranks, slots)
+        received = lane.swap(counts)
+        to = [_words(n) for n in counts.sum(1).tolist()]
+        of = [_words(n) for n in received.sum(1).tolist()]
+        message = torch.empty(sum(to), dtype=torch.int64)
+        route.pack_keys(message.data_ptr())
+        asked = lane.exchange(message, to, of)
+        return Routed(plan, route, counts.tolist(), received.tolist(), asked)
+
+    def _owners(self, tables: Sequence[str]) -> Program:
+        known = self._programs.get(tuple(tables))
+        if known is None:
+            known = self._programs[tuple(tables)] = Program(
+                [
+                    (f"{table} for rank {rank}", table, "cells", "sum", 1, self._dims[table])
+                    for rank in range(self._ranks)
+                    for table in tables
+                ]
+            )
+        return known
+
+    def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
+        return self._connection.here.exchange(floats.to(self._wire), to, of).float()
+
+    def _gradients(self, away: Away, mine: _native.Gradients) -> _native.Gradients:
+        routed, dims = away.routed, away.dims
+        sent = buffers.empty(routed.route.floats)
+        routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
+        received = self._send(sent, _floats(routed.wanted, dims), _floats(routed.asked, dims))
+        addresses, at = [], received.data_ptr()
+        for of_rank in routed.asked:
+            for count, dim in zip(of_rank, dims, strict=True):
+                addresses.append(at)
+                at += 4 * count * dim
+        owned = away.owner.native.reduce(addresses, dims * self._ranks)
+        if self._by_key:
+            owned.average()
+        return owned
+
+    def _gradients_with_keys(self, away: Away, mine: _native.Gradients) -> dict[str, Push]:
+        """Some feature had no gradient on some rank, so that keys have to travel along."""
+        listed = [mine.keys_and_values(slot) for slot in range(len(away.tables))]
+        made: dict[str, Push] = {}
+        for table, (keys, values) in zip(away.tables, self._by_owner(listed), strict=True):
+            unique, first, inverse, count = np.unique(
+                keys, return_index=True, return_inverse=True, return_counts=True
+            )
+            sums = np.zeros((len(unique), self._dims[table]), np.float32)
+            np.add.at(sums, inverse.reshape(-1), values)  # in the order of ranks
+            if self._by_key:
+                sums /= count[:, None].astype(np.float32)
+            order = np.argsort(first)
+            made[table] = Push(unique[order], np.ascontiguousarray(sums[order]), self._local.version(table))
+        return made
+
+    def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
+        """Keys and gradients of some tables to their owners; returns what has come, in the order of ranks."""
+        lane = self._connection.here
+        owners = [owners_of(hashes_of(keys), self._ranks) for keys, _ in listed]
+        orders = [np.argsort(owner, kind="stable") for owner in owners]
+        counts = np.stack([np.bincount(owner, minlength=self._ranks) for owner in owners], 1)
+        received = lane.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
+        made = []
+        for slot, ((keys, values), order) in enumerate(zip(listed, orders, strict=True)):
+            to, of, dim = counts[:, slot].tolist(), received[:, slot].tolist(), values.shape[1]
+            theirs = lane.exchange(torch.from_numpy(keys[order]), to, of)
+            scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
+            floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
+            made.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))
+        return made
+
+    def _scale(self) -> float:
+        return 1.0 if self._by_key else 1.0 / self._ranks
+
+    def add_table(self, spec: TableSpec) -> None:
+        """See `Store.add_table`; each rank holds an equal share of the rows that a policy allows."""
+        kind, value, every = spec.evict
+        if kind in _LIMITED:
+            spec = replace(spec, evict=(kind, float(-(-int(value) // self._ranks)), every))
+        self._local.add_table(spec)
+        self._dims[spec.name] = spec.dim
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        self._local.set_state(table, initial, fresh)
+
+    def skip(self, table: str) -> None:
+        """See `Store.skip`."""
+        self._local.skip(table)
+
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """See `Store.evict`; of this rank's share."""
+        return self._local.evict(table, step=step, now=now)
+
+    def erase(self, table: str, keys: Keys) -> int:
+        """See `Store.erase`; of this rank's share."""
+        return self._local.erase(table, np.ascontiguousarray(keys[self.owns(keys)]))
+
+    def clear(self, table: str) -> None:
+        """See `Store.clear`; of this rank's share."""
+        self._local.clear(table)
+
+    def version(self, table: str) -> int:
+        """See `Store.version`; of this rank's share."""
+        return self._local.version(table)
+
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """See `Store.evicted_since`; of this rank's share."""
+        return self._local.evicted_since(table, version)
+
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """See `Store.snapshot`; of this rank's share."""
+        return self._local.snapshot(table, part, parts)
+
+    def load(self, table: str, rows: Rows) -> None:
+        """See `Store.load`; rows of other ranks are left out."""
+        mine = self.owns(rows.keys)
+        self._local.load(table, Rows._make(np.ascontiguousarray(array[mine]) for array in rows))
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`; of this rank's share."""
+        return self._local.capture(tables, parts, since, track=track)
+
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`; of this rank's share."""
+        return self._local.extra(table)
+
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """See `Store.load_extra`; of this rank's share."""
+        self._local.load_extra(table, extra)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """See `Store.stats`; of this rank's share."""
+        return self._local.stats(table)
+
+
+def _words(keys: int) -> int:
+    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
+    return keys + (keys + 1) // 2
+
+
+def _floats(keys: Table, dims: list[int]) -> list[int]:
+    """Floats to or from each rank."""
+    return [sum(n * dim for n, dim in zip(of_rank, dims, strict=True)) for of_rank in keys]
+
+
+def _features(routed: Routed, dims: list[int], vectors: Tensor) -> list[int]:
+    """What was asked for, in the native core's numbers for the features of `ShardedStore._owners`."""
+    inputs: list[int] = []
+    out, begin = vectors.data_ptr(), routed.message.data_ptr()
+    for of_rank in routed.asked:
+        keys, uses = begin, begin + 8 * sum(of_rank)
+        for count, dim in zip(of_rank, dims, strict=True):
+            inputs += [keys, count, 0, count, 0, 1, out, uses]
+            keys += 8 * count
+            uses += 4 * count
+            out += 4 * count * dim
+        begin += 8 * _words(sum(of_rank))
+    return inputs
+
+
+def make_store() -> Store:
+    """A store as `kv.connect` has it."""
+    connection = ranks.current()
+    return ShardedStore(connection) if connection.shared else MemoryStore()

@@ -1,0 +1,111 @@
+"""What the ranks do in `test_sharded.py`: the same steps in one process, or shared out over several."""
+
+import numpy as np
+import torch
+
+import karvan as kv
+from karvan import ranks
+
+FEATURES = {
+    "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
+    "mean": lambda: kv.Table(4, name="shared", combiner="mean"),
+    "sqrtn": lambda: kv.Table(8, combiner="sqrtn"),
+    "sequence": lambda: kv.Table(3, combiner="sequence", length=3),
+    "tile": lambda: kv.Table(2, combiner="tile", length=2),
+    "ragged": lambda: kv.Table(5, combiner="ragged"),
+}
+
+
+def optimizer_of(name, engine):
+    made = {
+        "sgd": lambda: kv.optim.SGD(engine, lr=0.1),
+        "momentum": lambda: kv.optim.SGD(engine, lr=0.1, momentum=0.9),
+        "adagrad": lambda: kv.optim.Adagrad(engine, lr=0.1),
+        "adam": lambda: kv.optim.Adam(engine, lr=0.05),
+        "adamw": lambda: kv.optim.AdamW(engine, lr=0.05, weight_decay=0.1),
+        "ftrl": lambda: kv.optim.FTRL(engine, lr=0.1),
+    }
+    return made[name]()
+
+
+def global_batch(step, rows, keys=60):
+    """Rows of ragged ids for every feature."""
+    random = np.random.default_rng(step)
+    batch = {}
+    for name in FEATURES:
+        lengths = random.integers(0, 5, rows)
+        batch[name] = [random.integers(-keys, keys, n) * (1 << 40) + 7 for n in lengths]
+    return batch
+
+
+def part_of(batch, rank, world):
+    """A rank's share: consecutive rows."""
+    made = {}
+    for name, rows in batch.items():
+        mine = rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
+        offsets = torch.tensor(np.concatenate([[0], np.cumsum([len(r) for r in mine])]), dtype=torch.int64)
+        values = torch.tensor(np.concatenate([np.empty(0, np.int64), *mine]), dtype=torch.int64)
+        made[name] = kv.Ragged(values, offsets)
+    return kv.Batch(made)
+
+
+def loss_of(outputs, features, scale):
+    """A sum that depends on every element in another way, divided by the number of rows of all ranks."""
+    total = 0.0
+    for number, name in enumerate(features):
+        out = outputs[name]
+        values = out.values if isinstance(out, kv.Ragged) or hasattr(out, "mask") else out
+        total = total + ((number + 1) * values + values**2).sum()
+    return total * scale
+
+
+def train(
+    optimizer="adagrad",
+    dtype="float32",
+    steps=6,
+    rows=12,
+    shared=True,
+    unused=(),
+    prepare=False,
+    wire="float32",
+    grad_reduce="mean",
+    uneven=False,
+    admit=None,
+    evict=None,
+):
+    """Train some steps; returns this rank's rows of every table, the outputs of an evaluation and counters."""
+    connection = ranks.connect("sharded", wire=wire, grad_reduce=grad_reduce) if shared else ranks.current()
+    rank, world = connection.rank, connection.world
+    options = {"dtype": getattr(torch, dtype)}
+    if admit:
+        options["admit"] = kv.MinCount(admit)
+    if evict:
+        options["evict"] = kv.LRU(evict)
+    from dataclasses import replace
+
+    engine = kv.EmbeddingEngine({name: replace(make(), **options) for name, make in FEATURES.items()}, seed=3)
+    sparse = optimizer_of(optimizer, engine)
+    used = [name for name in FEATURES if name not in unused]
+    for step in range(steps):
+        whole = global_batch(step, rows)
+        if uneven and rank == world - 1:
+            batch = part_of({name: [] for name in whole}, 0, 1)
+        elif uneven:
+            batch = part_of(whole, rank, world - 1)
+        else:
+            batch = part_of(whole, rank, world)
+        if prepare:
+            with connection.on("fit"):
+                assert engine.prepare(batch)
+        # Gradients are averaged over ranks, so the whole batch's sum takes a factor of as many.
+        loss = loss_of(engine(batch), used, world if grad_reduce == "mean" else 1.0)
+        loss.backward()
+        sparse.step()
+    engine.eval()
+    with torch.no_grad():
+        outputs = engine(part_of(global_batch(0, rows), rank, world))
+        outputs = {name: getattr(out, "values", out) for name, out in outputs.items()}
+    tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
+    stats = {table.name: table.stats() for table in engine.tables()}
+    lanes = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
+    return {"tables": tables, "outputs": outputs, "stats": stats, "lanes": lanes}
