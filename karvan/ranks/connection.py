@@ -76,7 +76,6 @@ class SharedConnection(Connection):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._began = False
         timeout = timedelta(seconds=settings.timeout)
         if not dist.is_initialized():
             if "RANK" not in os.environ:
@@ -86,7 +85,7 @@ class SharedConnection(Connection):
                 )
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timeout)
-            self._began = True
+            _owned.add("process group")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
@@ -100,14 +99,13 @@ class SharedConnection(Connection):
     def close(self) -> None:
         """See `Connection.close`."""
         self._watch.close()
-        if self._began and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _progress(self) -> dict[str, int]:
         return {name: lane.operations for name, lane in self.lanes.items()}
 
 
 _thread = threading.local()
+_owned: set[str] = set()  # what was begun here, and has to be ended here
 _current = Connection()
 _lock = threading.Lock()
 
@@ -153,5 +151,8 @@ def connect(
 
 
 def disconnect() -> None:
-    """Back to rows in this process, for engines that are made from now on."""
+    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun."""
     connect("memory")
+    if _owned and dist.is_initialized():
+        dist.destroy_process_group()
+    _owned.clear()

@@ -1,5 +1,7 @@
 """What the ranks do in `test_sharded.py`: the same steps in one process, or shared out over several."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -38,6 +40,11 @@ def global_batch(step, rows, keys=60):
     return batch
 
 
+def sharded_keys():
+    """Keys of which some have a row."""
+    return torch.arange(-5, 5) * (1 << 40) + 7
+
+
 def part_of(batch, rank, world):
     """A rank's share: consecutive rows."""
     made = {}
@@ -54,9 +61,14 @@ def loss_of(outputs, features, scale):
     total = 0.0
     for number, name in enumerate(features):
         out = outputs[name]
-        values = out.values if isinstance(out, kv.Ragged) or hasattr(out, "mask") else out
+        values = out if isinstance(out, torch.Tensor) else out.values
         total = total + ((number + 1) * values + values**2).sum()
     return total * scale
+
+
+def train_all(scenarios):
+    """Several trainings, one after the other."""
+    return [train(**scenario) for scenario in scenarios]
 
 
 def train(
@@ -69,11 +81,13 @@ def train(
     prepare=False,
     wire="float32",
     grad_reduce="mean",
-    uneven=False,
+    idle=False,
     admit=None,
     evict=None,
+    passes=1,
+    batches=None,
 ):
-    """Train some steps; returns this rank's rows of every table, the outputs of an evaluation and counters."""
+    """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters."""
     connection = ranks.connect("sharded", wire=wire, grad_reduce=grad_reduce) if shared else ranks.current()
     rank, world = connection.rank, connection.world
     options = {"dtype": getattr(torch, dtype)}
@@ -81,31 +95,37 @@ def train(
         options["admit"] = kv.MinCount(admit)
     if evict:
         options["evict"] = kv.LRU(evict)
-    from dataclasses import replace
-
     engine = kv.EmbeddingEngine({name: replace(make(), **options) for name, make in FEATURES.items()}, seed=3)
     sparse = optimizer_of(optimizer, engine)
     used = [name for name in FEATURES if name not in unused]
     for step in range(steps):
-        whole = global_batch(step, rows)
-        if uneven and rank == world - 1:
-            batch = part_of({name: [] for name in whole}, 0, 1)
-        elif uneven:
-            batch = part_of(whole, rank, world - 1)
-        else:
-            batch = part_of(whole, rank, world)
-        if prepare:
-            with connection.on("fit"):
-                assert engine.prepare(batch)
-        # Gradients are averaged over ranks, so the whole batch's sum takes a factor of as many.
-        loss = loss_of(engine(batch), used, world if grad_reduce == "mean" else 1.0)
-        loss.backward()
+        for number in range(passes):
+            whole = batches[step] if batches else global_batch(step * passes + number, rows)
+            if idle and rank == world - 1:
+                batch = part_of({name: [] for name in whole}, 0, 1)  # nothing to do
+            else:
+                batch = part_of(whole, rank, world - idle)
+            if prepare:
+                with connection.on("fit"):
+                    assert engine.prepare(batch)
+            # Gradients are averaged over ranks, so the whole batch's sum takes a factor of as many.
+            loss_of(engine(batch), used, world if grad_reduce == "mean" else 1.0).backward()
         sparse.step()
     engine.eval()
     with torch.no_grad():
         outputs = engine(part_of(global_batch(0, rows), rank, world))
-        outputs = {name: getattr(out, "values", out) for name, out in outputs.items()}
+        outputs = {
+            name: out if isinstance(out, torch.Tensor) else out.values for name, out in outputs.items()
+        }
+    some = engine.table("shared").vectors(sharded_keys())
     tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     stats = {table.name: table.stats() for table in engine.tables()}
     lanes = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
-    return {"tables": tables, "outputs": outputs, "stats": stats, "lanes": lanes}
+    return {"tables": tables, "outputs": outputs, "stats": stats, "lanes": lanes, "some": some}
+
+
+def initial(batch):
+    """The rows of a batch's keys before any update."""
+    engine = kv.EmbeddingEngine({name: make() for name, make in FEATURES.items()}, seed=3)
+    engine(part_of(batch, 0, 1))
+    return {"tables": {table.name: tuple(table.snapshot()) for table in engine.tables()}}
