@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import nn
 
 import karvan as kv
 
@@ -30,27 +30,11 @@ COLUMNS = [  # in the order of the file
     "income",
 ]
 BUCKETS = {
-    "age": list(range(18, 80, 3)),
-    "education_num": list(range(2, 17)),
-    "capital_gain": [
-        1,
-        2000,
-        3000,
-        3500,
-        4000,
-        4500,
-        5000,
-        5200,
-        6000,
-        7000,
-        7600,
-        8000,
-        10000,
-        14000,
-        20000,
-    ],
+    "age": range(18, 80, 3),
+    "education_num": range(2, 17),
+    "capital_gain": [1, *range(2000, 8001, 500), 10000, 14000, 20000],
     "capital_loss": [1, 1500, 1600, 1700, 1800, 1850, 1900, 1950, 2000, 2100, 2200, 2300, 2400, 2500, 3000],
-    "hours_per_week": list(range(10, 90, 5)),
+    "hours_per_week": range(10, 90, 5),
 }
 
 
@@ -67,40 +51,14 @@ def features() -> kv.FeatureEngine:
     )
 
 
-def read(
-    path: Path, batch_size: int, epoch: int = 0, transform: kv.FeatureEngine | None = None
-) -> kv.data.Loader:
-    """The batches of a file, shuffled as a whole."""
+def read(path: Path, batch_size: int, **options: Any) -> kv.data.Loader:
+    """The batches of a file."""
     types = {name: pa.float32() if name in (*NUMBERS, "fnlwgt") else pa.string() for name in COLUMNS}
-    options = {"schema": types, "header": False}
-    return kv.data.read(
-        path, batch_size, format="csv", options=options, shuffle=50_000, seed=epoch, transform=transform
-    )
-
-
-def train(model: nn.Module, batches: Iterable[kv.Batch], optimizers: list[torch.optim.Optimizer]) -> None:
-    """One pass over the batches."""
-    for batch in batches:
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"].float())
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[kv.Batch]) -> float:
-    """The AUC."""
-    metric = kv.metrics.AUC(exact=True)
-    model.eval()
-    for batch in batches:
-        metric.update(model(batch), batch)
-    model.train()
-    return metric.compute()
+    return kv.data.read(path, batch_size, format="csv", options={"schema": types, "header": False}, **options)
 
 
 def main() -> None:
-    """Train for some epochs, telling the test AUC after each."""
+    """Train for some epochs, with a test after each."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -117,30 +75,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--persia", action="store_true", help="the setting of PERSIA's example")
     arguments = parser.parse_args()
-    if not (arguments.folder / "adult.data").exists():
-        sys.exit(
-            f"There is no adult.data in {arguments.folder}; it is at https://archive.ics.uci.edu/dataset/2."
-        )
+    data, test = arguments.folder / "adult.data", arguments.folder / "adult.test"
+    for path in (data, test):
+        if not path.exists():
+            sys.exit(
+                f"There is no {path.name} in {path.parent}; it is at https://archive.ics.uci.edu/dataset/2."
+            )
 
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the net is too small to be worth sharing out
     persia = arguments.persia
     ids = CATEGORIES if persia else [*CATEGORIES, *(f"{name}_bucket" for name in BUCKETS)]
-    make = getattr(kv.models, arguments.model)
-    model = make(NUMBERS, ids, dim=8, hidden=(64, 32), seed=arguments.seed)
-    sparse = kv.optim.Adagrad(model, lr=0.01 if persia else 0.05)
-    dense: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    if persia:
-        dense = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch_size, epochs = (128, 1) if persia else (256, arguments.epochs)
-
-    made = features().fit(read(arguments.folder / "adult.data", 4096))
-    for epoch in range(epochs):
-        shuffled = read(arguments.folder / "adult.data", batch_size, arguments.seed + epoch, made)
-        train(model, shuffled, [sparse, dense])
-        auc = evaluate(model, read(arguments.folder / "adult.test", 4096, transform=made))
-        print(f"epoch {epoch + 1}  test AUC {auc:.4f}", flush=True)
-    print(f"AUC {auc:.4f} on the test file")
+    trainer = kv.Trainer(
+        getattr(kv.models, arguments.model)(NUMBERS, ids, dim=8, hidden=(64, 32), seed=arguments.seed),
+        kv.losses.BinaryCrossEntropy(),
+        dense_optimizer=partial(torch.optim.SGD, lr=0.1) if persia else partial(torch.optim.Adam, lr=1e-3),
+        sparse_optimizer=kv.optim.Adagrad(lr=0.01 if persia else 0.05),
+        metrics={"auc": kv.metrics.AUC(exact=True)},
+    )
+    made = features().fit(read(data, 4096))
+    result = trainer.fit(
+        read(data, 128 if persia else 256, shuffle=50_000, seed=arguments.seed, transform=made),
+        epochs=1 if persia else arguments.epochs,
+        eval_data=read(test, 4096, transform=made),
+    )
+    if result.stopped is None:  # not by Ctrl-C
+        print(f"AUC {result.evaluation['auc']:.4f} on the test file")
 
 
 if __name__ == "__main__":

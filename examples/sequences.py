@@ -8,54 +8,31 @@ mean of the history instead.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 
 import karvan as kv
 
 KINDS, ITEMS, HISTORY = 40, 200, 12
 
 
-class World:
-    """Batches of items and histories, with clicks and the probabilities they were drawn with."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = torch.Generator().manual_seed(seed)
-
-    def draw(self, rows: int) -> tuple[kv.Batch, Tensor]:
-        """A tenth of each history is of the item's kind; some histories are empty."""
-        user, item = (torch.randint(n, (rows,), generator=self.random) for n in (rows // 8, ITEMS))
-        lengths = torch.randint(HISTORY + 1, (rows,), generator=self.random)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        row = torch.arange(rows).repeat_interleave(lengths)
-        seen = torch.randint(ITEMS, (len(row),), generator=self.random)
-        alike = item[row] % KINDS + KINDS * (seen // KINDS)
-        seen = torch.where(torch.rand(len(row), generator=self.random) < 0.1, alike, seen)
-        hits = torch.zeros(rows).index_add_(0, row, (seen % KINDS == item[row] % KINDS).float())
-        truth = torch.sigmoid(6.0 * (hits > 0) - 3.0)
-        click = (torch.rand(rows, generator=self.random) < truth).float()
-        return kv.Batch(
-            {"user": user, "item": item, "history": kv.Ragged(seen, offsets), "label": click}
-        ), truth
-
-
-def train(model: nn.Module, world: World, steps: int, rows: int) -> None:
-    """Train on fresh batches, the learning rates falling to 0."""
-    sparse = kv.optim.Adagrad(model, lr=0.1)
-    dense = torch.optim.Adam(model.parameters(), lr=3e-3)
-    optimizers = (sparse, dense)
-    schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.02, total_iters=steps) for o in optimizers]
-    for step in range(1, steps + 1):
-        batch, _ = world.draw(rows)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
-        loss.backward()
-        for each in (*optimizers, *schedules):
-            each.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"step {step:>5}  loss {loss.item():.4f}", flush=True)
+def draw(rows: int, random: torch.Generator) -> kv.Batch:
+    """Samples; a tenth of each history is of the item's kind, some histories are empty."""
+    user, item = (torch.randint(n, (rows,), generator=random) for n in (rows // 8, ITEMS))
+    lengths = torch.randint(HISTORY + 1, (rows,), generator=random)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    row = torch.arange(rows).repeat_interleave(lengths)
+    seen = torch.randint(ITEMS, (len(row),), generator=random)
+    alike = item[row] % KINDS + KINDS * (seen // KINDS)
+    seen = torch.where(torch.rand(len(row), generator=random) < 0.1, alike, seen)
+    hits = torch.zeros(rows).index_add_(0, row, (seen % KINDS == item[row] % KINDS).float())
+    truth = torch.sigmoid(6.0 * (hits > 0) - 3.0)
+    click = (torch.rand(rows, generator=random) < truth).float()
+    history = kv.Ragged(seen, offsets)
+    return kv.Batch({"user": user, "item": item, "history": history, "label": click, "truth": truth})
 
 
 def main() -> None:
@@ -67,7 +44,7 @@ def main() -> None:
         "  python examples/sequences.py\n"
         "  python examples/sequences.py --pooled        # without attention",
     )
-    parser.add_argument("--steps", type=int, default=400, help="batches to train on (%(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="batches to train on (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=512, help="samples in a batch (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pooled", action="store_true", help="the mean of the history instead of attention")
@@ -75,24 +52,26 @@ def main() -> None:
 
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # the net is too small to be worth sharing out
-    world = World(arguments.seed)
-    model: nn.Module
     if arguments.pooled:
-        model = kv.models.DCN([], ["item", "history"], dim=16, hidden=(64,))
+        model: nn.Module = kv.models.DCN([], ["item", "history"], dim=16, hidden=(64,))
     else:  # a history shares the rows of its item
         model = kv.models.DIN([], ["item"], {"history": "item"}, dim=16, hidden=(64,), attention=(64, 32))
-    train(model, world, arguments.steps, arguments.batch_size)
+    trainer = kv.Trainer(
+        model,
+        kv.losses.BinaryCrossEntropy(),
+        dense_optimizer=partial(torch.optim.Adam, lr=7e-3),
+        sparse_optimizer=kv.optim.Adagrad(lr=0.25),
+        scheduler=lambda optimizer: LinearLR(optimizer, 1.0, 0.1, total_iters=arguments.steps),  # of both
+        metrics={"auc": kv.metrics.AUC(), "gauc": kv.metrics.GAUC(group="user")},
+    )
+    random = torch.Generator().manual_seed(arguments.seed)
+    trainer.fit(draw(arguments.batch_size, random) for _ in range(arguments.steps))
 
-    test, truth = world.draw(16_384)
-    auc, best, within = kv.metrics.AUC(), kv.metrics.AUC(), kv.metrics.GAUC(group="user")
-    model.eval()
-    with torch.no_grad():
-        logits = model(test)
-    auc.update(logits, test)
-    within.update(logits, test)
-    best.add(truth, test["label"])
-    print(f"GAUC {within.compute():.4f}, the AUC within users")
-    print(f"AUC {auc.compute():.4f} of {best.compute():.4f} reachable")
+    test = draw(16_384, random)
+    reached, best = trainer.evaluate([test]), kv.metrics.AUC()
+    best.add(test["truth"], test["label"])
+    print(f"GAUC {reached['gauc']:.4f}, the AUC within users")
+    print(f"AUC {reached['auc']:.4f} of {best.compute():.4f} reachable")
 
 
 if __name__ == "__main__":

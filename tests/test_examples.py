@@ -52,10 +52,13 @@ def test_adult_reaches_the_auc_of_persia_in_its_setting():
     assert _reached("adult.py", "--persia")[0] > 0.89
 
 
-def test_a_missing_file_is_an_error_without_a_traceback(tmp_path):
-    done = subprocess.run([sys.executable, EXAMPLES / "adult.py", tmp_path], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("name", "said"), [("adult.py", "There is no adult.data in"), ("criteo.py", "There is no such file")]
+)
+def test_a_missing_file_is_an_error_without_a_traceback(tmp_path, name, said):
+    done = subprocess.run([sys.executable, EXAMPLES / name, tmp_path], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "There is no adult.data in" in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -229,7 +229,10 @@ def _best(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 
-def _doomed(folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None) -> list[Path]:
+def _doomed(
+    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None
+) -> dict[Path, Path | None]:
+    """What is to go, the newest first, each with what it builds on."""
     there = _readable(folder)
     kept = there if keep_last is None else there[-keep_last:]
     best = _best(there, *keep_best) if keep_best else None
@@ -242,4 +245,9 @@ def _doomed(folder: Path, keep_last: int | None, keep_best: tuple[str, str] | No
             continue  # it lacks something already
     # What cannot be read may be somebody else's: it is left alone. The newest first: a delta must not outlive
     # what it builds on, even if this process is killed in between.
-    return [one.path for one in reversed(there) if one.path not in needed]
+    return {one.path: _below(one) for one in reversed(there) if one.path not in needed}
+
+
+def _below(one: Checkpoint) -> Path | None:
+    base = one.manifest.base
+    return None if base is None else one.path.parent / Path(base.folder).name

@@ -4,6 +4,8 @@ A checkpoint is written into a hidden folder beside its place and renamed once i
 holds a lock on the hidden folder, which the system lets go of when the process ends, however it ends: what is
 hidden and not locked was left by the dead and may be removed. Making, publishing and removing hold a lock on
 the parent for a moment, so that several processes may work in it.
+
+What cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries again.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from karvan.checkpoint.files import sync_folder
+
+_log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"^\..+\.tmp-\d+-[0-9a-f]{8}$")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # some network file systems
@@ -39,7 +44,7 @@ class HiddenFolder:
             self._lock: int | None = _lock(self.path, fcntl.LOCK_EX)
 
     def publish(self, check: Callable[[], None]) -> None:
-        """Put the folder in its place, where it replaces another, unless `check` raises."""
+        """Put the folder in its place, unless `check` raises; what was there is hidden instead."""
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_folder(Path(folder))
         with _locked(self.target.parent):
@@ -49,30 +54,59 @@ class HiddenFolder:
             else:
                 self.path.rename(self.target)
             sync_folder(self.target.parent)
-        self.remove()  # if it holds what was in its place
 
     def remove(self) -> None:
-        """Take away what has not been published."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Take away what has not been published, or what was replaced."""
+        _remove_tree(self.path)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
-def remove_folders(parent: Path, doomed: Callable[[], list[Path]]) -> None:
-    """Remove the folders that `doomed` tells, in its order, while nobody else publishes.
+def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:
+    """Remove the folders that `doomed` tells, each with the one it builds on, while nobody else publishes.
 
-    Each disappears at once; who is killed in between leaves those that come later.
+    Each disappears at once, in their order; who is killed in between leaves those that come later. What a
+    folder builds on that cannot be removed stays with it.
     """
     hidden: list[Path] = []
-    with _locked(parent):
-        for folder in doomed():
-            name = _hidden_name(folder)
-            folder.rename(name)
-            hidden.append(name)
-        sync_folder(parent)
-        for name in hidden:
-            shutil.rmtree(name, ignore_errors=True)
+    stays: set[Path | None] = set()
+    try:
+        with _locked(parent):
+            for folder, base in doomed().items():
+                name = _hidden_name(folder)
+                if folder not in stays and _rename(folder, name):
+                    hidden.append(name)
+                else:
+                    stays.add(base)
+            sync_folder(parent)
+            for name in hidden:
+                _remove_tree(name)
+    except OSError as error:
+        _warn(f"What is old in {parent}", error)
+
+
+def _rename(folder: Path, name: Path) -> bool:
+    try:
+        folder.rename(name)
+    except OSError as error:
+        _warn(str(folder), error)
+        return False
+    return True
+
+
+def _remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # as much of it as can be
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass  # as it should be
+    except OSError as error:
+        _warn(str(folder), error)
+
+
+def _warn(what: str, error: OSError) -> None:
+    _log.warning("%s could not be removed; the next save tries again: %s", what, error)
 
 
 def _hidden_name(target: Path) -> Path:
@@ -88,7 +122,7 @@ def _remove_leftovers(parent: Path) -> None:
         except (BlockingIOError, FileNotFoundError):
             continue  # its writer lives, or has just finished
         if held is not None:
-            shutil.rmtree(entry.path, ignore_errors=True)
+            _remove_tree(Path(entry.path))
             os.close(held)
 
 

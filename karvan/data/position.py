@@ -4,15 +4,19 @@ A position names the blocks (see `shuffle.py`) whose records have all been hande
 have been begun, how many. Epochs before `epoch` are complete. Every rank counts what it handed out on top of
 the position that it started from; `merge` joins the positions of all ranks, and any number of ranks may
 start from the result. Joining is a union, so the order of ranks and repetitions do not matter.
+
+A position is asked for after every batch, so telling it must not take longer the more is finished. Finished
+blocks are therefore kept as the runs that tell them, to which the next one is added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 VERSION = 1
+
+Run: TypeAlias = tuple[int, int, int]  # first, count, step
 
 
 class Receipt(NamedTuple):
@@ -30,19 +34,45 @@ class Progress:
     def __init__(self) -> None:
         self.done: set[int] = set()
         self.partial: dict[int, int] = {}
+        self._runs: list[Run] = []  # what is done, in the order it came
 
     def add(self, block: int, records: int, complete: bool) -> None:
         """Count records of a block; never backwards."""
-        if complete or block in self.done:
+        if complete and block not in self.done:
             self.done.add(block)
             self.partial.pop(block, None)
-        elif records:
+            _append(self._runs, block)
+        elif records and block not in self.done:
             self.partial[block] = max(records, self.partial.get(block, 0))
 
+    def compact(self) -> None:
+        """Tell what is done by fewer runs, if it has fewer in the order of blocks."""
+        rising: list[Run] = []
+        for block in sorted(self.done):
+            _append(rising, block)
+        self._runs = min(rising, self._runs, key=len)
+
+    def told(self) -> tuple[tuple[Run, ...], tuple[tuple[int, int], ...]]:
+        """Runs of blocks that are done, and (block, records) of partial ones."""
+        return tuple(self._runs), tuple(sorted(self.partial.items()))
+
+
+class Entry(NamedTuple):
+    """What is told of successive epochs with equal progress."""
+
+    epoch: int
+    epochs: int
+    done: tuple[Run, ...]
+    partial: tuple[tuple[int, int], ...]
+
     def state(self) -> dict[str, Any]:
-        """As JSON: ranges of done blocks [first, count, step] and [block, records] of partial ones."""
-        partial = [[block, records] for block, records in sorted(self.partial.items())]
-        return {"done": _ranges(sorted(self.done)), "partial": partial}
+        """As JSON, in lists of its own."""
+        return {
+            "epoch": self.epoch,
+            "epochs": self.epochs,
+            "done": [list(run) for run in self.done],
+            "partial": [list(begun) for begun in self.partial],
+        }
 
 
 class Position:
@@ -52,6 +82,8 @@ class Position:
         self.epoch = 0
         self.steps = 0
         self._progress: dict[int, Progress] = {}
+        self._newest = 0  # the epoch that is being handed out
+        self._earlier: list[Entry] | None = None  # what was told of those before it, if that still holds
 
     def progress(self, epoch: int) -> Progress:
         """What has been handed out of an epoch; nothing, for one not begun."""
@@ -60,6 +92,9 @@ class Position:
     def add(self, receipt: Receipt) -> None:
         """Count what a batch took."""
         if receipt.epoch >= self.epoch:
+            if receipt.epoch != self._newest:
+                self._newest = max(self._newest, receipt.epoch)
+                self._earlier = None
             progress = self._progress.setdefault(receipt.epoch, Progress())
             progress.add(receipt.block, receipt.records, receipt.complete)
 
@@ -69,30 +104,45 @@ class Position:
 
     def advance(self, epoch: int) -> None:
         """Say that all epochs before this one are complete, and forget their details."""
-        self.epoch = max(self.epoch, epoch)
-        self._progress = {number: p for number, p in self._progress.items() if number >= self.epoch}
+        if epoch > self.epoch:
+            self.epoch = epoch
+            self._progress = {number: p for number, p in self._progress.items() if number >= epoch}
+            self._earlier = None
+
+    def compact(self) -> None:
+        """Make what is told as short as it can be."""
+        for progress in self._progress.values():
+            progress.compact()
+        self._earlier = None
 
     def join(self, other: Position) -> None:
         """Count what the other position counts, too."""
         self.steps = max(self.steps, other.steps)
         for epoch, progress in other._progress.items():
-            for block in progress.done:
-                self.add(Receipt(epoch, block, 0, True))
-            for block, records in progress.partial.items():
-                self.add(Receipt(epoch, block, records, False))
+            self._add_told(epoch, *progress.told())
         self.advance(other.epoch)
 
+    def _add_told(self, epoch: int, done: Iterable[Sequence[int]], partial: Iterable[Sequence[int]]) -> None:
+        for first, count, step in done:
+            for block in range(first, first + count * step, step):
+                self.add(Receipt(epoch, block, 0, True))
+        for block, records in partial:
+            self.add(Receipt(epoch, block, records, False))
+
     def state(self) -> dict[str, Any]:
-        """As JSON; successive epochs with equal progress, as a rank's finished ones have, take one entry."""
-        entries: list[dict[str, Any]] = []
-        for epoch, progress in sorted(self._progress.items()):
-            state = progress.state()
-            last = entries[-1] if entries else None
-            if last and epoch == last["epoch"] + last["epochs"] and state == _without_epochs(last):
-                last["epochs"] += 1
-            else:
-                entries.append({"epoch": epoch, "epochs": 1, **state})
-        return {"epoch": self.epoch, "steps": self.steps, "progress": entries}
+        """As JSON; successive epochs with equal progress, as a rank's finished ones have, take one entry.
+
+        Finished blocks of an epoch are ranges [first, count, step], partial ones [block, records].
+        """
+        if self._earlier is None:
+            self._earlier = []
+            for epoch in sorted(self._progress.keys() - {self._newest}):
+                _tell(self._earlier, epoch, self._progress[epoch])
+        entries = list(self._earlier)
+        if self._newest in self._progress:
+            _tell(entries, self._newest, self._progress[self._newest])
+        progress = [entry.state() for entry in entries]
+        return {"epoch": self.epoch, "steps": self.steps, "progress": progress}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
@@ -101,11 +151,7 @@ class Position:
         position.steps = int(state["steps"])
         for entry in state["progress"]:
             for epoch in range(entry["epoch"], entry["epoch"] + entry["epochs"]):
-                for first, count, step in entry["done"]:
-                    for block in range(first, first + count * step, step):
-                        position.add(Receipt(epoch, block, 0, True))
-                for block, records in entry["partial"]:
-                    position.add(Receipt(epoch, block, records, False))
+                position._add_told(epoch, entry["done"], entry["partial"])
         position.advance(int(state["epoch"]))
         return position
 
@@ -127,6 +173,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             )
         ranks.update(state["ranks"])
         position.join(Position.from_state(state["position"]))
+    position.compact()
     untils = [state["until"] for state in states]
     return {
         "version": VERSION,
@@ -151,17 +198,26 @@ def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose:
         )
 
 
-def _without_epochs(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {"done": entry["done"], "partial": entry["partial"]}
+def _tell(entries: list[Entry], epoch: int, progress: Progress) -> None:
+    """Add an epoch behind those before it: to the last entry, if it tells the same."""
+    done, partial = progress.told()
+    if entries:
+        last = entries[-1]
+        if epoch == last.epoch + last.epochs and (done, partial) == (last.done, last.partial):
+            entries[-1] = last._replace(epochs=last.epochs + 1)
+            return
+    entries.append(Entry(epoch, 1, done, partial))
 
 
-def _ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Rising numbers as [first, count, step]; the share of a rank is one range with the world as its step."""
-    ranges: list[list[int]] = []
-    for step, pairs in groupby(zip(numbers[1:], numbers, strict=False), key=lambda pair: pair[0] - pair[1]):
-        run = [pair[0] for pair in pairs]
-        if not ranges:
-            ranges.append([numbers[0], len(run) + 1, step])
-        else:
-            ranges.append([run[0], len(run), step])
-    return ranges or [[number, 1, 1] for number in numbers]
+def _append(runs: list[Run], number: int) -> None:
+    """Add a number behind the others: to the last run, if it goes on there.
+
+    The share of a rank is one run, with the world as its step.
+    """
+    if runs:
+        first, count, step = runs[-1]
+        ahead = number - (first + (count - 1) * step)
+        if ahead == step or (count == 1 and ahead > 0):
+            runs[-1] = (first, count + 1, ahead)
+            return
+    runs.append((number, 1, 1))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -115,6 +115,10 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """What a position is valid for, JSON-able. Folders do not count: data may move as a whole."""
+        return dict(self._settings)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
         names = "\n".join(f"{part.path.rsplit('/', 1)[-1]} {part.records}" for part in self._parts)
         return {
             "seed": self.seed,

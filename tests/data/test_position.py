@@ -1,4 +1,6 @@
+import copy
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -36,6 +38,94 @@ def test_a_position_survives_json(receipts):
     again = Position.from_state(json.loads(json.dumps(position.state())))
     assert contents(again) == contents(position)
     assert again.state() == position.state()
+
+
+def plainly(state):
+    """What a position's state says of each block that was begun, spelled out."""
+    said = {}
+    for entry in state["progress"]:
+        for epoch in range(entry["epoch"], entry["epoch"] + entry["epochs"]):
+            for first, count, step in entry["done"]:
+                blocks = [(epoch, first + number * step) for number in range(count)]
+                assert not said.keys() & set(blocks)
+                said |= dict.fromkeys(blocks, "done")
+            assert entry["partial"] == sorted(entry["partial"])
+            said |= {(epoch, block): records for block, records in entry["partial"]}
+    return said
+
+
+@given(st.lists(st.one_of(receipts, st.integers(0, 4)), max_size=6))
+def test_a_state_says_what_was_counted_and_stays_as_it_was_handed_out(changes):
+    position, expected, handed_out = Position(), {}, []
+    for change in changes:
+        if isinstance(change, int):
+            position.advance(change)
+        else:
+            for epoch, block, records, complete in change:
+                position.add(Receipt(epoch, block, records, complete))
+                before = expected.get((epoch, block), 0)
+                expected[epoch, block] = "done" if complete or before == "done" else max(before, records)
+        expected = {place: said for place, said in expected.items() if place[0] >= position.epoch}
+        state = position.state()
+        assert plainly(state) == expected
+        assert plainly(Position.from_state(state).state()) == expected
+        handed_out.append((state, copy.deepcopy(state)))
+    assert all(state == as_it_was for state, as_it_was in handed_out)
+
+
+def test_the_states_of_a_loader_stay_as_they_were_and_are_the_callers_own():
+    loader = Loader(TableSource([60]), decode, 4, split_records=3, epochs=2, rank=1, world=2)
+    handed_out = []
+    for _ in loader:
+        state = loader.state_dict()
+        handed_out.append((state, copy.deepcopy(state)))
+    assert all(state == as_it_was for state, as_it_was in handed_out)
+    last = copy.deepcopy(state)
+    for entry in state["position"]["progress"]:
+        entry["done"][0][1] = 99
+    state["settings"]["seed"] = 99
+    assert loader.state_dict() == last
+
+
+def test_positions_that_were_saved_by_earlier_versions_load():
+    done = {0, 1, 2, 5, 6, 7, 11}
+    progress = [
+        {"epoch": 1, "epochs": 2, "done": [[0, 3, 1], [5, 1, 3], [6, 2, 1], [11, 1, 4]], "partial": [[3, 2]]}
+    ]
+    position = Position.from_state({"epoch": 1, "steps": 7, "progress": progress})
+    for epoch in (1, 2):
+        assert position.progress(epoch).done == done
+        assert position.progress(epoch).partial == {3: 2}
+    assert (position.epoch, position.steps) == (1, 7)
+    assert plainly(position.state()) == plainly({"progress": progress})
+
+
+def _at(done, rank=0, world=1):
+    """A loader that has handed out so many of its blocks."""
+    loader = Loader(TableSource([20_000]), decode, 5, split_records=1, rank=rank, world=world)
+    for number in range(done):
+        loader._position.add(Receipt(0, rank + number * world, 1, True))
+    return loader
+
+
+def test_a_position_of_ranks_that_are_not_level_takes_a_few_numbers():
+    merged = merge(_at(done, rank, 4).state_dict() for rank, done in enumerate((1000, 900, 3, 600)))
+    (entry,) = merged["position"]["progress"]
+    assert sorted(entry["done"]) == [[0, 1000, 4], [1, 900, 4], [2, 3, 4], [3, 600, 4]]
+    level = merge(_at(1000, rank, 4).state_dict() for rank in range(4))
+    assert level["position"]["progress"][0]["done"] == [[0, 4000, 1]]
+
+
+def test_a_position_is_told_as_fast_when_much_is_done_as_when_little_is():
+    def seconds(loader):
+        took = []
+        for _ in range(200):
+            begin = time.perf_counter()
+            loader.state_dict()
+            took.append(time.perf_counter() - begin)
+        return min(took)
+
+    assert seconds(_at(19_000)) < 10 * seconds(_at(19))  # it was 200 times, when each block was looked at
 
 
 @given(receipts, receipts, st.integers(0, 4))

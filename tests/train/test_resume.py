@@ -122,6 +122,20 @@ def test_a_path_is_enough_and_every_n_steps_means_that(tmp_path):
     assert [c.step for c in kv.Checkpoints(tmp_path).list()] == [5, 10, 12]
 
 
+def test_a_fit_goes_on_where_an_old_checkpoint_cannot_be_removed(tmp_path, caplog):
+    def fit(steps):
+        checkpoints = kv.Checkpoints(tmp_path, keep_last=1)
+        return trainer(checkpoints=checkpoints, checkpoint_every=2).fit(batches(), train_steps=steps)
+
+    fit(2)
+    stuck = tmp_path / f"step-{2:0250d}"  # with the name it would be hidden by it is too long for any disk
+    (tmp_path / "step-000000000002").rename(stuck)
+    assert fit(8).trained == 6
+    assert len(caplog.records) == 3
+    assert all(f"{stuck} could not be removed" in record.message for record in caplog.records)
+    assert [one.step for one in kv.Checkpoints(tmp_path).list()] == [2, 8]
+
+
 def test_checkpoints_by_time(tmp_path):
     now = [0.0]
     saved = []
