@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,10 @@ from torch import Tensor
 
 from karvan import _native, buffers, ranks
 from karvan.ranks.connection import WIRES
+from karvan.store import incomplete
 from karvan.store.capture import Capture
 from karvan.store.memory import MemoryStore
+from karvan.store.messages import Away, Routed, features, floats, words
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import (
     Counts,
@@ -44,29 +46,7 @@ from karvan.store.protocol import (
     Vectors,
 )
 
-Table = list[list[int]]  # numbers of keys, by rank and slot
-
 _LIMITED = ("lru", "lfu")  # policies whose number is one of rows
-
-
-class Routed(NamedTuple):
-    """A batch whose keys are with their owners."""
-
-    plan: _native.Plan
-    route: _native.Route
-    wanted: Table  # keys that this rank asks for
-    asked: Table  # keys that it is asked for
-    message: Tensor  # the latter
-
-
-class Away(NamedTuple):
-    """A batch after its lookup."""
-
-    routed: Routed
-    owner: Plan  # of the keys that were asked for
-    dims: list[int]  # by slot
-    tables: list[str]
-    vectors: Tensor  # the owner's outputs, which its plan points to
 
 
 class Sums:
@@ -126,29 +106,51 @@ class ShardedStore(Store):
             plan = _native.Plan(program.native, inputs)
             routed = self._routed(plan, len(program.tables), alone=False)
         dims = [self._dims[table] for table in program.tables]
-        vectors = buffers.empty(sum(_floats(routed.asked, dims)))
+        vectors = buffers.empty(sum(floats(routed.asked, dims)))
         owner = self._local.forward(
             self._owners(program.tables),
-            _features(routed, dims, vectors),
+            features(routed, dims, vectors),
             training=training,
             step=step,
             now=now,
         )
-        found = self._send(vectors, _floats(routed.asked, dims), _floats(routed.wanted, dims))
+        found = self._send(vectors, floats(routed.asked, dims), floats(routed.wanted, dims))
         routed.route.pool(found.data_ptr())
         return Plan(routed.plan, {}, Away(routed, owner, dims, program.tables, vectors))
 
     def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
-        """See `Store.reduce`."""
+        """See `Store.reduce`.
+
+        In front of its gradients a rank tells every other which tables have any, which have some that are
+        not finite, and whether keys are missing, because a feature had no gradient.
+        """
         away: Away = plan.away
         mine = plan.native.reduce(list(addresses), list(strides))
-        slots = len(away.tables)
-        alike = away.routed.route.complete(mine)
-        flags = [*mine.touched(), *(not good for good in mine.finite()), not alike]
-        said = (self._connection.here.sum(torch.tensor(flags, dtype=torch.int32)) > 0).tolist()
-        touched, finite, some_missing = said[:slots], [not bad for bad in said[slots:-1]], said[-1]
-        owned = self._gradients_with_keys(away, mine) if some_missing else self._gradients(away, mine)
-        return Sums(finite, touched, owned)
+        complete = away.routed.route.complete(mine)
+        flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
+        head, slots = len(flags), len(away.tables)
+        wanted, asked = floats(away.routed.wanted, away.dims), floats(away.routed.asked, away.dims)
+        sent = buffers.empty(sum(wanted))
+        if complete:
+            away.routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
+        else:
+            incomplete.pack(away, mine, self._scale(), sent)
+        said = torch.tensor(flags, dtype=torch.float32)
+        message = torch.cat([piece for part in torch.split(sent, wanted) for piece in (said, part)])
+        received = self._send(message, [head + n for n in wanted], [head + n for n in asked])
+        at, begins, told = 0, [], []
+        for count in asked:
+            told.append(received[at : at + head] > 0)
+            begins.append(at + head)
+            at += head + count
+        agreed = torch.stack(told).any(0).tolist()
+        owned: _native.Gradients | dict[str, Push]
+        if agreed[-1]:
+            sums = incomplete.sums(away, received, begins, self._by_key)
+            owned = {table: Push(*each, self._local.version(table)) for table, each in sums.items()}
+        else:
+            owned = self._sum(away, received, begins)
+        return Sums([not bad for bad in agreed[slots:-1]], agreed[:slots], owned)
 
     def update(
         self,
@@ -211,12 +213,12 @@ class ShardedStore(Store):
         route = _native.Route(plan, self._ranks, alone)
         counts = torch.tensor(route.counts, dtype=torch.int64).view(self._ranks, slots)
         received = lane.swap(counts)
-        to = [_words(n) for n in counts.sum(1).tolist()]
-        of = [_words(n) for n in received.sum(1).tolist()]
+        to = [words(n) for n in counts.sum(1).tolist()]
+        of = [words(n) for n in received.sum(1).tolist()]
         message = torch.empty(sum(to), dtype=torch.int64)
         route.pack_keys(message.data_ptr())
         asked = lane.exchange(message, to, of)
-        return Routed(plan, route, counts.tolist(), received.tolist(), asked)
+        return Routed(plan, route, counts.tolist(), received.tolist(), message, asked)
 
     def _owners(self, tables: Sequence[str]) -> Program:
         known = self._programs.get(tuple(tables))
@@ -233,36 +235,18 @@ class ShardedStore(Store):
     def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
         return self._connection.here.exchange(floats.to(self._wire), to, of).float()
 
-    def _gradients(self, away: Away, mine: _native.Gradients) -> _native.Gradients:
-        routed, dims = away.routed, away.dims
-        sent = buffers.empty(routed.route.floats)
-        routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
-        received = self._send(sent, _floats(routed.wanted, dims), _floats(routed.asked, dims))
-        addresses, at = [], received.data_ptr()
-        for of_rank in routed.asked:
-            for count, dim in zip(of_rank, dims, strict=True):
+    def _sum(self, away: Away, received: Tensor, begins: list[int]) -> _native.Gradients:
+        """Sum by key what all ranks have sent; their gradients begin there."""
+        addresses = []
+        for begin, of_rank in zip(begins, away.routed.asked, strict=True):
+            at = received.data_ptr() + 4 * begin
+            for count, dim in zip(of_rank, away.dims, strict=True):
                 addresses.append(at)
                 at += 4 * count * dim
-        owned = away.owner.native.reduce(addresses, dims * self._ranks)
+        owned = away.owner.native.reduce(addresses, away.dims * self._ranks)
         if self._by_key:
             owned.average()
         return owned
-
-    def _gradients_with_keys(self, away: Away, mine: _native.Gradients) -> dict[str, Push]:
-        """Some feature had no gradient on some rank, so that keys have to travel along."""
-        listed = [mine.keys_and_values(slot) for slot in range(len(away.tables))]
-        made: dict[str, Push] = {}
-        for table, (keys, values) in zip(away.tables, self._by_owner(listed), strict=True):
-            unique, first, inverse, count = np.unique(
-                keys, return_index=True, return_inverse=True, return_counts=True
-            )
-            sums = np.zeros((len(unique), self._dims[table]), np.float32)
-            np.add.at(sums, inverse.reshape(-1), values)  # in the order of ranks
-            if self._by_key:
-                sums /= count[:, None].astype(np.float32)
-            order = np.argsort(first)
-            made[table] = Push(unique[order], np.ascontiguousarray(sums[order]), self._local.version(table))
-        return made
 
     def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
         """Keys and gradients of some tables to their owners; returns what has come, in the order of ranks."""
@@ -350,31 +334,6 @@ class ShardedStore(Store):
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; of this rank's share."""
         return self._local.stats(table)
-
-
-def _words(keys: int) -> int:
-    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
-    return keys + (keys + 1) // 2
-
-
-def _floats(keys: Table, dims: list[int]) -> list[int]:
-    """Floats to or from each rank."""
-    return [sum(n * dim for n, dim in zip(of_rank, dims, strict=True)) for of_rank in keys]
-
-
-def _features(routed: Routed, dims: list[int], vectors: Tensor) -> list[int]:
-    """What was asked for, in the native core's numbers for the features of `ShardedStore._owners`."""
-    inputs: list[int] = []
-    out, begin = vectors.data_ptr(), routed.message.data_ptr()
-    for of_rank in routed.asked:
-        keys, uses = begin, begin + 8 * sum(of_rank)
-        for count, dim in zip(of_rank, dims, strict=True):
-            inputs += [keys, count, 0, count, 0, 1, out, uses]
-            keys += 8 * count
-            uses += 4 * count
-            out += 4 * count * dim
-        begin += 8 * _words(sum(of_rank))
-    return inputs
 
 
 def make_store() -> Store:
