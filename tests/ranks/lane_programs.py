@@ -1,0 +1,50 @@
+"""What the ranks do in `test_lanes.py`."""
+
+import os
+import signal
+import time
+
+import torch
+
+from karvan import ranks
+
+
+def talk():
+    """All collectives, with numbers that tell who sent what."""
+    lane = ranks.connect("sharded").main
+    rank, world = lane.rank, lane.world
+    given = torch.tensor([rank + 1.0, 10.0])
+    return {
+        "sum": lane.sum(given),
+        "kept": given,
+        "gather": lane.gather(b"x" * rank + bytes([rank])),
+        "nothing": lane.gather(b""),
+        "json": lane.gather_json({"rank": rank}),
+        "swap": lane.swap(torch.arange(2 * world).view(world, 2) + 100 * rank),
+        # r elements to rank r, each with the sender's number in front.
+        "exchange": lane.exchange(
+            torch.tensor([10 * rank + to for to in range(world) for _ in range(to)]),
+            list(range(world)),
+            [rank] * world,
+        ),
+        "operations": lane.operations,
+    }
+
+
+def lose(how, timeout):
+    """Rank 1 ends or stops in the middle; the others say what they hear of it, and how long it took."""
+    lane = ranks.connect("sharded", timeout=timeout).main
+    lane.barrier()
+    begin = time.monotonic()
+    if lane.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while True:  # it lives, but does not take part
+            time.sleep(0.1)
+    try:
+        lane.barrier()
+    except ranks.RankError as error:
+        return str(error), time.monotonic() - begin
+    return "nothing", 0.0

@@ -1,0 +1,88 @@
+"""Collectives between real processes, and what the others are told when one is gone."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_helpers import run, start
+
+from karvan import ranks
+
+
+def test_collectives_bring_everything_to_its_place():
+    world = 3
+    results = run(world, "lane_programs:talk")
+    for rank, result in enumerate(results):
+        assert result["sum"].tolist() == [6.0, 30.0]
+        assert result["kept"].tolist() == [rank + 1.0, 10.0]
+        assert result["gather"] == [b"\x00", b"x\x01", b"xx\x02"]
+        assert result["nothing"] == [b"", b"", b""]
+        assert result["json"] == [{"rank": r} for r in range(world)]
+        assert result["swap"].tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(world)]
+        assert result["exchange"].tolist() == [10 * r + rank for r in range(world) for _ in range(rank)]
+        assert result["operations"] == results[0]["operations"]
+
+
+def test_one_who_is_alone_hears_herself():
+    lane = ranks.Connection().main
+    assert (lane.rank, lane.world) == (0, 1)
+    numbers = torch.tensor([[1, 2]])
+    assert lane.gather_json([1, "a"]) == [[1, "a"]]
+    assert torch.equal(lane.swap(numbers), numbers)
+    assert torch.equal(lane.sum(numbers), numbers)
+    assert torch.equal(lane.exchange(numbers[0], [2], [2]), numbers[0])
+    lane.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("killed", "Rank 1 (process {pid}"),
+        ("stopped", "Rank 1 (process {pid}"),
+        ("busy elsewhere", "Rank 1 (process {pid}"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, expected):
+    timeout = 4.0
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start(3, "lane_programs:lose", folder, how=how, timeout=timeout)
+        try:
+            for rank in (0, 2):
+                log = Path(folder) / f"{rank}.log"
+                assert processes[rank].wait(60) == 0, log.read_text()
+                message, seconds = torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+                assert message.startswith(expected.format(pid=processes[1].pid)), message
+                assert seconds < 3 * timeout + 5
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def test_wrong_settings_are_told():
+    with pytest.raises(ValueError, match="one of memory, sharded, got 'shared'"):
+        ranks.connect("shared")
+    with pytest.raises(ValueError, match="wire must be one of"):
+        ranks.connect("sharded", wire="int8")
+    with pytest.raises(ValueError, match="grad_reduce must be one of"):
+        ranks.connect("sharded", grad_reduce="sum")
+    with pytest.raises(ValueError, match="timeout must be above 0"):
+        ranks.connect("sharded", timeout=0)
+
+
+def test_sharded_needs_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RuntimeError, match="torchrun --nproc-per-node"):
+        ranks.connect("sharded")
+    assert ranks.current().world == 1
+
+
+def test_a_thread_talks_on_the_lane_it_was_put_on():
+    connection = ranks.Connection()
+    assert connection.here is connection.lanes["main"]
+    with connection.on("fit") as lane:
+        assert connection.here is lane is connection.lanes["fit"]
+        with connection.on("evaluate"):
+            assert connection.here.name == "evaluate"
+    assert connection.here is connection.main
