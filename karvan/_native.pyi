@@ -379,6 +379,26 @@ def kernels() -> str:
 def choose_kernels(name: str) -> None:
     """Uses other kernels; the results stay the same."""
 
+class Board:
+    """
+    Messages between the processes of one machine, through memory that they share.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None: ...
+    @property
+    def place(self) -> tuple[int, int]:
+        """Process and file number, by which others join."""
+
+    def join(self, places: Sequence[tuple[int, int]]) -> None: ...
+    def exchange(self, send: int, to: Sequence[int], receive: int, of: Sequence[int], seconds: float) -> str:
+        """
+        Bytes to and from each rank; done, late, or lost if the process of another rank has ended.
+        """
+
+    @property
+    def missing(self) -> int:
+        """The rank because of which it was not done."""
+
 class Buffer:
     """
     Uninitialised bytes from the pool, through the buffer protocol; they return to it with the object.

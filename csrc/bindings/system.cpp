@@ -1,5 +1,6 @@
 // Threads, instruction sets, pooled memory.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -9,6 +10,7 @@
 #include "bindings/bindings.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
+#include "ranks/board.h"
 #include "threads/pool.h"
 
 namespace nb = nanobind;
@@ -59,6 +61,28 @@ void bind_system(nb::module_& m) {
         if (!choose_kernels(name.c_str())) throw std::invalid_argument("This machine has no kernels '" + name + "'.");
       },
       "name"_a, "Uses other kernels; the results stay the same.");
+  nb::class_<Board>(m, "Board", "Messages between the processes of one machine, through memory that they share.")
+      .def(nb::init<uint32_t, uint32_t>(), "rank"_a, "ranks"_a)
+      .def_prop_ro("place", [](const Board& b) { return std::pair{b.place().process, b.place().file}; },
+                   "Process and file number, by which others join.")
+      .def("join",
+           [](Board& b, const std::vector<std::pair<int64_t, int>>& places) {
+             std::vector<Board::Place> all;
+             for (const auto& [process, file] : places) all.push_back({process, file});
+             b.join(all);
+           },
+           "places"_a)
+      .def("exchange",
+           [](Board& b, uint64_t send, const std::vector<uint64_t>& to, uint64_t receive, const std::vector<uint64_t>& of,
+              double seconds) {
+             nb::gil_scoped_release release;
+             const Board::Outcome outcome = b.exchange(reinterpret_cast<const char*>(send), to,
+                                                       reinterpret_cast<char*>(receive), of, seconds);
+             return std::string(outcome == Board::Outcome::done ? "done" : outcome == Board::Outcome::late ? "late" : "lost");
+           },
+           "send"_a, "to"_a, "receive"_a, "of"_a, "seconds"_a,
+           "Bytes to and from each rank; done, late, or lost if the process of another rank has ended.")
+      .def_prop_ro("missing", &Board::missing, "The rank because of which it was not done.");
   static PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
   nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots),
                      "Uninitialised bytes from the pool, through the buffer protocol; they return to it with the object.")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from karvan.ranks.lane import Lane, SharedLane
+from karvan import _native
+from karvan.ranks.lane import BoardLane, GlooLane, Lane
 from karvan.ranks.watch import Watch
 
+_log = logging.getLogger("karvan.ranks")
+
 KINDS = ("memory", "sharded")
+TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
 # One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
@@ -31,6 +37,7 @@ class Settings:
     wire: str = "float32"
     grad_reduce: str = "mean"
     timeout: float = 300.0
+    transport: str = "auto"
 
 
 class Connection:
@@ -92,13 +99,50 @@ class SharedConnection(Connection):
         self._watch = Watch(
             PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
         )
+        first = GlooLane("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
+        boards = None if settings.transport == "network" else self._boards(first)
         for name in _LANES:
-            group = dist.new_group(backend="gloo", timeout=timeout)
-            self.lanes[name] = SharedLane(name, group, lambda lane, e: self._watch.explain(lane.name, e))
+            if boards is not None:
+                self.lanes[name] = BoardLane(
+                    name, boards[name], self.rank, self.world, settings.timeout, self._explain
+                )
+            else:
+                group = dist.new_group(backend="gloo", timeout=timeout)
+                self.lanes[name] = GlooLane(name, group, self._explain)
+        if settings.transport == "memory" and boards is None:
+            raise RuntimeError(
+                "transport 'memory' expects ranks on one machine that see each other's memory."
+            )
+
+    def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
+        """Memory that all ranks share, for each lane; None if one of them cannot have it."""
+        made: dict[str, _native.Board] = {}
+        error = ""
+        try:
+            made = {name: _native.Board(self.rank, self.world) for name in _LANES}
+        except (RuntimeError, OSError) as reason:
+            error = str(reason)
+        here = {"machine": _machine(), "places": {name: board.place for name, board in made.items()}}
+        there = first.gather_json(here)
+        try:
+            if any(one["machine"] != here["machine"] or len(one["places"]) < len(_LANES) for one in there):
+                error = error or "ranks are on several machines"
+            else:
+                for name, board in made.items():
+                    board.join([tuple(one["places"][name]) for one in there])
+        except (RuntimeError, OSError) as reason:
+            error = str(reason)
+        errors = [each for each in first.gather_json(error) if each]
+        if errors:
+            _log.info("Ranks talk over the network: %s.", errors[0])
+        return None if errors else made
 
     def close(self) -> None:
         """See `Connection.close`."""
         self._watch.close()
+
+    def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
+        return self._watch.explain(lane.name, lost, error)
 
     def _progress(self) -> dict[str, int]:
         return {name: lane.operations for name, lane in self.lanes.items()}
@@ -121,6 +165,7 @@ def connect(
     wire: str = "float32",
     grad_reduce: str = "mean",
     timeout: float = 300.0,
+    transport: str = "auto",
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
 
@@ -131,6 +176,8 @@ def connect(
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
     dense parameters; "key" by the number of ranks that had the key in their batch.
     timeout: seconds after which a rank that does not answer is an error on all others.
+    transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where it
+    works. Dense gradients go their own way (DistributedDataParallel).
     """
     global _current
     if kind not in KINDS:
@@ -139,9 +186,11 @@ def connect(
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
     if grad_reduce not in REDUCES:
         raise ValueError(f"grad_reduce must be one of {', '.join(REDUCES)}, got {grad_reduce!r}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    settings = Settings(kind, wire, grad_reduce, timeout)
+    settings = Settings(kind, wire, grad_reduce, timeout, transport)
     with _lock:
         _current.close()
         _current = Connection()
@@ -156,3 +205,11 @@ def disconnect() -> None:
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
     _owned.clear()
+
+
+def _machine() -> str:
+    """What processes on one machine have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

@@ -37,12 +37,22 @@ class Watch:
         """No more signs of life."""
         self._ended.set()
 
-    def explain(self, lane: str, error: Exception) -> RankError:
-        """An error that names the rank because of which a collective on a lane has failed."""
-        who = self._missing(lane)
+    def explain(self, lane: str, lost: int | None, error: Exception) -> RankError:
+        """An error that names the rank because of which a collective on a lane has failed.
+
+        lost: a rank whose process is known to have ended. Maybe it did because it has lost another one.
+        """
+        who = self._missing(lane) if lost is None else self._ended_first(lost)
         with suppress(RuntimeError):  # the store may be gone as well
             self._say("failed", who or str(error))
         return RankError(f"{who or 'A rank has failed, nobody knows which'}: {_short(error)}")
+
+    def _ended_first(self, lost: int) -> str:
+        try:
+            alive, failed = self._all("alive"), self._all("failed")
+        except (RuntimeError, ValueError):
+            return f"Rank {lost} has died"
+        return str(failed.get(lost) or f"{_name(lost, alive.get(lost))} has died")
 
     def _missing(self, lane: str) -> str | None:
         try:

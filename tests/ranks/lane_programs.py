@@ -9,9 +9,9 @@ import torch
 from karvan import ranks
 
 
-def talk():
+def talk(transport):
     """All collectives, with numbers that tell who sent what."""
-    lane = ranks.connect("sharded").main
+    lane = ranks.connect("sharded", transport=transport).main
     rank, world = lane.rank, lane.world
     given = torch.tensor([rank + 1.0, 10.0])
     return {
@@ -31,9 +31,9 @@ def talk():
     }
 
 
-def lose(how, timeout):
+def lose(how, timeout, transport):
     """Rank 1 ends or stops in the middle; the others say what they hear of it, and how long it took."""
-    lane = ranks.connect("sharded", timeout=timeout).main
+    lane = ranks.connect("sharded", timeout=timeout, transport=transport).main
     lane.barrier()
     begin = time.monotonic()
     if lane.rank == 1:

@@ -1,0 +1,218 @@
+"""Jobs of several processes that a benchmark runs in turn: started once, told when to go, and timed by all.
+
+A worker is this file with a kind and a JSON of options: it sets itself up, then waits for lines on its
+standard input and answers each with a line of JSON: seconds and samples of its burst, and what it counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Zipf, scramble
+
+DIM, LR = 16, 0.02
+
+
+class JobOfRanks:
+    """Processes that wait for `burst`."""
+
+    def __init__(self, kind: str, ranks: int, threads: int, **options: Any) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        self._processes = []
+        for rank in range(ranks):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": str(threads),
+            }
+            command = [sys.executable, "-W", "ignore", __file__, kind, json.dumps(options)]
+            self._processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+        self._answers()  # all are set up
+
+    def burst(self) -> dict[str, float]:
+        """Let all go; seconds are those of the slowest, everything else is summed over ranks."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        answers = self._answers()
+        total = {name: sum(answer[name] for answer in answers) for name in answers[0]}
+        return total | {"seconds": max(answer["seconds"] for answer in answers)}
+
+    def end(self) -> None:
+        """Let the processes go."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _answers(self) -> list[dict[str, float]]:
+        found = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            while line and not line.startswith("{"):  # what libraries say
+                line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"A worker has ended with code {process.wait()}; its errors are above.")
+            found.append(json.loads(line))
+        return found
+
+
+def sparse_batches(features: int, rows: int, batch: int, rank: int, count: int = 8) -> list[np.ndarray]:
+    """Batches of mapped ids, (features, batch) each, by Zipf's law."""
+    zipf = Zipf(rows, seed=rank)
+    return [np.stack([zipf.sample(batch) for _ in range(features)]) for _ in range(count)]
+
+
+def karvan_sparse(features: int, rows: int, batch: int, steps: int) -> Callable[[], dict[str, float]]:
+    """Lookup with insert, pooling, backward and Adagrad on sharded tables, from 64-bit keys."""
+    import karvan as kv
+    from karvan import ranks
+
+    connection = ranks.connect("sharded")
+    kv.set_num_threads(torch.get_num_threads())
+    names = [f"f{i}" for i in range(features)]
+    engine = kv.EmbeddingEngine({name: kv.Table(DIM) for name in names})
+    optimizer = kv.optim.Adagrad(engine, lr=LR)
+    for start in range(0, rows, 1 << 14):
+        ids = np.arange(start, min(start + (1 << 14), rows))
+        engine({name: torch.from_numpy(scramble(ids, i)) for i, name in enumerate(names)})
+    made = sparse_batches(features, rows, batch // connection.world, connection.rank)
+    batches = cycle(
+        [{name: torch.from_numpy(scramble(each[i], i)) for i, name in enumerate(names)} for each in made]
+    )
+    gradients = [torch.randn(batch // connection.world, DIM) for _ in names]
+
+    def run() -> dict[str, float]:
+        for _ in range(steps):
+            vectors = engine(next(batches))
+            torch.autograd.backward([vectors[name] for name in names], gradients)
+            optimizer.step()
+        return {"samples": steps * batch / connection.world}
+
+    return run
+
+
+def torchrec_sparse(features: int, rows: int, batch: int, steps: int, sharding: str) -> Callable[[], Any]:
+    """The same by TorchRec over gloo, from ids that were mapped to rows."""
+    import torch.distributed as dist
+    import torchrec
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = [f"f{i}" for i in range(features)]
+    tables = [
+        torchrec.EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=DIM, num_embeddings=rows, feature_names=[names[i]]
+        )
+        for i in range(features)
+    ]
+    module = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+    apply_optimizer_in_backward(torch.optim.Adagrad, module.parameters(), {"lr": LR})
+    how = {
+        f"t{i}": row_wise() if sharding == "row" else table_wise(rank=i % world, compute_kernel="fused")
+        for i in range(features)
+    }
+    sharder = EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        module, how, sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    model = DistributedModelParallel(
+        module,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"": plan}),
+        sharders=[sharder],
+    )
+    lengths = torch.ones(features * batch // world, dtype=torch.int32)
+    batches = cycle(
+        [
+            torchrec.KeyedJaggedTensor(
+                keys=names, values=torch.from_numpy(each.reshape(-1).copy()), lengths=lengths
+            )
+            for each in sparse_batches(features, rows, batch // world, rank)
+        ]
+    )
+    gradient = torch.randn(batch // world, features * DIM)
+
+    def run() -> dict[str, float]:
+        for _ in range(steps):
+            model(next(batches)).values().backward(gradient)
+        return {"samples": steps * batch / world}
+
+    return run
+
+
+def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[], dict[str, float]]:
+    """A whole training job, as in `train.py`: on one process, or on several with sharded tables."""
+    import train
+
+    import karvan as kv
+    from karvan import ranks
+
+    world = int(os.environ["WORLD_SIZE"])
+    connection = ranks.connect("sharded" if world > 1 else "memory", wire=wire)
+    kv.set_num_threads(torch.get_num_threads())
+    torch.manual_seed(0)
+    model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)
+    trainer = train.karvan_trainer("fp32", model)
+    train.fill(model, rows)
+
+    def run() -> dict[str, float]:
+        before = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
+        crossing = getattr(model.embeddings.store, "crossing_keys", 0)
+        result = trainer.fit(kv.data.read(path, batch // world, epochs=epochs))
+        made: dict[str, float] = {"samples": result.samples / world, "steps": result.step / world}
+        for name, lane in connection.lanes.items():
+            made[f"{name}_collectives"] = (lane.operations - before[name][0]) / world
+            made[f"{name}_bytes"] = lane.bytes_sent - before[name][1]
+        made["crossing_keys"] = getattr(model.embeddings.store, "crossing_keys", 0) - crossing
+        return made
+
+    return run
+
+
+KINDS = {"karvan": karvan_sparse, "torchrec": torchrec_sparse, "dlrm": dlrm}
+
+
+def main() -> None:
+    """Set up, then answer every line with a burst."""
+    kind, options = sys.argv[1:]
+    sys.path.insert(0, str(Path(__file__).parent))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    run = KINDS[kind](**json.loads(options))
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        counted = run()
+        print(json.dumps(counted | {"seconds": time.perf_counter() - start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
