@@ -147,12 +147,17 @@ Board::Outcome Board::wait(Peer& peer, double seconds) {
   return Outcome::done;
 }
 
-// An area begins with the places of all ranks' messages in it, and where the last one ends.
+// An area begins with the places of all ranks' messages in it, and where the last one ends. Null if the memory has gone
+// with its process.
 const char* Board::message(Peer& peer) {
   const uint32_t turn = count_ % 2;
   const Head::Area told = peer.head->head()->areas[turn];
   if (!peer.areas[turn] || peer.generation[turn] != told.generation) {
-    peer.areas[turn] = Mapping::open({peer.place.process, told.file}, told.bytes);
+    try {
+      peer.areas[turn] = Mapping::open({peer.place.process, told.file}, told.bytes);
+    } catch (const std::system_error&) {
+      return nullptr;
+    }
     peer.generation[turn] = told.generation;
   }
   return peer.areas[turn]->data;
@@ -191,6 +196,10 @@ Board::Outcome Board::exchange(const char* send, std::span<const uint64_t> to, c
       return outcome;
     }
     const char* const theirs = message(*peers_[r]);
+    if (!theirs) {
+      missing_ = r;
+      return Outcome::lost;
+    }
     uint64_t bounds[2];
     std::memcpy(bounds, theirs + sizeof(uint64_t) * rank_, sizeof bounds);
     if (bounds[1] - bounds[0] != of[r])

@@ -176,8 +176,8 @@ def connect(
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
     dense parameters; "key" by the number of ranks that had the key in their batch.
     timeout: seconds after which a rank that does not answer is an error on all others.
-    transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where it
-    works. Dense gradients go their own way (DistributedDataParallel).
+    transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
+    it works. Dense gradients go their own way (DistributedDataParallel).
     """
     global _current
     if kind not in KINDS:
