@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +198,55 @@ def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[
     return run
 
 
-KINDS = {"karvan": karvan_sparse, "torchrec": torchrec_sparse, "dlrm": dlrm}
+def messages(size: int, steps: int) -> Callable[[], dict[str, float]]:
+    """Exchanges of so many bytes with every rank over the network."""
+    from karvan import ranks
+
+    lane = ranks.connect("sharded", transport="network").main
+    send = torch.zeros(size * lane.world, dtype=torch.uint8)
+
+    def run() -> dict[str, float]:
+        for _ in range(steps):
+            lane.exchange(send, [size] * lane.world, [size] * lane.world)
+        return {"steps": steps}
+
+    return run
+
+
+def work(path: str, rows: int, batch: int, epochs: int) -> Callable[[], dict[str, float]]:
+    """The training job of one rank with nobody to talk to: the seconds of each step."""
+    import train
+
+    import karvan as kv
+
+    times: list[float] = []
+
+    class Stopwatch(kv.train.Callback):
+        def on_step_end(self, trainer: kv.Trainer, logs: object) -> None:
+            times.append(time.perf_counter())
+
+    model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)
+    trainer = train.karvan_trainer("fp32", model, [Stopwatch()])
+    train.fill(model, rows)
+
+    def run() -> dict[str, float]:
+        times.clear()
+        trainer.fit(kv.data.read(path, batch, epochs=epochs))
+        made = {f"step_{i:04d}": b - a for i, (a, b) in enumerate(pairwise(times))}
+        first = next(iter(kv.data.read(path, batch)))
+        keys = sum(len(torch.unique(first[name])) for name in train.IDS)
+        return made | {"keys": keys, "dense_bytes": 4 * sum(p.numel() for p in model.parameters())}
+
+    return run
+
+
+KINDS = {
+    "karvan": karvan_sparse,
+    "torchrec": torchrec_sparse,
+    "dlrm": dlrm,
+    "messages": messages,
+    "work": work,
+}
 
 
 def main() -> None:

@@ -86,6 +86,7 @@ class ShardedStore(Store):
         self._local = MemoryStore()
         self._dims: dict[str, int] = {}
         self._programs: dict[tuple[str, ...], Program] = {}  # of owners, by tables
+        self.crossing_keys = 0  # distinct keys of batches that were asked of other ranks, so far
 
     def owns(self, keys: Keys) -> NDArray[np.bool_]:
         """Which keys belong to this rank."""
@@ -215,6 +216,7 @@ class ShardedStore(Store):
         received = lane.swap(counts)
         to = [words(n) for n in counts.sum(1).tolist()]
         of = [words(n) for n in received.sum(1).tolist()]
+        self.crossing_keys += route.keys - int(counts[self._connection.rank].sum())
         message = torch.empty(sum(to), dtype=torch.int64)
         route.pack_keys(message.data_ptr())
         asked = lane.exchange(message, to, of)
