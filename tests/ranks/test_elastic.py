@@ -1,0 +1,110 @@
+"""Jobs under torchrun whose processes are killed: every record is in the final model once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import karvan as kv
+
+HERE = Path(__file__).parent
+ROWS = 3001
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Folders for data, checkpoints and notes, with data in them."""
+    for name in ("data", "checkpoints", "notes"):
+        (tmp_path / name).mkdir()
+    random = np.random.default_rng(0)
+    for part, ids in enumerate(np.array_split(np.arange(ROWS), 4)):
+        columns = {
+            "record": ids,
+            "user": random.integers(0, 50, len(ids)),
+            "label": random.integers(0, 2, len(ids)).astype(np.float32),
+        }
+        pq.write_table(pa.table(columns), tmp_path / "data" / f"{part}.parquet")
+    return tmp_path
+
+
+def torchrun(job, ranks, pause, *options):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, *options, f"--nproc-per-node={ranks}", HERE / "elastic_program.py"]
+    folders = [job / "data", job / "checkpoints", job / "notes"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    log = (job / f"log-{time.monotonic_ns()}").open("wb")
+    return subprocess.Popen(
+        [*map(str, command), *map(str, folders), str(pause)],
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def wait_for(what, seconds=90):
+    """The first thing that is true, in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := what():
+            return found
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def process_of(job, world, rank, step):
+    """The process of a rank once it has come to a step."""
+    for note in (job / "notes").glob(f"{world}-{rank}-*"):
+        pid, text = int(note.name.split("-")[2]), note.read_text()
+        if text and int(text) >= step and Path(f"/proc/{pid}").exists():
+            return pid
+    return None
+
+
+def logs(job):
+    return "\n".join(path.read_text(errors="replace")[-3000:] for path in job.glob("log-*"))
+
+
+def assert_each_record_once(job):
+    newest = kv.Checkpoints(job / "checkpoints").latest()
+    uses = {}
+    for rows in newest.parts("record"):
+        uses |= dict(zip(rows.keys.tolist(), rows.counts.tolist(), strict=True))
+    assert uses == dict.fromkeys(range(ROWS), 1)
+
+
+def test_a_killed_rank_is_started_again_and_every_record_counts_once(job):
+    process = torchrun(job, 2, 0.02, "--standalone", "--max-restarts=3")
+    try:
+        os.kill(wait_for(lambda: process_of(job, 2, 1, 17)), signal.SIGKILL)
+        assert process.wait(120) == 0, logs(job)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    assert len(list((job / "notes").glob("2-*"))) == 4  # two generations
+    assert_each_record_once(job)
+
+
+def test_other_numbers_of_ranks_go_on_where_a_killed_job_was(job):
+    for ranks, until in ((2, 12), (3, 30), (1, None)):
+        process = torchrun(job, ranks, 0.02 if until else 0.0, "--standalone")
+        try:
+            if until:
+                wait_for(lambda ranks=ranks, until=until: process_of(job, ranks, 0, until))
+            else:
+                assert process.wait(120) == 0, logs(job)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                for note in (job / "notes").glob(f"{ranks}-*"):
+                    pid = int(note.name.split("-")[2])
+                    if Path(f"/proc/{pid}").exists():
+                        os.kill(pid, signal.SIGKILL)
+                process.wait()
+    assert_each_record_once(job)
