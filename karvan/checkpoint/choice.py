@@ -111,13 +111,16 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
         return [found] if found is not None else []
 
     there = all_chosen(folder, look)
-    asked = together(lane, folder, lambda: seen)[0]
-    if asked and not there:
-        raise CheckpointError(
-            folder,
-            f"expected all ranks to see {asked[0]}, as rank 0 does, got some that do not: checkpoints must "
-            "lie on storage that all ranks share.",
-        )
+
+    def require() -> None:
+        if seen and not there:
+            raise CheckpointError(
+                folder,
+                f"expected all ranks to see {seen[0]}, as rank 0 does, got some that do not: checkpoints "
+                "must lie on storage that all ranks share.",
+            )
+
+    together(lane, folder, require, name_rank=False)
     return there[0] if there else None
 
 
