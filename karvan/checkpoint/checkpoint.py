@@ -12,25 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from karvan import ranks
 from karvan.checkpoint import manifest as manifests
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.files import problem_of, read_arrays
-from karvan.checkpoint.manifest import Manifest, TableEntry
-from karvan.checkpoint.tables import (
-    Model,
-    check_part,
-    join,
-    overlay,
-    parts_of,
-    read_extra,
-    read_part,
-    select,
-    tables_of,
-)
+from karvan.checkpoint.extras import Extra, read_extras
+from karvan.checkpoint.files import FileEntry, problem_of, read_arrays
+from karvan.checkpoint.manifest import Manifest, PartEntry, TableEntry
+from karvan.checkpoint.ranges import WHOLE, Range, share_of
+from karvan.checkpoint.reading import Layer, TableReader
+from karvan.checkpoint.tables import Model, check_part, tables_of
+from karvan.checkpoint.together import together
 from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
 from karvan.store import Rows
-from karvan.store.owners import Keys, hashes_of
 from karvan.threads import cores
 
 
@@ -46,11 +40,14 @@ class Checkpoint:
 
     A delta is what changed since the one before it. It is loaded, checked and looked into together with all
     it builds on, so that it behaves like a full one.
+
+    In a job of several ranks all of them call `require_intact` and `load`; the rest is each one's own.
+    manifest: what has been read already.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
         self.path = Path(path)
-        self.manifest: Manifest = manifests.read(self.path)
+        self.manifest = manifest or manifests.read(self.path)
         self.step = self.manifest.step
 
     @property
@@ -91,7 +88,11 @@ class Checkpoint:
 
         checked is called with each file and its bytes, once it has been read.
         """
-        files = [(one, file) for one in self.chain for file in one.manifest.files]
+        return self._verify([(one, file) for one in self.chain for file in one.manifest.files], checked)
+
+    def _verify(
+        self, files: list[tuple[Checkpoint, FileEntry]], checked: Callable[[Path, int], None] | None = None
+    ) -> list[Damage]:
         with ThreadPoolExecutor(min(4, cores())) as pool:
             problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
             damaged = {}
@@ -101,21 +102,45 @@ class Checkpoint:
                 if checked is not None:
                     checked(one.path / file.name, file.bytes)
         # A checksum may fit and the header may still be that of another table.
-        for one in self.chain:
-            for table in one.manifest.tables.values():
-                for part in table.parts:
-                    try:
-                        check_part(one.path, table, part, one.kind == "delta")
-                    except CheckpointError as error:
-                        damaged.setdefault(one.path / part.name, error.problem)
+        asked = {(one.path, file.name) for one, file in files}
+        for one, table, part in self._parts():
+            if (one.path, part.name) in asked:
+                try:
+                    check_part(one.path, table, part, one.kind == "delta")
+                except CheckpointError as error:
+                    damaged.setdefault(one.path / part.name, error.problem)
         return [Damage(path, problem.removesuffix(".")) for path, problem in damaged.items()]
 
     def require_intact(self) -> None:
-        """Raise if any file is damaged."""
-        damaged = self.verify()
-        if damaged:
-            more = f" {len(damaged) - 1} more files are damaged." if len(damaged) > 1 else ""
-            raise CheckpointError(damaged[0].path, f"{damaged[0].problem}.{more}")
+        """Raise if any file is damaged. Ranks share out the files and raise the same error."""
+        lane = ranks.current().here
+
+        def check() -> None:
+            damaged = self._verify(self._files_of(lane.rank, lane.world))
+            if damaged:
+                more = f" {len(damaged) - 1} more files are damaged." if len(damaged) > 1 else ""
+                raise CheckpointError(damaged[0].path, f"{damaged[0].problem}.{more}")
+
+        together(lane, self.path, check, name_rank=False)
+
+    def _files_of(self, rank: int, world: int) -> list[tuple[Checkpoint, FileEntry]]:
+        """The files that a rank checks: those it reads, and its turn of what all read."""
+        files: list[tuple[Checkpoint, FileEntry]] = []
+        share = share_of(rank, world)
+        for one in self.chain:
+            if rank == 0:
+                files.append((one, one.manifest.dense))
+            for table in one.manifest.tables.values():
+                ranges = zip(table.ranges, table.parts, strict=True)
+                files += [(one, part) for range_, part in ranges if range_.overlaps(share)]
+                files += [(one, extra) for extra in table.extras[rank::world] if extra]
+        return files
+
+    def _parts(self) -> Iterator[tuple[Checkpoint, TableEntry, PartEntry]]:
+        for one in self.chain:
+            for table in one.manifest.tables.values():
+                for part in table.parts:
+                    yield one, table, part
 
     def state(self) -> dict[str, Any]:
         """The tree of state, with tensors in memory of their own."""
@@ -126,38 +151,16 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise CheckpointError.mismatch(path, "all tensors of the state", f"'{error}'") from error
 
-    def parts(self, table: str) -> Iterator[Rows]:
-        """All rows of a table, one range of key hashes after the other, in the order of hashes."""
-        chain = [(one, self._entry(one, table)) for one in self.chain]
-        (full, entry), deltas = chain[0], chain[1:]
-        for one, its in deltas:
-            if (its.dim, its.dtype, its.state) != (entry.dim, entry.dtype, entry.state):
-                raise CheckpointError.mismatch(
-                    one.path,
-                    f"table '{table}' as in its base: dim {entry.dim}, {entry.dtype}, {entry.state} of state",
-                    f"dim {its.dim}, {its.dtype}, {its.state} of state",
-                )
-        for number, part in enumerate(entry.parts):
-            rows, _ = read_part(full.path, entry, part, delta=False)
-            for one, its in deltas:
-                rows = overlay(rows, *_range(one, its, number, len(entry.parts)))
-            yield rows
+    def parts(self, table: str, share: Range = WHOLE) -> Iterator[Rows]:
+        """All rows of a table, one range of key hashes after the other, in the order of hashes.
+
+        share: only those with hashes in it, from only those files that have some.
+        """
+        return self._reader(table).parts(share)
 
     def row(self, table: str, key: int) -> Rows | None:
         """The row of one key; None if it has none."""
-        keys = np.array([key & (2**64 - 1)], np.uint64).view(np.int64)
-        for one in reversed(self.chain):
-            entry = self._entry(one, table)
-            part = entry.parts[int(parts_of(hashes_of(keys), len(entry.parts))[0])]
-            problem = problem_of(one.path, part)
-            if problem:
-                raise CheckpointError(one.path / part.name, f"{problem}.")
-            rows, erased = read_part(one.path, entry, part, delta=one.kind == "delta")
-            if (found := rows.keys == keys).any():
-                return select(rows, found)
-            if (erased == keys).any():
-                return None
-        return None
+        return self._reader(table).row(key)
 
     def load(self, model: Model) -> dict[str, Any]:
         """Fill the model's tables, which lose what they held, and return the state.
@@ -165,26 +168,47 @@ class Checkpoint:
         Everything is checked first: if anything is damaged or does not fit, the tables stay as they are.
         Optimizer state comes along for tables that have an optimizer, which must be of the same kind. The
         state is the caller's to hand on: `model.load_state_dict(state["model"])` and so on.
+
+        Ranks that train together all call it; each reads the files that have some of its rows.
         """
+        lane = ranks.current().here
         handles = tables_of(model)
-        self._check_tables(handles)
+        together(lane, self.path, lambda: self._check_tables(handles), name_rank=False)
         self.require_intact()
-        state = self.state()
-        for name, handle in handles.items():
-            store, entry = handle.engine.store, self.manifest.tables[name]
-            extra = read_extra(self.path / entry.extra.name) if entry.extra else {}
-            store.clear(name)
-            for rows in self.parts(name):
-                store.load(name, with_state_of(handle, rows, entry.optimizer is not None))
-            # Counters of another filter would mean nothing.
-            same = (entry.admit[0], entry.admit[2], entry.evict[0]) == (
-                handle.spec.admit[0],
-                handle.spec.admit[2],
-                handle.spec.evict[0],
-            )
-            if extra and same:
-                store.load_extra(name, extra)
+        state: dict[str, Any] = {}
+        extras: dict[str, Extra] = {}
+
+        def read() -> None:
+            state.update(self.state())
+            for name, handle in handles.items():
+                extras[name] = self._extra(name, handle)
+
+        def fill() -> None:
+            for name, handle in handles.items():
+                self._fill(name, handle, extras.pop(name))
+
+        together(lane, self.path, read)
+        together(lane, self.path, fill)
         return state
+
+    def _extra(self, name: str, handle: TableHandle) -> Extra:
+        entry, spec = self.manifest.tables[name], handle.spec
+        # Counters of another filter would mean nothing.
+        if (*entry.admit[::2], entry.evict[0]) != (*spec.admit[::2], spec.evict[0]):
+            return {}
+        return read_extras(self.path, entry.extras, share_of(*handle.engine.store.share))
+
+    def _fill(self, name: str, handle: TableHandle, extra: Extra) -> None:
+        store, has_state = handle.engine.store, self.manifest.tables[name].optimizer is not None
+        store.clear(name)
+        for rows in self.parts(name, share_of(*store.share)):
+            store.load(name, with_state_of(handle, rows, has_state))
+        if extra:
+            store.load_extra(name, extra)
+
+    def _reader(self, table: str) -> TableReader:
+        layers = [Layer(one.path, self._entry(one, table), one.kind == "delta") for one in self.chain]
+        return TableReader(table, layers)
 
     def _entry(self, one: Checkpoint, table: str) -> TableEntry:
         if table not in one.manifest.tables:
@@ -235,18 +259,3 @@ def with_state_of(handle: TableHandle, rows: Rows, keep: bool) -> Rows:
 
 def _listed(names: Any) -> str:
     return ", ".join(f"'{name}'" for name in sorted(names)) or "none"
-
-
-def _range(one: Checkpoint, entry: TableEntry, number: int, parts: int) -> tuple[Keys, Rows]:
-    """What a delta says of one range of hashes out of so many: keys that left, rows that changed."""
-    mine = len(entry.parts)
-    if mine >= parts:
-        share = mine // parts
-        pieces = [
-            read_part(one.path, entry, part, delta=True)
-            for part in entry.parts[number * share : (number + 1) * share]
-        ]
-        return np.concatenate([gone for _, gone in pieces]), join([rows for rows, _ in pieces])
-    rows, gone = read_part(one.path, entry, entry.parts[number * mine // parts], delta=True)
-    inside = parts_of(hashes_of(rows.keys), parts) == number
-    return gone[parts_of(hashes_of(gone), parts) == number], select(rows, inside)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.choice import all_chosen, best_of, newest, one_chosen, readable
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.folder import remove_folders
-from karvan.checkpoint.manifest import NAME, Base
+from karvan.checkpoint.manifest import Base
 from karvan.checkpoint.pending import Pending
 from karvan.checkpoint.tables import Model, tables_of
-from karvan.checkpoint.writing import Versions, Writing, check_target
+from karvan.checkpoint.together import together
+from karvan.checkpoint.writing import Versions, Writing, check_target, taken
 from karvan.embedding import TableHandle
+from karvan.ranks import Lane
 
 PART_BYTES = 64 << 20
-_STEP = re.compile(r"^step-(\d{12,})$")
 
 
 class Checkpoints:
@@ -31,7 +33,8 @@ class Checkpoints:
     on. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
     part_bytes: how large the files of a table may become.
 
-    Several processes may read the folder while one writes to it.
+    Several processes may read the folder while one writes to it. The ranks of a job write together: all make
+    a `Checkpoints` and call its methods alike, each with the rows it owns, on storage that all of them see.
     """
 
     def __init__(
@@ -75,41 +78,22 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"Expected a step of at least 0, got {step}.")
-        self.wait()
-        tables = tables_of(model)
+        lane = ranks.current().here
         target = self.folder / f"step-{step:012d}"
-        check_target(target)
-        last = self._last
-        writing = self._writing(step, state, tables, metrics, target)
-        base = writing.base
-        # A save that fails leaves nothing to build on.
-        self._last = None
+        tables: dict[str, TableHandle] = {}
 
-        def check() -> None:
-            if base is not None and not _is(self.folder, base):
-                raise CheckpointError(
-                    target, f"expected its base {base.folder} to stay while it was written, but it has gone."
-                )
+        def prepare() -> tuple[int, bool]:
+            self.wait()
+            tables.update(tables_of(model))
+            if lane.rank == 0:
+                check_target(target)
+            return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
 
-        def after(made: Checkpoint) -> None:
-            deltas = last.deltas + 1 if last is not None and base is not None else 0
-            self._last = _Last(made, tables, writing.versions, deltas)
-            self._prune()
-
-        self._pending = writing.start(target, check, after)
-        if block:
-            self._pending.wait()
-        return self._pending
-
-    def _writing(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        tables: Mapping[str, TableHandle],
-        metrics: Mapping[str, Any] | None,
-        target: Path,
-    ) -> Writing:
-        last = self._last
+        said = together(lane, target, prepare)
+        if len({its_step for its_step, _ in said}) > 1:
+            raise CheckpointError.mismatch(
+                self.folder, "all ranks to save the same step", [its_step for its_step, _ in said]
+            )
 
         def take(base: Base | None, since: Versions | None) -> Writing:
             return Writing(
@@ -123,19 +107,41 @@ class Checkpoints:
                 track=self.full_every > 1,
             )
 
-        if (
+        last = self._last
+        writing = None
+        if last is not None and all(may for _, may in said):
+            writing = _delta(lane, target, partial(take, last.base, last.versions))
+        if writing is None:
+            writing = taken(lane, target, partial(take, None, None))
+        base, versions = writing.base, writing.versions
+        # A save that fails leaves nothing to build on.
+        self._last = None
+
+        def check() -> None:
+            if base is not None and not _is(self.folder, base):
+                raise CheckpointError(
+                    target, f"expected its base {base.folder} to stay while it was written, but it has gone."
+                )
+
+        def after(made: Checkpoint) -> None:
+            deltas = last.deltas + 1 if last is not None and base is not None else 0
+            self._last = _Last(made, tables, versions, deltas)
+
+        self._pending = writing.start(target, check, after, self._prune)
+        if block:
+            self._pending.wait()
+        return self._pending
+
+    def _may_be_delta(self, step: int, tables: Mapping[str, TableHandle], target: Path | None) -> bool:
+        """Whether what was saved last may be built on; `target` of the rank that looks into the folder."""
+        last = self._last
+        return (
             last is not None
             and last.deltas + 1 < self.full_every
             and last.made.step < step
             and last.describes(tables)
-            and _is(self.folder, last.base)
-            and not target.exists()
-        ):
-            try:
-                return take(last.base, last.versions)
-            except ValueError:
-                pass  # a table does not know any more what changed: all of it, then
-        return take(None, None)
+            and (target is None or (_is(self.folder, last.base) and not target.exists()))
+        )
 
     def wait(self) -> None:
         """Wait for the save that is under way; raises its error, unless that was raised before."""
@@ -144,23 +150,18 @@ class Checkpoints:
 
     def list(self) -> list[Checkpoint]:
         """All checkpoints whose manifests can be read, oldest first."""
-        return _readable(self.folder)
+        return all_chosen(self.folder, lambda: readable(self.folder))
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint; None if there is none. One whose manifest is damaged is an error."""
-        for folder in reversed(_folders(self.folder)):
-            try:
-                return Checkpoint(folder)
-            except CheckpointError:
-                if (folder / NAME).exists():  # otherwise somebody has just removed it
-                    raise
-        return None
+        return one_chosen(self.folder, lambda: newest(self.folder))
 
     def best(self) -> Checkpoint | None:
         """The best checkpoint by `keep_best`, the newest of equal ones; None if none has the metric."""
         if self.keep_best is None:
             raise ValueError('Checkpoints was made without keep_best: expected ("auc", "max"), got None.')
-        return _best(_readable(self.folder), *self.keep_best)
+        metric, mode = self.keep_best
+        return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
 
     def _prune(self) -> None:
         if self.keep_last is not None:
@@ -191,6 +192,27 @@ class _Last:
         )
 
 
+def _delta(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing | None:
+    """What `take` made; None on all ranks if a table of any does not know any more what changed."""
+    made: list[Writing] = []
+
+    def attempt() -> bool:
+        try:
+            made.append(take())
+        except ValueError:
+            return False
+        return True
+
+    complete = False
+    try:
+        complete = all(together(lane, target, attempt))
+    finally:
+        if not complete:
+            for one in made:
+                one.close()
+    return made[0] if complete else None
+
+
 def _is(folder: Path, base: Base) -> bool:
     try:
         found = Checkpoint(folder / base.folder).manifest
@@ -199,43 +221,13 @@ def _is(folder: Path, base: Base) -> bool:
     return (found.id, found.checksum) == (base.id, base.checksum)
 
 
-def _folders(folder: Path) -> list[Path]:
-    """What looks like a checkpoint, oldest first."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    steps = {int(match[1]): name for name in names if (match := _STEP.match(name))}
-    return [folder / steps[step] for step in sorted(steps) if (folder / steps[step] / NAME).exists()]
-
-
-def _readable(folder: Path) -> list[Checkpoint]:
-    found = []
-    for path in _folders(folder):
-        try:
-            found.append(Checkpoint(path))
-        except CheckpointError:
-            continue
-    return found
-
-
-def _best(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | None:
-    sign = 1 if mode == "max" else -1
-    rated = [
-        (sign * value, one.step, one)
-        for one in among
-        if isinstance(value := one.metrics.get(metric), int | float) and not math.isnan(value)
-    ]
-    return max(rated, key=lambda entry: entry[:2])[2] if rated else None
-
-
 def _doomed(
     folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None
 ) -> dict[Path, Path | None]:
     """What is to go, the newest first, each with what it builds on."""
-    there = _readable(folder)
+    there = readable(folder)
     kept = there if keep_last is None else there[-keep_last:]
-    best = _best(there, *keep_best) if keep_best else None
+    best = best_of(there, *keep_best) if keep_best else None
     needed: set[Path] = set()
     for one in [*kept, *([best] if best else [])]:
         needed.add(one.path)

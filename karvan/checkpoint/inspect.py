@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
+from karvan.checkpoint.choice import find_alone
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.manifest import NAME
-from karvan.checkpoint.single import find
 from karvan.checkpoint.tree import tensor_names
 from karvan.store import Rows
 
@@ -75,7 +75,7 @@ class KeyRow:
 
 def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
     """What a checkpoint, or a run's newest one, holds. Reads all rows; `verify` checks the files first."""
-    checkpoint = find(path)
+    checkpoint = find_alone(Path(path))
     manifest = checkpoint.manifest
     return Summary(
         path=checkpoint.path,
@@ -132,7 +132,7 @@ def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
     """
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"Expected a key of 64 bits, got {key}.")
-    rows = find(path).row(table, key)
+    rows = find_alone(Path(path)).row(table, key)
     if rows is None:
         return None
     return KeyRow(
@@ -151,7 +151,7 @@ def verify(
     if (folder / NAME).exists():
         folders = [folder]
     else:
-        folders = sorted(p for p in folder.glob("step-*/")) or [find(folder).path]
+        folders = sorted(p for p in folder.glob("step-*/")) or [find_alone(folder).path]
     damaged: dict[Path, Damage] = {}
     for each in folders:
         try:

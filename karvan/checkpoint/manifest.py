@@ -16,6 +16,7 @@ from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import FileEntry, checksum_text
+from karvan.checkpoint.ranges import SPACE, Range, between, equal_cuts
 
 NAME = "manifest.json"
 FORMAT = "karvan-checkpoint"
@@ -26,10 +27,14 @@ _FIRST_LINE = re.compile(rb'\{"checksum": "(crc32:[0-9a-f]{8})",\n')
 
 @dataclass(frozen=True)
 class PartEntry(FileEntry):
-    """One part of a table: the rows in a range of key hashes, and in a delta the keys that left it."""
+    """One part of a table: the rows in a range of key hashes, and in a delta the keys that left it.
+
+    first: the upper 32 bits of its least hash; it ends where the next part begins.
+    """
 
     rows: int
     erased: int = 0
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class TableEntry:
     seed: int
     rows: int
     parts: list[PartEntry]
-    extra: FileEntry | None = None
+    extras: list[FileEntry | None]  # by the ranks that have saved it; empty if none had any
 
     @property
     def row_bytes(self) -> int:
@@ -56,7 +61,12 @@ class TableEntry:
     @property
     def files(self) -> list[FileEntry]:
         """All files of the table."""
-        return [*self.parts, *([self.extra] if self.extra else [])]
+        return [*self.parts, *(extra for extra in self.extras if extra)]
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The hashes of each part."""
+        return between([part.first for part in self.parts])
 
 
 def row_bytes(dim: int, dtype: str, state: int) -> int:
@@ -123,10 +133,11 @@ def read(folder: Path) -> Manifest:
     expected, received = first[1].decode(), checksum_text(zlib.crc32(data[first.end() :]))
     if expected != received:
         raise CheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
-    return _parsed(path, data)
+    return parse(path, data)
 
 
-def _parsed(path: Path, data: bytes) -> Manifest:
+def parse(path: Path, data: bytes) -> Manifest:
+    """The manifest in a file's bytes, whose checksum is right; `path` is for errors."""
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -136,7 +147,7 @@ def _parsed(path: Path, data: bytes) -> Manifest:
         if received != known:
             raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
     try:
-        content["tables"] = {name: _table(entry) for name, entry in content["tables"].items()}
+        content["tables"] = {name: _table(name, entry) for name, entry in content["tables"].items()}
         content["dense"] = FileEntry(**content["dense"])
         content["base"] = content["base"] and Base(**content["base"])
         manifest = Manifest(**content)
@@ -146,10 +157,23 @@ def _parsed(path: Path, data: bytes) -> Manifest:
     return manifest
 
 
-def _table(entry: Mapping[str, Any]) -> TableEntry:
-    extra = entry["extra"]
-    parts = [PartEntry(**part) for part in entry["parts"]]
-    return TableEntry(**{**entry, "parts": parts, "extra": extra and FileEntry(**extra)})
+def _table(name: str, entry: Mapping[str, Any]) -> TableEntry:
+    content = dict(entry)
+    parts = [dict(part) for part in content.pop("parts")]
+    if not any("first" in part for part in parts):  # as single processes once wrote it: equal parts
+        count = len(parts)
+        _require(count > 0 and count & (count - 1) == 0, f"table '{name}' has {count} parts")
+        parts = [part | {"first": first} for part, first in zip(parts, equal_cuts(count), strict=True)]
+    _require(all("first" in part for part in parts), f"table '{name}' has parts without 'first'")
+    extras = content.pop("extras", None)
+    if extras is None:  # as well
+        only = content.pop("extra")
+        extras = [only] if only else []
+    return TableEntry(
+        **content,
+        parts=[PartEntry(**part) for part in parts],
+        extras=[extra and FileEntry(**extra) for extra in extras],
+    )
 
 
 def _check(manifest: Manifest) -> None:
@@ -157,8 +181,13 @@ def _check(manifest: Manifest) -> None:
     _require((manifest.kind == "delta") == (manifest.base is not None), "a delta has a base, a full one none")
     _require(isinstance(manifest.step, int), f"step is {manifest.step!r}")
     for name, table in manifest.tables.items():
-        parts = len(table.parts)
-        _require(parts > 0 and parts & (parts - 1) == 0, f"table '{name}' has {parts} parts")
+        cuts = [part.first for part in table.parts]
+        _require(
+            all(type(cut) is int and 0 <= cut < SPACE for cut in cuts)
+            and cuts == sorted(set(cuts))
+            and cuts[:1] == [0],
+            f"the parts of table '{name}' do not cover all hashes once: they begin at {cuts[:9]}",
+        )
         _require(
             table.rows == sum(p.rows for p in table.parts), f"table '{name}' and its parts differ in rows"
         )

@@ -64,10 +64,14 @@ class Pending:
         assert self._result is not None
         return self._result
 
-    def settle(self) -> None:
-        """Wait; raise what went wrong unless it has been raised before."""
+    def join(self) -> None:
+        """Wait until it has ended, well or not."""
         self._pace.hurry()
         self._ended.wait()
+
+    def settle(self) -> None:
+        """Wait; raise what went wrong unless it has been raised before."""
+        self.join()
         if self._error is not None and not self._told:
             self.wait()
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.checkpoints import PART_BYTES, Checkpoints
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.checkpoints import PART_BYTES
+from karvan.checkpoint.choice import chosen, find_alone
 from karvan.checkpoint.pending import Pending
 from karvan.checkpoint.tables import Model, tables_of
-from karvan.checkpoint.writing import Writing, check_target
+from karvan.checkpoint.writing import Writing, check_target, taken
 
 
 def start(
@@ -25,11 +25,16 @@ def start(
     metrics: Mapping[str, Any] | None = None,
     part_bytes: int = PART_BYTES,
 ) -> Pending:
-    """Begin to save a full checkpoint; training may go on while it is written."""
+    """Begin to save a full checkpoint; training may go on while it is written. All ranks of a job call it."""
     target = Path(os.path.abspath(path))
-    check_target(target)
-    writing = Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
-    return writing.start(target, lambda: None, lambda _: None)
+    lane = ranks.current().here
+
+    def take() -> Writing:
+        if lane.rank == 0:
+            check_target(target)
+        return Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
+
+    return taken(lane, target, take).start(target)
 
 
 def save(
@@ -46,14 +51,6 @@ def save(
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at a path, or the newest one of a run's folder."""
+    """The checkpoint at a path, or the newest one of a run's folder; the same on all ranks, which all ask."""
     folder = Path(path)
-    if not (folder / NAME).exists():
-        newest = Checkpoints(folder).latest()
-        if newest is not None:
-            return newest
-    if folder.is_dir() and not (folder / NAME).exists():
-        raise CheckpointError.mismatch(
-            folder, f"a checkpoint, with a {NAME}, or a run's folder with step-… inside", "neither"
-        )
-    return Checkpoint(folder)
+    return chosen(folder, lambda: find_alone(folder))

@@ -17,7 +17,7 @@ from karvan.checkpoint.files import Stored, read_arrays, read_header, stored
 from karvan.checkpoint.manifest import PartEntry, TableEntry, row_bytes
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Rows
-from karvan.store.owners import Hashes, Keys, hashes_of
+from karvan.store.owners import Keys, hashes_of
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module] | None
 
@@ -45,9 +45,17 @@ def tables_of(model: Model) -> dict[str, TableHandle]:
 
 
 def parts_for(handle: TableHandle, part_bytes: int) -> int:
-    """How many parts, a power of two, so that none is much above `part_bytes`."""
-    total = handle.rows * row_bytes(handle.dim, handle.spec.dtype, len(handle.initial_state))
+    """How many equal parts of all hashes, a power of two, so that none is much above `part_bytes`.
+
+    A rank that owns one of n shares has a file for each part that meets its own.
+    """
+    store = handle.engine.store
+    total = store.stats(handle.name)["rows"] * row_bytes(
+        handle.dim, handle.spec.dtype, len(handle.initial_state)
+    )
     wanted = -(-total // part_bytes)
+    if wanted > 1:
+        wanted *= store.share[1]
     return 1 << max(0, wanted - 1).bit_length()
 
 
@@ -61,15 +69,9 @@ def folder_of(table: str) -> str:
     return f"tables/{name}"
 
 
-def part_name(part: int, parts: int) -> str:
-    """A part's file."""
-    return f"part-{part:05d}-of-{parts:05d}.safetensors"
-
-
-def parts_of(hashes: Hashes, parts: int) -> NDArray[np.int64]:
-    """The part of each hash; `parts` is a power of two."""
-    bits = parts.bit_length() - 1
-    return (hashes >> np.uint64(64 - bits)).astype(np.int64) if bits else np.zeros(len(hashes), np.int64)
+def file_name(what: str, rank: int, ranks: int) -> str:
+    """A file of a table; it says whose it is where there are several ranks."""
+    return f"{what}.safetensors" if ranks == 1 else f"rank-{rank:05d}-{what}.safetensors"
 
 
 def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
@@ -130,25 +132,6 @@ def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) ->
             raise CheckpointError.mismatch(
                 path, f"'{name}' of {dtype} {shape}", f"{received.dtype} {received.shape}"
             )
-
-
-_NUMPY = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "I64": np.int64,
-    "U64": np.uint64,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "U8": np.uint8,
-}
-
-
-def read_extra(path: Path) -> dict[str, NDArray[Any]]:
-    """What a table holds besides rows."""
-    return {
-        name: array.data.view(_NUMPY[array.dtype]).reshape(array.shape)
-        for name, array in read_arrays(path).items()
-    }
 
 
 def select(rows: Rows, which: NDArray[Any]) -> Rows:

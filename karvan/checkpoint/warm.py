@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint, check_table, with_state_of
 from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.ranges import share_of
 from karvan.checkpoint.single import find
 from karvan.checkpoint.tables import tables_of
+from karvan.checkpoint.together import together
 from karvan.embedding import TableHandle
 
 Patterns: TypeAlias = str | Sequence[str]
@@ -63,12 +66,15 @@ def warm_start(
 
     Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
     What the other side does not have is left and reported; what is there and does not fit is an error, and
-    nothing has changed then.
+    nothing has changed then. Ranks that train together all call it, and each takes the rows it owns; the
+    report counts those of all.
     """
+    lane = ranks.current().here
     checkpoint = find(path)
     checkpoint.require_intact()
     renamed = dict(rename or {})
-    saved = _saved_model(checkpoint)
+    saved: dict[str, Tensor] = {}
+    together(lane, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
     known = {*checkpoint.manifest.tables, *saved}
     for old in renamed:
         if old not in known:
@@ -87,9 +93,16 @@ def warm_start(
                 f"tensor '{old}' of shape {tuple(own[new].shape)}",
                 f"{tuple(saved[old].shape)}; exclude it to leave it out",
             )
-    for new, old in report.tables.items():
-        keep = optimizer_state and checkpoint.manifest.tables[old].optimizer is not None
-        report.rows[new] = _take(checkpoint, old, handles[new], keep)
+
+    def take() -> dict[str, int]:
+        kept = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+        return {
+            new: _take(checkpoint, old, handles[new], optimizer_state and old in kept)
+            for new, old in report.tables.items()
+        }
+
+    taken = together(lane, checkpoint.path, take)
+    report.rows.update((new, sum(of_rank[new] for of_rank in taken)) for new in report.tables)
     with torch.no_grad():
         for new, old in report.dense.items():
             own[new].copy_(saved[old])  # state_dict() shares memory with the model
@@ -121,7 +134,7 @@ def _choose(
 
 def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
     total = 0
-    for rows in checkpoint.parts(old):
+    for rows in checkpoint.parts(old, share_of(*handle.engine.store.share)):
         # Steps of another run mean nothing here.
         steps = np.full(len(rows.keys), handle.engine.step, np.uint32)
         handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))

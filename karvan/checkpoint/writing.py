@@ -3,6 +3,11 @@
 At the call the tables are captured and the dense state is copied. The saving thread then asks the capture for
 one part after the other; a few writing threads take checksums and write, so that some compute while others
 wait for the disk. The manifest comes last, then the folder's name.
+
+The ranks of a job do this together, on their saving threads. Rank 0 makes the hidden folder and tells its
+name; all write what they own into it; rank 0 hears of their files, adds the dense state and the manifest, and
+publishes. After each of these steps all ranks know whether it went well on all; if not, all fail and nothing
+is published. A rank that dies is a RankError on the others; the folder then stays hidden.
 """
 
 from __future__ import annotations
@@ -13,29 +18,32 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
+from karvan import ranks
 from karvan.checkpoint import manifest as manifests
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.files import FileEntry, Stored, stored, write_arrays, write_file
+from karvan.checkpoint.extras import own_extra
+from karvan.checkpoint.files import FileEntry, Stored, write_arrays, write_file
 from karvan.checkpoint.folder import HiddenFolder
-from karvan.checkpoint.manifest import Base, Manifest, PartEntry, TableEntry
+from karvan.checkpoint.manifest import Base, Manifest
 from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.pending import Pending, Writers
-from karvan.checkpoint.tables import folder_of, part_name, parts_for, parts_of, to_arrays
+from karvan.checkpoint.shares import Source, joined, put_table
+from karvan.checkpoint.tables import parts_for
+from karvan.checkpoint.together import Rounds, together
 from karvan.checkpoint.tree import encode
 from karvan.embedding import TableHandle
-from karvan.store import Capture, Rows, Store
-from karvan.store.owners import hashes_of
+from karvan.ranks import Lane
+from karvan.store import Capture, Store
 
 Versions = dict[str, int]
+T = TypeVar("T")
 
 
 class Writing:
-    """Everything of one step, held until it is written.
+    """Everything of one step that this rank has, held until it is written.
 
     since: the tables' versions of an earlier one, to write only what changed after it (a delta on `base`); a
     ValueError says that this is not known any more, and nothing is held then.
@@ -56,25 +64,38 @@ class Writing:
     ) -> None:
         self.step = step
         self.base = base
-        self._tables = dict(tables)
-        self._tree, self._dense = encode(dict(state))
+        self._connection = ranks.current()
+        rank, world = self._connection.rank, self._connection.world
+        # Dense state is the same everywhere.
+        self._tree, self._dense = encode(dict(state) if rank == 0 else {})
         self._metrics, odd = encode(dict(metrics or {}))
         if odd:
             raise TypeError(
                 f"Expected metrics that are numbers or text, got a tensor as '{next(iter(odd))}'."
             )
-        self._parts = {name: parts_for(handle, part_bytes) for name, handle in tables.items()}
-        self._specs = {name: (handle.optimizer, handle.spec) for name, handle in tables.items()}
+        _check_shares(tables, rank, world)
         self.versions: Versions = {}
         self._captures: dict[str, Capture] = {}
+        parts = {name: parts_for(handle, part_bytes) for name, handle in tables.items()}
         try:
             for store, names in _by_store(tables).items():
                 asked = None if since is None else {name: since[name] for name in names}
-                parts = {name: self._parts[name] for name in names}
-                capture = store.capture(names, parts, asked, track=track)
+                capture = store.capture(names, {name: parts[name] for name in names}, asked, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
-            self._extras = {name: handle.engine.store.extra(name) for name, handle in tables.items()}
+            self._sources = {
+                name: Source(
+                    handle.spec,
+                    handle.optimizer,
+                    self._captures[name],
+                    parts[name],
+                    own_extra(handle.engine.store.extra(name), rank, world),
+                    base is not None,
+                    rank,
+                    world,
+                )
+                for name, handle in tables.items()
+            }
         except BaseException:
             self.close()
             raise
@@ -84,37 +105,115 @@ class Writing:
         for capture in self._captures.values():
             capture.close()
 
-    def start(self, target: Path, check: Callable[[], None], after: Callable[[Checkpoint], None]) -> Pending:
-        """Write to `target` on threads; `check` runs just before the folder gets its name, `after` later."""
+    def start(
+        self,
+        target: Path,
+        check: Callable[[], None] = lambda: None,
+        after: Callable[[Checkpoint], None] = lambda _: None,
+        prune: Callable[[], None] = lambda: None,
+    ) -> Pending:
+        """Write to `target` on threads.
+
+        check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
+        prune: runs last, on rank 0.
+        """
+        global _under_way
         pace = Pace()
-        writers = Writers()
+        writers = None
 
         def work() -> Checkpoint:
+            assert writers is not None
             try:
-                made = self._write(target, writers, pace, check)
-            except OSError as error:
-                raise _explained(target, error) from error
+                with self._connection.on("save") as lane:
+                    made = self._write(lane, target, writers, pace, check)
+                    after(made)
+                    together(lane, target, prune if lane.rank == 0 else _nothing)
+                    return made
             finally:
                 writers.end()
                 self.close()
-            after(made)
-            return made
 
         try:
-            return Pending(self.step, work, pace)
+            if self._connection.world > 1 and _under_way is not None:
+                _under_way.join()  # two saves would mix up what they tell each other
+            writers = Writers()
+            pending = Pending(self.step, work, pace)
         except BaseException:  # no thread to be had
-            writers.end()
+            if writers is not None:
+                writers.end()
             self.close()
             raise
+        _under_way = pending if self._connection.world > 1 else None
+        return pending
 
-    def _write(self, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]) -> Checkpoint:
-        hidden = HiddenFolder(target)
+    def _write(
+        self, lane: Lane, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]
+    ) -> Checkpoint:
+        hidden: HiddenFolder | None = None
+
+        def begin() -> str:
+            nonlocal hidden
+            if lane.rank == 0:
+                hidden = HiddenFolder(target)
+            return hidden.path.name if hidden else ""
+
+        dense: list[FileEntry] = []
+        rounds = Rounds(lane, self._connection.settings.timeout)
+
+        def put() -> dict[str, Any]:
+            try:
+                return self._put(lane, folder, writers, pace, rounds, dense.append)
+            finally:
+                writers.end()
+                rounds.finish()
+
+        def publish() -> str:
+            if hidden is None:
+                return ""
+            data = self._manifest(folder, shares, dense[0])
+            write_file(folder / manifests.NAME, [memoryview(data)], pace)
+            hidden.publish(check)
+            return data.decode()
+
         try:
-            dense: list[FileEntry] = []
-            writers.put(_job(dense.append, hidden.path, "dense.safetensors", self._dense, pace))
-            tables = {name: self._put_table(name, hidden.path, writers, pace) for name in self._tables}
-            writers.finish()
-            manifest = Manifest(
+            folder = target.parent / together(lane, target, _explaining(target, begin))[0]
+            shares = together(lane, target, _explaining(target, put))
+            text = together(lane, target, _explaining(target, publish))[0]
+        finally:
+            if hidden is not None:
+                hidden.remove()
+        # Not read from its place, where another process may have replaced or removed it by now.
+        return Checkpoint(target, manifests.parse(target / manifests.NAME, text.encode()))
+
+    def _put(
+        self,
+        lane: Lane,
+        folder: Path,
+        writers: Writers,
+        pace: Pace,
+        rounds: Rounds,
+        dense: Callable[[FileEntry], None],
+    ) -> dict[str, Any]:
+        """Write this rank's files; returns what there is to tell of its tables."""
+        if not folder.is_dir():
+            raise CheckpointError(
+                folder.parent,
+                f"expected to see '{folder.name}', which rank 0 has made, got nothing: checkpoints must lie "
+                "on storage that all ranks share.",
+            )
+
+        def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
+            writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
+
+        if lane.rank == 0:
+            put(dense, "dense.safetensors", self._dense)
+        tables = {name: put_table(it, folder, put, pace, rounds) for name, it in self._sources.items()}
+        writers.finish()
+        return {name: made() for name, made in tables.items()}
+
+    def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> bytes:
+        return manifests.to_bytes(
+            Manifest(
                 step=self.step,
                 kind="full" if self.base is None else "delta",
                 id=secrets.token_hex(16),
@@ -122,61 +221,30 @@ class Writing:
                 karvan=version("karvan"),
                 base=self.base,
                 metrics=self._metrics,
-                tables={name: made() for name, made in tables.items()},
-                dense=dense[0],
+                tables={
+                    name: joined(folder, source, [share[name] for share in shares])
+                    for name, source in self._sources.items()
+                },
+                dense=dense,
                 state=self._tree,
             )
-            write_file(hidden.path / manifests.NAME, [memoryview(manifests.to_bytes(manifest))], pace)
-            made = Checkpoint(hidden.path)
-            hidden.publish(check)
-            made.path = target  # where another process may have replaced or removed it by now
-        finally:
-            hidden.remove()
-        return made
-
-    def _put_table(self, name: str, folder: Path, writers: Writers, pace: Pace) -> Callable[[], TableEntry]:
-        """Have a table's files written; what is returned tells its entry once they are."""
-        optimizer, spec = self._specs[name]
-        parts, place = self._parts[name], folder_of(name)
-        (folder / place).mkdir(parents=True)
-        capture = self._captures[name]
-        erased = None if self.base is None else np.unique(capture.erased(name))
-        owner = None if erased is None else parts_of(hashes_of(erased), parts)
-        entries: dict[int, PartEntry] = {}
-        state_size = 0
-
-        def put(part: int, rows: Rows) -> None:
-            gone = None if erased is None else erased[owner == part]
-            arrays = to_arrays(rows, gone, spec.dtype)
-            count, left = len(rows.keys), 0 if gone is None else len(gone)
-
-            def note(file: FileEntry) -> None:
-                entries[part] = PartEntry(file.name, file.bytes, file.checksum, rows=count, erased=left)
-
-            writers.put(_job(note, folder, f"{place}/{part_name(part, parts)}", arrays, pace))
-
-        for part in range(parts):
-            with pace.turn():
-                rows = capture.part(name, part)
-            state_size = rows.state.shape[1]
-            put(part, rows)
-        extra: list[FileEntry] = []
-        if self._extras[name]:
-            arrays = {key: stored(array) for key, array in self._extras[name].items()}
-            writers.put(_job(extra.append, folder, f"{place}/extra.safetensors", arrays, pace))
-        return lambda: TableEntry(
-            dim=spec.dim,
-            dtype=spec.dtype,
-            state=state_size,
-            optimizer=optimizer,
-            admit=list(spec.admit),
-            evict=list(spec.evict),
-            init=list(spec.init),
-            seed=spec.seed,
-            rows=sum(entry.rows for entry in entries.values()),
-            parts=[entries[part] for part in range(parts)],
-            extra=extra[0] if extra else None,
         )
+
+
+def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:
+    """What `take` made, if it did on all ranks."""
+    made: list[Writing] = []
+    try:
+        together(lane, target, lambda: made.append(take()))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    return made[0]
+
+
+# Of a job of several ranks: the lane of saves is for one at a time.
+_under_way: Pending | None = None
 
 
 def check_target(target: Path) -> None:
@@ -185,10 +253,14 @@ def check_target(target: Path) -> None:
         raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
 
 
-def _job(
-    note: Callable[[FileEntry], None], folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace
-) -> Callable[[], None]:
-    return lambda: note(write_arrays(folder, name, arrays, pace))
+def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> None:
+    for name, handle in tables.items():
+        received = handle.engine.store.share
+        if received != (rank, world):
+            raise ValueError(
+                f"Expected table '{name}' to hold the share of rank {rank} of {world}, got that of rank "
+                f"{received[0]} of {received[1]}: make engines after kv.connect, and save while connected."
+            )
 
 
 def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:
@@ -196,6 +268,22 @@ def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:
     for name, handle in tables.items():
         groups.setdefault(handle.engine.store, []).append(name)
     return groups
+
+
+def _nothing() -> None:
+    pass
+
+
+def _explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """The same work; what the system refuses is a CheckpointError."""
+
+    def explained() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise _explained(target, error) from error
+
+    return explained
 
 
 def _explained(target: Path, error: OSError) -> CheckpointError:

@@ -32,3 +32,13 @@ def owners_of(hashes: Hashes, ranks: int) -> NDArray[np.int64]:
 def first_hash_of(rank: int, ranks: int) -> int:
     """The least hash that a rank owns; for `ranks` itself, 2^64."""
     return -(-(rank << 32) // ranks) << 32
+
+
+def counters_of(first: int, end: int, counters: int) -> slice:
+    """Where an admission filter of so many counters has those of some hashes, as csrc/table/filter.h does.
+
+    The hashes are those whose upper 32 bits are from `first` on and below `end`.
+    """
+    blocks = counters // 64
+    last = ((end << 32) - 1) * blocks >> 64
+    return slice((first * blocks >> 32) * 64, (last + 1) * 64)

@@ -200,6 +200,11 @@ class Store(ABC):
         The last one counts index entries that growth has moved; while it rises, the index is growing.
         """
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """(r, n): it holds what rank r of n owns of every table; (0, 1) is everything."""
+        return 0, 1
+
     def prepare(self, program: Program, inputs: list[int]) -> Prepared:
         """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else."""
         return _native.prepare(program.native, inputs)

@@ -93,6 +93,11 @@ class ShardedStore(Store):
         mine: NDArray[np.bool_] = owners_of(hashes_of(keys), self._ranks) == self._connection.rank
         return mine
 
+    @property
+    def share(self) -> tuple[int, int]:
+        """See `Store.share`."""
+        return self._connection.rank, self._ranks
+
     def prepare(self, program: Program, inputs: list[int]) -> Prepared:
         """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)

@@ -1,0 +1,90 @@
+"""What ranks do together, with threads in the place of ranks."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from karvan.checkpoint import CheckpointError
+from karvan.checkpoint.together import Rounds, together
+from karvan.ranks import Lane
+
+
+class ThreadLane(Lane):
+    """A lane whose ranks are threads."""
+
+    def __init__(self, rank, values, barrier):
+        super().__init__("test")
+        self.rank, self.world = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def gather(self, data):
+        self.operations += 1
+        self._barrier.wait(20)
+        self._values[self.rank] = data
+        self._barrier.wait(20)
+        return list(self._values)
+
+    def sum(self, values):
+        return torch.tensor([sum(json.loads(one) for one in self.gather(json.dumps(values.item()).encode()))])
+
+
+def on_ranks(world, work):
+    """What `work(lane)` returned or raised on each."""
+    values, barrier = [None] * world, threading.Barrier(world)
+    lanes = [ThreadLane(rank, values, barrier) for rank in range(world)]
+
+    def run(lane):
+        try:
+            return work(lane)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, lanes)), lanes
+
+
+def test_all_get_what_each_has_said():
+    results, _ = on_ranks(3, lambda lane: together(lane, "x", lambda: lane.rank * 2))
+    assert results == [[0, 2, 4]] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "name_rank", "says"),
+    [
+        (CheckpointError("a/b", "it broke."), True, "a/b: rank 1: it broke."),
+        (CheckpointError("a/b", "it broke."), False, "a/b: it broke."),
+        (CheckpointError("a/b", "rank 2: it broke."), True, "a/b: rank 2: it broke."),
+        (MemoryError("much"), True, "x: rank 1: MemoryError: much"),
+    ],
+)
+def test_an_error_of_one_is_the_same_error_on_all(error, name_rank, says):
+    def fail(lane):
+        if lane.rank > 0:
+            raise error
+
+    results, _ = on_ranks(3, lambda lane: together(lane, "x", lambda: fail(lane), name_rank=name_rank))
+    assert [type(result) for result in results] == [CheckpointError] * 3
+    assert [str(result) for result in results] == [says] * 3
+
+
+def test_who_is_alone_gets_its_own_error():
+    with pytest.raises(KeyError):
+        together(Lane("test"), "x", lambda: {}["a"])
+
+
+@pytest.mark.parametrize("timeout", [0.0, 1000.0])
+def test_who_has_finished_meets_the_others_until_they_have(timeout):
+    def work(lane):
+        rounds = Rounds(lane, timeout)
+        for _ in range(4 * lane.rank):
+            rounds.still_working()
+        rounds.finish()
+        return lane.operations
+
+    results, _ = on_ranks(3, work)
+    assert (
+        results == [1 if timeout else 9] * 3
+    )  # without time between them, one for each piece of the slowest
