@@ -41,7 +41,7 @@ class Loader:
     that is being read are held, next to the one that batches are cut from; of batches that are transformed
     one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be kept for long.
 
-    `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is that of a rank.
+    `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
     Data is divided by splits of `split_records`; a source whose records are decoded in groups says their
     usual size by an attribute `group_records`.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from karvan.train.types import AnyBatch, Losses, Output
+from karvan.train.types import AnyBatch, Loss, Losses, Output
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,22 @@ def named(losses: Losses, whole: Tensor) -> dict[str, Tensor]:
     """As they are logged: the whole as "loss", and each of several as "loss/NAME"."""
     parts = {} if isinstance(losses, Tensor) else {f"loss/{name}": loss for name, loss in losses.items()}
     return {name: loss.detach() for name, loss in {"loss": whole, **parts}.items()}
+
+
+def of_empty(loss: Loss, output: Any, batch: Any) -> Tensor:
+    """What a batch without rows goes backward from: nothing, by way of all parameters that a loss reaches."""
+    try:
+        whole = total(loss(output, batch))
+    except (RuntimeError, ValueError, IndexError):  # such as a maximum of nothing
+        whole = torch.zeros(())
+    if not whole.requires_grad:
+        whole = sum((tensor.sum() for tensor in _tensors(output)), start=whole)
+    return whole * 0
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    entries = output.values() if isinstance(output, Mapping) else [output]
+    return [each for each in entries if isinstance(each, Tensor) and each.requires_grad]
 
 
 def _scalar(what: str, loss: Any) -> Tensor:

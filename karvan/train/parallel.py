@@ -1,0 +1,53 @@
+"""What makes the dense parameters of several ranks one model.
+
+`Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel. The model itself
+stays as it is: checkpoints, callbacks and evaluations see the bare one.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from karvan.ranks import Connection
+
+
+class Parallel:
+    """For a model of one process, or one that has nothing to be averaged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def forward(self, batch: Any) -> Any:
+        """A training forward."""
+        return self._model(batch)
+
+    def passing(self, last: bool) -> AbstractContextManager[Any]:
+        """What a forward and its backward run in; gradients are averaged in a step's last pass."""
+        return nullcontext()
+
+
+class Averaged(Parallel):
+    """Parameters begin as those of rank 0; after a step's last pass they have the mean of all gradients."""
+
+    def __init__(self, model: nn.Module, one_pass: bool) -> None:
+        super().__init__(model)
+        # A graph that is the same in every step needs no search for parameters without a gradient.
+        self._shared = DistributedDataParallel(model, static_graph=one_pass)
+
+    def forward(self, batch: Any) -> Any:
+        """See `Parallel.forward`."""
+        return self._shared(batch)
+
+    def passing(self, last: bool) -> AbstractContextManager[Any]:
+        """See `Parallel.passing`."""
+        return nullcontext() if last else self._shared.no_sync()
+
+
+def make_parallel(model: nn.Module, connection: Connection, passes: int) -> Parallel:
+    """What a model of these ranks needs; a collective."""
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    return Averaged(model, passes == 1) if connection.world > 1 and trained else Parallel(model)
