@@ -19,7 +19,7 @@ from karvan.train import state
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import gather_state
 from karvan.train.goal import Goal
-from karvan.train.losses import named, of_empty, total
+from karvan.train.losses import named, nothing_of, total
 from karvan.train.randomness import random_state, set_random_state
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
@@ -196,9 +196,8 @@ class Fit:
                     if weight:
                         parts = trainer.loss(output, batch)
                         whole = total(parts)
-                    else:
-                        whole = of_empty(trainer.loss, output, batch)
-                trainer.update.backward(whole, trainer.passes.divisor(weight, whole_weight))
+                    begin = trainer.parallel.begin(output, whole if weight else nothing_of(output))
+                trainer.update.backward(begin, trainer.passes.divisor(weight, whole_weight))
             if weight:
                 for metric in trainer.metrics.values():
                     metric.update(output, batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from karvan.train.types import AnyBatch, Loss, Losses, Output
+from karvan.train.types import AnyBatch, Losses, Output
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,11 @@ def named(losses: Losses, whole: Tensor) -> dict[str, Tensor]:
     return {name: loss.detach() for name, loss in {"loss": whole, **parts}.items()}
 
 
-def of_empty(loss: Loss, output: Any, batch: Any) -> Tensor:
-    """What a batch without rows goes backward from: nothing, by way of all parameters that a loss reaches."""
-    try:
-        whole = total(loss(output, batch))
-    except (RuntimeError, ValueError, IndexError):  # such as a maximum of nothing
-        whole = torch.zeros(())
-    if not whole.requires_grad:
-        whole = sum((tensor.sum() for tensor in _tensors(output)), start=whole)
-    return whole * 0
-
-
-def _tensors(output: Any) -> list[Tensor]:
+def nothing_of(output: Any) -> Tensor:
+    """Zero, with a gradient of zero for everything that all outputs depend on."""
     entries = output.values() if isinstance(output, Mapping) else [output]
-    return [each for each in entries if isinstance(each, Tensor) and each.requires_grad]
+    tensors = [each for each in entries if isinstance(each, Tensor) and each.requires_grad]
+    return sum((tensor.sum() for tensor in tensors), start=torch.zeros(())) * 0
 
 
 def _scalar(what: str, loss: Any) -> Tensor:

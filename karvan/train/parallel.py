@@ -6,13 +6,15 @@ stays as it is: checkpoints, callbacks and evaluations see the bare one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from karvan.ranks import Connection
+from karvan.train.losses import nothing_of
 
 
 class Parallel:
@@ -24,6 +26,10 @@ class Parallel:
     def forward(self, batch: Any) -> Any:
         """A training forward."""
         return self._model(batch)
+
+    def begin(self, output: Any, loss: Tensor) -> Tensor:
+        """What to go backward from."""
+        return loss
 
     def passing(self, last: bool) -> AbstractContextManager[Any]:
         """What a forward and its backward run in; gradients are averaged in a step's last pass."""
@@ -41,6 +47,10 @@ class Averaged(Parallel):
     def forward(self, batch: Any) -> Any:
         """See `Parallel.forward`."""
         return self._shared(batch)
+
+    def begin(self, output: Any, loss: Tensor) -> Tensor:
+        """See `Parallel.begin`; torch expects that a head takes part even if no loss meets it."""
+        return loss + nothing_of(output) if isinstance(output, Mapping) and len(output) > 1 else loss
 
     def passing(self, last: bool) -> AbstractContextManager[Any]:
         """See `Parallel.passing`."""

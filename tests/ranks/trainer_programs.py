@@ -118,12 +118,13 @@ def net_of(kind=Net, **options):
     return kind(**options)
 
 
-def uneven(world, ahead=2, kind=kv.Batch, **options):
+def uneven(world, ahead=2, plain=False):
     """Two epochs of uneven data with evaluations; what is logged goes along."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         logs = [kv.train.JsonLinesLog(log)]
-        trainer = trainer_of(net_of(**options), ahead=ahead, logs=logs, log_every=2)
+        trainer = trainer_of(net_of(), ahead=ahead, logs=logs, log_every=2)
+        kind = dict if plain else kv.Batch
         data, other = shares(world, kind=kind), shares(world, seed=1, kind=kind)
         result = trainer.fit(data, epochs=2, eval_data=other)
         made = numbers_of(trainer, result)
@@ -143,13 +144,19 @@ def heads(world):
 
 
 def accumulated(world):
-    """Groups of two batches, of unequal rows."""
-    trainer = trainer_of(net_of(), accumulate=2)
-    return numbers_of(trainer, trainer.fit(shares(world), epochs=2))
+    """Steps of two rounds of unequal rows; one process has those of a step in one batch."""
+    if ranks.current().world == world:
+        data = shares(world)
+    else:
+        every = [pieces(rank) for rank in range(world)]
+        steps = [[each[n : n + 2] for each in every] for n in range(0, 5, 2)]
+        data = [batch_of([row for two in step for rows in two for row in rows]) for step in steps]
+    trainer = trainer_of(net_of(), accumulate=2 if ranks.current().world == world else 1)
+    return numbers_of(trainer, trainer.fit(data, epochs=2))
 
 
 def fixed(world, batches=18, together=4):
-    """A fixed global batch: each step has the same batches on any number of ranks, the last one two of them."""
+    """A fixed global batch: each step has the same batches on any number of ranks, the last has two."""
     here = ranks.current()
     turn, mine = list(range(batches)), []
     for step in range(-(-batches // together)):
@@ -179,7 +186,8 @@ def loader(rows=120, size=4, **options):
         "dense": np.random.default_rng(1).random((rows, 2)).astype(np.float32).tolist(),
         "label": (np.arange(rows) % 3 == 0).astype(np.float32),
     }
-    return kv.data.read(columns, size, shuffle=16, seed=2, **options)
+    wanted = ["user", "history", "label", kv.data.Fixed("dense", length=2)]
+    return kv.data.read(columns, size, columns=wanted, shuffle=16, seed=2, split_records=4, **options)
 
 
 def stops(world):
@@ -278,9 +286,9 @@ PROGRAMS = {
 }
 
 
-def run_all(world, programs, shared=True):
+def run_all(of, programs, shared=True):
     """Run programs in turn, each [name, arguments]; returns what they gave."""
     torch.set_num_threads(1)
     if shared:
         kv.connect("sharded", timeout=60)
-    return [PROGRAMS[name](world, **arguments) for name, arguments in programs]
+    return [PROGRAMS[name](of, **arguments) for name, arguments in programs]
