@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,10 +40,13 @@ class Parallel:
 class Averaged(Parallel):
     """Parameters begin as those of rank 0; after a step's last pass they have the mean of all gradients."""
 
-    def __init__(self, model: nn.Module, one_pass: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        # A graph that is the same in every step needs no search for parameters without a gradient.
-        self._shared = DistributedDataParallel(model, static_graph=one_pass)
+        self._shared = DistributedDataParallel(_Rehearsed(model))
+        # Torch lays gradients out anew after the first pass, in the order in which they came, and the bits of
+        # sums depend on places. After a rehearsal, a fit that goes on has the sums of one that never stopped.
+        self._shared(None).backward()
+        model.zero_grad()
 
     def forward(self, batch: Any) -> Any:
         """See `Parallel.forward`."""
@@ -57,7 +61,22 @@ class Averaged(Parallel):
         return nullcontext() if last else self._shared.no_sync()
 
 
-def make_parallel(model: nn.Module, connection: Connection, passes: int) -> Parallel:
+class _Rehearsed(nn.Module):
+    """A model that can be called without a batch, for gradients of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        if batch is None:
+            return (
+                torch.stack([each.sum() for each in self.model.parameters() if each.requires_grad]).sum() * 0
+            )
+        return self.model(batch)
+
+
+def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
     """What a model of these ranks needs; a collective."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    return Averaged(model, passes == 1) if connection.world > 1 and trained else Parallel(model)
+    return Averaged(model) if connection.world > 1 and trained else Parallel(model)

@@ -98,7 +98,7 @@ class Trainer:
             self.precision,
         )
         self.passes = Passes(accumulate, global_accumulate, self.connection.rank, self.connection.world)
-        self.parallel = make_parallel(model, self.connection, self.passes.count)
+        self.parallel = make_parallel(model, self.connection)
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
         first = self.connection.rank == 0  # who watches wants to see everything once

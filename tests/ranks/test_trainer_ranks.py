@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trainer_programs
-from ranks_helpers import run
+from ranks_helpers import free_port, run
 
 PROGRAMS = {
     "uneven": ["uneven", {}],
@@ -29,11 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launched(folder):
-    """Results by world and program, one for each rank; several launches in all, since each takes seconds."""
-
-    def of(world, programs):
-        results = run(world, "trainer_programs:run_all", of=world, programs=list(programs.values()))
-        return {name: [each[n] for each in results] for n, name in enumerate(programs)}
+    """Results by world and program, one for each rank; by three processes, as starting takes seconds."""
 
     def fit(name, **options):
         return ["resumed", {"folder": str(folder / name), **options}]
@@ -46,16 +42,22 @@ def launched(folder):
         "by time": fit("time", until=8, times=[False, False, True]),
         "by steps": fit("steps", until=8, steps=3),
     }
+    plans = {
+        3: three,
+        2: PROGRAMS | {"fewer": fit("begun", until=100)},
+        1: {name: PROGRAMS[name] for name in ("uneven", "accumulated", "fixed")},
+    }
+    listed = [[world, free_port(), list(programs.values())] for world, programs in plans.items()]
+    results = run(3, "trainer_programs:run_plans", plans=listed)
     return {
-        1: of(1, {name: PROGRAMS[name] for name in ("uneven", "accumulated", "fixed")}),
-        3: of(3, three),
-        2: of(2, PROGRAMS | {"fewer": fit("begun", until=100)}),
+        world: {name: [each[place][n] for each in results[:world]] for n, name in enumerate(plans[world])}
+        for place, world in enumerate(plans)
     }
 
 
 def alone(world, name):
     """The same in this process."""
-    return trainer_programs.run_all(world, [PROGRAMS[name]], shared=False)[0]
+    return trainer_programs.run_all(world, [PROGRAMS[name]])[0]
 
 
 def whole_table(results, name):

@@ -286,9 +286,19 @@ PROGRAMS = {
 }
 
 
-def run_all(of, programs, shared=True):
-    """Run programs in turn, each [name, arguments]; returns what they gave."""
+def run_all(of, programs):
+    """What programs, each [name, arguments], give when run in turn with the data of so many ranks."""
     torch.set_num_threads(1)
-    if shared:
-        kv.connect("sharded", timeout=60)
     return [PROGRAMS[name](of, **arguments) for name, arguments in programs]
+
+
+def run_plans(plans):
+    """Connect as so many ranks as each plan says, [world, port, programs], one after the other."""
+    rank, results = int(os.environ["RANK"]), []
+    for world, port, programs in plans:
+        os.environ |= {"WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+        if rank < world:
+            kv.connect("sharded", timeout=60)
+            results.append(run_all(world, programs))
+            ranks.disconnect()
+    return results
