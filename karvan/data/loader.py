@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from karvan import ranks
 from karvan.data.pipeline import Closed, Outcome, Pipeline
 from karvan.data.position import VERSION, Position, check_settings
 from karvan.data.reading import Job
@@ -40,6 +41,7 @@ class Loader:
     that is being read are held, next to the one that batches are cut from; of batches that are transformed
     one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be kept for long.
 
+    `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
     Data is divided by splits of `split_records`; a source whose records are decoded in groups says their
     usual size by an attribute `group_records`.
     """
@@ -55,8 +57,8 @@ class Loader:
         epochs: int | None = 1,
         steps_per_epoch: int | None = None,
         drop_remainder: bool = False,
-        rank: int = 0,
-        world: int = 1,
+        rank: int | None = None,
+        world: int | None = None,
         workers: int = 2,
         prefetch: int = 4,
         transform: Transform | None = None,
@@ -72,6 +74,8 @@ class Loader:
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, but is {value}.")
+        here = ranks.current()
+        rank, world = here.rank if rank is None else rank, here.world if world is None else world
         check_rank(rank, world)
         self._source = source
         self._steps = Steps(decode, transform)
@@ -163,12 +167,12 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: this rank's own, or a merged one of all ranks of any number."""
         check_settings(state, self._plan.settings(), "the one to load")
-        ranks, world = state["ranks"], state["world"]
-        own = world == self._world and self._rank in ranks
-        if len(ranks) != world and not own:
+        of, world = state["ranks"], state["world"]
+        own = world == self._world and self._rank in of
+        if len(of) != world and not own:
             raise ValueError(
                 f"Rank {self._rank} of {self._world} needs its own position or the merged one of all ranks, "
-                f"but received that of ranks {ranks} of {world}."
+                f"but received that of ranks {of} of {world}."
             )
         self.close()
         self._position = Position.from_state(state["position"])

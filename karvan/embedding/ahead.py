@@ -28,6 +28,11 @@ class Ahead:
         self._entries: deque[_Entry] = deque(maxlen=_MOST)
         self._lock = Lock()
 
+    def hold(self, most: int) -> None:
+        """Hold so many batches at least."""
+        with self._lock:
+            self._entries = deque(self._entries, max(most, _MOST))
+
     def put(self, batch: Mapping[str, Any], inputs: list[FeatureInput], prepared: Prepared) -> None:
         """Hold a batch's groups."""
         entry = _Entry(self._tensors(batch), inputs, prepared)

@@ -123,6 +123,10 @@ class EmbeddingEngine(nn.Module):
             return False
         return True
 
+    def hold_ahead(self, batches: int) -> None:
+        """Hold so many prepared batches at least; ranks that train together must not drop any."""
+        self._ahead.hold(batches)
+
     def _inputs(self, batch: Mapping[str, Any]) -> list[FeatureInput]:
         inputs: list[FeatureInput] = []
         for feature, table in self.features.items():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from karvan.ragged import NestedRagged, Ragged
-from karvan.train.feed import feed
+from karvan.ranks import Connection
+from karvan.train.feed import Feed, feed
+from karvan.train.gathering import merged, summed
 from karvan.train.losses import named, total
 from karvan.train.placement import Placement
 from karvan.train.precision import Precision
 from karvan.train.randomness import same_random_state_afterwards
+from karvan.train.rounds import Rounds
 from karvan.train.types import Loss, MetricLike, rows_of
 
 
@@ -30,24 +33,30 @@ class Evaluator:
     """Runs a model on data without training it."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, placement: Placement, precision: Precision, ahead: int
+        self,
+        model: nn.Module,
+        loss: Loss,
+        placement: Placement,
+        precision: Precision,
+        ahead: int,
+        connection: Connection,
     ) -> None:
         self._model = model
         self._loss = loss
         self._placement = placement
         self._precision = precision
         self._ahead = ahead
+        self._connection = connection
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
-        """Losses, means over samples, and metrics of fresh copies."""
+        """Losses, means over samples, and metrics of fresh copies; over the data of all ranks."""
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
         sums: dict[str, Tensor] = {}
         samples = 0
-        with ExitStack() as stack:
-            stack.enter_context(same_random_state_afterwards())
-            for batch, output in stack.enter_context(closing(self._outputs(data))):
+        with same_random_state_afterwards(), self._feed(data) as batches:
+            for batch, output in self._outputs(batches):
                 rows = rows_of(batch)
                 with torch.no_grad():
                     losses = self._loss(output, batch)
@@ -56,32 +65,40 @@ class Evaluator:
                     for metric in fresh.values():
                         metric.update(output, batch)
                 samples += rows
-        means = {name: float(value) / samples for name, value in sums.items()} if samples else {}
-        return {**means, **{name: metric.compute() for name, metric in fresh.items()}}
+        lane = self._connection.main
+        of_all = summed(lane, {"": samples, **{name: float(value) for name, value in sums.items()}})
+        count = of_all.pop("")
+        means = {name: value / count for name, value in of_all.items()} if count else {}
+        return {**means, **merged(lane, fresh)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
-        """Outputs on the CPU, and columns of the batch beside them."""
+        """Outputs on the CPU, and columns of the batch beside them; of this rank's data."""
         wanted = list(columns)
-        for batch, output in self._outputs(data):
-            if missing := [name for name in wanted if name not in batch]:
-                raise KeyError(
-                    f"There is no column '{missing[0]}' in the batch, which has: {', '.join(batch)}."
-                )
-            yield Prediction(_to_cpu(output), {name: _to_cpu(batch[name]) for name in wanted})
+        with self._feed(data) as batches:
+            for batch, output in self._outputs(batches):
+                if missing := [name for name in wanted if name not in batch]:
+                    raise KeyError(
+                        f"There is no column '{missing[0]}' in the batch, which has: {', '.join(batch)}."
+                    )
+                yield Prediction(_to_cpu(output), {name: _to_cpu(batch[name]) for name in wanted})
 
-    def _outputs(self, data: Iterable[Any]) -> Generator[tuple[Any, Any], None, None]:
-        with closing(feed(data, self._placement.place, ahead=self._ahead)) as batches:
-            for fed in batches:
-                self._placement.receive(fed.batch)
-                # Only around the forward: between batches the caller's own code runs.
-                with (
-                    torch.no_grad(),
-                    evaluating(self._model),
-                    self._placement.forward(),
-                    self._precision.context(),
-                    self._precision.forward(),
-                ):
-                    output = self._model(fed.batch)
+    def _feed(self, data: Iterable[Any]) -> Feed:
+        rounds = Rounds(self._connection, "evaluate")
+        return feed(data, self._placement.place, ahead=self._ahead, rounds=rounds)
+
+    def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
+        for fed in batches:
+            self._placement.receive(fed.batch)
+            # Only around the forward: between batches the caller's own code runs.
+            with (
+                torch.no_grad(),
+                evaluating(self._model),
+                self._placement.forward(),
+                self._precision.context(),
+                self._precision.forward(),
+            ):
+                output = self._model(fed.batch)
+            if fed.rows or self._connection.world == 1:  # else it was for the others
                 yield fed.batch, output
 
 

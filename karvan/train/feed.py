@@ -4,6 +4,10 @@ A thread takes a batch, moves it to the device and prepares it (`place`), and go
 wait. Nothing else changes: batches come in the data's order, an error comes in the place of its batch, and
 each batch comes with the data's position behind it, so that what was taken ahead counts nowhere. With
 `ahead` 0 the same happens without a thread.
+
+Where several ranks train, the thread agrees with those of the others on every batch (`rounds.py`). A request
+to stop then travels with a batch that nobody has begun to take: always the one `ahead` behind the next, so
+that all ranks stop at the same step, and at the same one whenever the run is repeated.
 """
 
 from __future__ import annotations
@@ -11,13 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
 from typing import Any
 
 from karvan.data.threads import start
-from karvan.train.types import Positioned
+from karvan.train.rounds import Rounds, SharedTaker, never
+from karvan.train.taking import Fed, Taker, move_back, position_of
 
 _log = logging.getLogger("karvan.train")
 
@@ -25,22 +29,9 @@ _WAKE = 0.1  # seconds after which one who waits for a batch asks whether to go 
 _END = 5.0  # seconds that data gets to deliver a batch that nobody wants any more
 
 
-@dataclass(frozen=True)
-class Fed:
-    """A batch that is ready, and the data's position behind it: None if data has no positions."""
-
-    batch: Any
-    position: Any
-
-
 def same(batch: Any) -> Any:
     """Prepares nothing."""
     return batch
-
-
-def never() -> bool:
-    """Goes on."""
-    return False
 
 
 def feed(
@@ -49,133 +40,157 @@ def feed(
     *,
     ahead: int = 2,
     skip: int = 0,
-    stopped: Callable[[], bool] = never,
-) -> Generator[Fed, None, None]:
+    stopped: Callable[[], object] = never,
+    rounds: Rounds | None = None,
+) -> Feed:
     """The batches of `data` behind the first `skip`, until its end or until `stopped` says so.
 
-    Closing the generator ends the thread. Data that knows its position is then moved back to the last batch
-    that was handed out, as if nothing had been taken ahead.
+    Closing the feed ends its thread. Data that knows its position is then moved back to the last batch
+    that was handed out, as if nothing had been taken ahead. With `rounds`, all ranks must close it behind the
+    same batch.
     """
-    taken = _take(data, place, skip)
-    return _ahead(data, taken, ahead, stopped) if ahead else _direct(taken, stopped)
+    if rounds is not None and rounds.connection.world > 1:
+        wait = rounds.connection.settings.timeout
+        taker: Taker = SharedTaker(data, place, rounds)
+    else:
+        wait, taker = _END, Taker(data, place, skip)
+    return AheadFeed(data, taker, stopped, ahead, wait) if ahead else Feed(data, taker, stopped)
 
 
-def position_of(data: Any) -> Any:
-    """Where the data is, or None if it does not know."""
-    try:
-        return data.state_dict() if isinstance(data, Positioned) else None
-    except TypeError as error:  # a Stream has the method, but cannot answer for an iterable that has none
-        _log.debug("%s", error)
-        return None
+class Feed(Iterator[Fed]):
+    """Takes batches when they are asked for."""
+
+    def __init__(self, data: Any, taker: Taker, stopped: Callable[[], object]) -> None:
+        self._data = data
+        self._taker = taker
+        self._stopped = stopped
+        self._last = position_of(data)
+        self._closed = False
+        self.reason: str | None = None  # why all ranks stop, known when the last batch was handed out
+
+    def __next__(self) -> Fed:
+        stopped = self._stopped()
+        fed = None if self._closed else self._taker.next(str(stopped) if stopped else None)
+        if fed is None:
+            self.reason = self._taker.reason
+            raise StopIteration
+        self._last = fed.position
+        return fed
+
+    def close(self) -> None:
+        """Nobody wants more batches."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._taker.leave()
+            finally:
+                self._taker.close()
+            if self._taker.dropped:
+                move_back(self._data, self._last)
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and kind is not GeneratorExit:
+            self.abandon()
+        self.close()
+
+    def abandon(self) -> None:
+        """Something has failed on this rank: close, and do not wait for others, who may wait for this one."""
+        if not self._taker.alone:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._closed = True
+        self._taker.close()
 
 
-def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Generator[Fed, None, None]:
-    batches = iter(data)
-    try:
-        skipped = sum(1 for _ in islice(batches, skip))
-        if skipped < skip:
-            raise ValueError(
-                f"The data must give the {skip} batches of this epoch that were trained before, to skip "
-                f"them, but ended after {skipped}: it is not the data that training began with."
-            )
-        for batch in batches:
-            position = position_of(data)
-            yield Fed(place(batch), position)
-    finally:
-        getattr(batches, "close", lambda: None)()
+class AheadFeed(Feed):
+    """Takes batches on a thread."""
 
-
-def _direct(taken: Generator[Fed, None, None], stopped: Callable[[], bool]) -> Generator[Fed, None, None]:
-    try:
-        while not stopped() and (fed := next(taken, None)) is not None:
-            yield fed
-    finally:
-        taken.close()
-
-
-def _ahead(
-    data: Iterable[Any], taken: Generator[Fed, None, None], ahead: int, stopped: Callable[[], bool]
-) -> Generator[Fed, None, None]:
-    queue = _Queue(ahead)
-    last = position_of(data)
-    (thread,) = start([lambda: queue.fill(taken)])
-    try:
-        for fed in queue.drain(stopped):
-            last = fed.position
-            yield fed
-    finally:
-        queue.close()
-        thread.join(_END)
-        if thread.is_alive():
-            _log.warning("The data has not let go of its thread; its position is ahead of training.")
-        elif queue.taken > queue.given:
-            move_back(data, last)
-
-
-def move_back(data: Any, position: Any) -> None:
-    """Move data that was left early to a position, if it has any, where those who read on find it."""
-    if position is None:
-        return
-    try:
-        data.load_state_dict(position)
-    except RuntimeError as error:  # a stream cannot go back
-        _log.warning("Batches that were taken ahead stay taken: %s", error)
-
-
-class _Queue:
-    """Batches between the thread and who trains on them."""
-
-    def __init__(self, size: int) -> None:
-        self.taken = 0
-        self.given = 0
-        self._size = size
+    def __init__(
+        self, data: Any, taker: Taker, stopped: Callable[[], object], ahead: int, wait: float
+    ) -> None:
+        super().__init__(data, taker, stopped)
+        self._size = ahead
+        self._wait = wait
+        self._taken = 0
+        self._given = 0
         self._changed = threading.Condition()
         self._waiting: deque[Fed | BaseException] = deque()
         self._complete = False  # nothing more will come
-        self._closed = False  # nothing more is wanted
+        self._abandoned = False
+        self._stop: tuple[int, str] | None = None  # the first batch that may say so, and why to stop
+        (self._thread,) = start([self._fill])
 
-    def fill(self, taken: Generator[Fed, None, None]) -> None:
+    def __next__(self) -> Fed:
+        with self._changed:
+            while not (self._waiting or self._complete or self._closed or self._stops()):
+                self._changed.wait(_WAKE)  # a signal's handler cannot notify, so this one looks
+            if not self._waiting or self._closed or self._stops():
+                self.reason = self._taker.reason
+                raise StopIteration
+            item = self._waiting.popleft()
+            self._given += not isinstance(item, BaseException)
+            self._changed.notify_all()
+        if isinstance(item, BaseException):
+            raise item
+        self._last = item.position
+        return item
+
+    def close(self) -> None:
+        """See `Feed.close`; the thread ends after the batch that it is taking."""
+        if self._closed:
+            return
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(self._wait)
+        if self._thread.is_alive():
+            _log.warning("The data has not let go of its thread; its position is ahead of training.")
+        elif self._taken > self._given or self._taker.dropped:
+            move_back(self._data, self._last)
+
+    def _abandon(self) -> None:
+        with self._changed:
+            self._closed = self._abandoned = True
+            self._changed.notify_all()
+
+    def _stops(self) -> bool:
+        """Whether to stop here; several ranks do so when a batch says it that none has begun to take."""
+        stopped = self._stopped()
+        if stopped and self._stop is None:
+            self._stop = (self._given + self._size, str(stopped))
+        return bool(stopped) and self._taker.alone
+
+    def _fill(self) -> None:
         """The thread: takes a batch whenever there is room."""
         try:
-            while self._room() and (fed := next(taken, None)) is not None:
+            while self._room() and (fed := self._taker.next(self._reason_now())) is not None:
                 with self._changed:
-                    self.taken += 1
+                    self._taken += 1
                     self._waiting.append(fed)
                     self._changed.notify_all()
+            if not self._abandoned:
+                self._taker.leave()
         except BaseException as error:
             with self._changed:
                 self._waiting.append(error)
         finally:
-            taken.close()
+            self._taker.close()
             with self._changed:
                 self._complete = True
                 self._changed.notify_all()
 
-    def drain(self, stopped: Callable[[], bool]) -> Iterator[Fed]:
-        """What the thread has taken, in order."""
-        while (item := self._next(stopped)) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-    def close(self) -> None:
-        """The thread ends after the batch that it is taking."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+    def _reason_now(self) -> str | None:
+        if self._stop is None or self._taker.alone or self._taken < self._stop[0]:
+            return None
+        return self._stop[1]
 
     def _room(self) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self._size or self._closed)
             return not self._closed
-
-    def _next(self, stopped: Callable[[], bool]) -> Fed | BaseException | None:
-        with self._changed:
-            while not (self._waiting or self._complete or stopped()):
-                self._changed.wait(_WAKE)  # a signal's handler cannot notify, so this one looks
-            if not self._waiting or stopped():
-                return None
-            item = self._waiting.popleft()
-            self.given += not isinstance(item, BaseException)
-            self._changed.notify_all()
-            return item

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from karvan.train import state
-from karvan.train.feed import Fed, feed, move_back, position_of
+from karvan.train.feed import Feed, feed
+from karvan.train.gathering import gather_state
 from karvan.train.goal import Goal
-from karvan.train.losses import named, total
+from karvan.train.losses import named, nothing_of, total
 from karvan.train.randomness import random_state, set_random_state
 from karvan.train.reporting import Reporter
-from karvan.train.results import Counts, FitResult, StepLogs, Window
+from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
+from karvan.train.rounds import Rounds
+from karvan.train.stopping import Stopping
+from karvan.train.taking import Fed, merged_position, move_back, position_of
 from karvan.train.types import Positioned, rows_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ class Fit:
         self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
         self._random_later: Any = None  # the generators' state once the data has been skipped forward
         self._complete = False  # whether the data has come to its end
+        self._stopping = Stopping(trainer)
+        self._feed: Feed | None = None
+        self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
 
@@ -57,14 +62,14 @@ class Fit:
             stack.enter_context(trainer.signals)
             self._begin(stack)
             while not self._over():
-                with closing(self._groups()) as groups:
+                with closing(self._groups()) as groups, self._failing():
                     for group in groups:
                         self._train(group)
                         if self._counts.step % trainer.log_every == 0:
                             self._reporter.training()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluate()
-                        if trainer.saver.due(self._counts.step):
+                        if self._save_due(group):
                             self._save()
                         if self._over():
                             break
@@ -73,7 +78,17 @@ class Fit:
             return self._end()
 
     def _over(self) -> bool:
-        return self._trainer.stopping is not None or self._goal.reached(self._counts)
+        return self._stopping.reason is not None or self._goal.reached(self._counts)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error leaves the feed at once: its thread would wait for ranks that wait for this one."""
+        try:
+            yield
+        except BaseException:
+            if self._feed is not None:
+                self._feed.abandon()
+            raise
 
     def _begin(self, stack: ExitStack) -> None:
         trainer, counts = self._trainer, self._counts
@@ -92,13 +107,14 @@ class Fit:
         trainer.model.train()
         trainer.saver.begin()
         self._reporter = Reporter(trainer)
-        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.accumulate))
+        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes))
         stack.callback(trainer.progress.end)
         if newest is not None:
             trainer.progress.say(f"Going on from {newest.path}.")
         trainer.logs.open(counts.step)
         stack.callback(trainer.logs.close)
         trainer.callbacks.on_fit_begin(trainer)
+        self._stopping.ask_all()
 
     def _groups(self) -> Generator[list[Fed], None, None]:
         """The batches of each step until the end of the epoch; a request to stop ends them, too."""
@@ -108,26 +124,22 @@ class Fit:
             for metric in trainer.metrics.values():
                 metric.reset()
             trainer.callbacks.on_epoch_begin(trainer, counts.epoch)
+            self._stopping.ask_all()
             self._position = position_of(self._data)
             self._epoch_random = random_state() if self._position is None else None
         # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
         for _ in range(2 if isinstance(self._data, Positioned) else 1):
-            batches = feed(
-                self._data,
-                trainer.placement.place,
-                ahead=trainer.ahead,
-                skip=self._skip,
-                stopped=lambda: trainer.stopping is not None,
-            )
-            self._skip = 0
-            with closing(batches):
-                while group := list(islice(batches, trainer.accumulate)):
-                    if trainer.stopping is not None:  # it may have cut the group short
+            with self._begin_feed() as batches:
+                while rounds := list(islice(batches, trainer.passes.count)):
+                    if self._cut_short(batches):
                         break
-                    self._restore_random()
-                    yield group
+                    if group := [fed for fed in rounds if fed.all_batches]:
+                        self._restore_random()
+                        yield group
+                    else:
+                        counts.passed += 1
             self._restore_random()
-            if trainer.stopping is not None:
+            if self._cut_short(batches):
                 move_back(self._data, self._position)
                 return
             if counts.batches:
@@ -138,6 +150,31 @@ class Fit:
             "be iterated only once, like a generator, is good for one epoch."
         )
 
+    def _begin_feed(self) -> Feed:
+        trainer, passes = self._trainer, self._trainer.passes
+        begin = self._counts.step + self._counts.passed
+        rounds = Rounds(
+            trainer.connection,
+            "fit",
+            lambda number: number % passes.count < passes.mine(begin + number // passes.count),
+            trainer.saver.take_time,
+        )
+        self._feed = feed(
+            self._data,
+            trainer.placement.place,
+            ahead=trainer.ahead,
+            skip=self._skip,
+            stopped=self._stopping.asked,
+            rounds=rounds,
+        )
+        self._skip = 0
+        return self._feed
+
+    def _cut_short(self, batches: Feed) -> bool:
+        """Whether a request to stop has ended the batches, perhaps in the middle of a group."""
+        self._stopping.agree(batches.reason)
+        return self._stopping.reason is not None
+
     def _restore_random(self) -> None:
         """Undo what the data drew while it was skipped forward."""
         if self._random_later is not None:
@@ -147,22 +184,24 @@ class Fit:
     def _train(self, group: list[Fed]) -> None:
         """One optimizer step."""
         trainer, counts = self._trainer, self._counts
-        summed: dict[str, Tensor] = {}
-        samples = 0
-        for fed in group:
+        samples = sum(rows_of(fed.batch) if self._alone else fed.all_rows for fed in group)
+        weights, whole_weight = trainer.passes.weights(group)
+        losses = Losses()
+        for number, (fed, weight) in enumerate(zip(group, weights, strict=True), 1):
             batch = fed.batch
-            samples += rows_of(batch)
             trainer.placement.receive(batch)
-            with trainer.precision.context():
+            with trainer.parallel.passing(number == len(group)), trainer.precision.context():
                 with trainer.placement.forward(), trainer.precision.forward():
-                    output = trainer.model(batch)
-                    losses = trainer.loss(output, batch)
-                    whole = total(losses)
-                trainer.update.backward(whole, len(group))
-            for metric in trainer.metrics.values():
-                metric.update(output, batch)
-            for name, loss in named(losses, whole).items():
-                summed[name] = summed[name] + loss if name in summed else loss
+                    output = trainer.parallel.forward(batch)
+                    if weight:
+                        parts = trainer.loss(output, batch)
+                        whole = total(parts)
+                    begin = trainer.parallel.begin(output, whole if weight else nothing_of(output))
+                trainer.update.backward(begin, trainer.passes.divisor(weight, whole_weight))
+            if weight:
+                for metric in trainer.metrics.values():
+                    metric.update(output, batch)
+                losses.add(named(parts, whole), weight)
         taken = trainer.update.apply()
         counts.step += 1
         counts.batches += len(group)
@@ -174,14 +213,15 @@ class Fit:
             trainer.schedule.after_step()
         else:
             self._left_out()
-        means = {name: loss / len(group) for name, loss in summed.items()}
-        self._window.add(means)
+        means = losses.means()
+        self._window.add(means, losses.weight / whole_weight)
         trainer.progress.step(counts.step)
         trainer.callbacks.on_step_end(trainer, StepLogs(counts.step, counts.epoch, samples, means, taken))
 
     def _left_out(self) -> None:
         self._counts.skipped += 1
-        if self._counts.skipped == 1 and not self._trainer.precision.always_checks:
+        first = self._counts.skipped == 1 and self._trainer.connection.rank == 0
+        if first and not self._trainer.precision.always_checks:
             _log.warning("Step %d was left out: a gradient is not finite.", self._counts.step)
 
     def _evaluate(self) -> None:
@@ -192,6 +232,7 @@ class Fit:
         self._unsaved = True
         self._reporter.evaluation(counts.evaluation)
         trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
+        self._stopping.ask_all()
         if trainer.saver.keeps_best:  # the best is then the very model that was evaluated
             self._save()
 
@@ -205,11 +246,12 @@ class Fit:
         counts.batches = 0
         self._complete = False
         self._unsaved = True
+        self._stopping.ask_all()
 
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
         self._reporter.training()
-        wanted = self._goal.eval_data is not None and trainer.stopping is None
+        wanted = self._goal.eval_data is not None and self._stopping.reason is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
         if self._unsaved:
@@ -222,7 +264,7 @@ class Fit:
             skipped=counts.skipped,
             trained=self._trained,
             seconds=time.monotonic() - self._begun,
-            stopped=trainer.stopping,
+            stopped=self._stopping.reason,
             checkpoint=path,
             metrics=self._reporter.metrics(),
             evaluation=dict(counts.evaluation),
@@ -230,6 +272,10 @@ class Fit:
         trainer.callbacks.on_fit_end(trainer, result)
         self._reporter.end(result)
         return result
+
+    def _save_due(self, group: list[Fed]) -> bool:
+        saver, step = self._trainer.saver, self._counts.step
+        return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
     def _save(self) -> None:
         trainer, counts = self._trainer, self._counts
@@ -239,17 +285,24 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        data = {"position": self._position, "epoch_random": self._epoch_random}
+        lane = self._trainer.connection.main
+        position = merged_position(self._data, gather_state(lane, self._position))
+        data = {"position": position, "epoch_random": self._epoch_random}
         return {**state.take(self._trainer), **data}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         state.restore(self._trainer, saved)
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
-        batches = self._counts.batches
+        batches, random = self._counts.batches, state.random_of(self._trainer, saved)
         if self._position is not None and isinstance(self._data, Positioned):
             self._data.load_state_dict(self._position)
+        elif batches and not (self._alone and len(saved["ranks"]) == 1):
+            raise ValueError(
+                "The epoch was begun, and several ranks cannot skip its batches: expected data with "
+                f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."
+            )
         else:
             self._skip = batches
         if batches:
-            self._random_later = saved["random"]
-        set_random_state(self._epoch_random if batches and self._epoch_random else saved["random"])
+            self._random_later = random
+        set_random_state(self._epoch_random if batches and self._epoch_random else random)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.train.passes import Passes
 from karvan.train.results import Counts
 
 
@@ -42,9 +43,9 @@ class Goal:
         """Whether an evaluation is due."""
         return self.eval_every is not None and counts.step % self.eval_every == 0
 
-    def steps(self, data: Iterable[Any], accumulate: int) -> int | None:
-        """How many steps that will be, if it can be known."""
+    def steps(self, data: Iterable[Any], passes: Passes) -> int | None:
+        """How many steps that will be, if it can be known; ranks are taken to have equal data."""
         if self.epochs is None or not isinstance(data, Sized):
             return self.train_steps
-        steps = self.epochs * -(-len(data) // accumulate)
+        steps = self.epochs * -(-len(data) * passes.world // passes.batches)
         return steps if self.train_steps is None else min(steps, self.train_steps)

@@ -98,6 +98,13 @@ def named(losses: Losses, whole: Tensor) -> dict[str, Tensor]:
     return {name: loss.detach() for name, loss in {"loss": whole, **parts}.items()}
 
 
+def nothing_of(output: Any) -> Tensor:
+    """Zero, with a gradient of zero for everything that all outputs depend on."""
+    entries = output.values() if isinstance(output, Mapping) else [output]
+    tensors = [each for each in entries if isinstance(each, Tensor) and each.requires_grad]
+    return sum((tensor.sum() for tensor in tensors), start=torch.zeros(())) * 0
+
+
 def _scalar(what: str, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(loss).__name__}.")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from karvan.train.gathering import merged, summed
 from karvan.train.progress import memory_bytes
 from karvan.train.results import FitResult, Report
 from karvan.train.update import engines_of
@@ -23,21 +24,25 @@ class Reporter:
         self._last = (time.monotonic(), trainer.counts.samples)
 
     def training(self) -> None:
-        """Losses since the last report, metrics since the epoch began, and speed."""
+        """Losses since the last report, metrics since the epoch began, and speed; of all ranks."""
         trainer = self._trainer
-        if not (losses := trainer.window.means()):
+        lane = trainer.connection.main
+        if not (losses := trainer.window.means(lane)):
             return
         (before, samples), self._last = self._last, (time.monotonic(), trainer.counts.samples)
         rates = {
             f"lr/{name}": float(optimizer.param_groups[0]["lr"])
             for name, optimizer in trainer.update.optimizers.items()
         }
+        metrics = self.metrics()
+        held = summed(
+            lane, {"rows": sum(t.rows for t in self._tables), "memory": memory_bytes(trainer.device)}
+        )
         values = {
             "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
             **losses,
-            **self.metrics(),
-            "rows": sum(table.rows for table in self._tables),
-            "memory": memory_bytes(trainer.device),
+            **metrics,
+            **held,
             **rates,
         }
         self._tell("train", values)
@@ -48,8 +53,8 @@ class Reporter:
         self._tell("eval", metrics)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of training so far."""
-        return {name: metric.compute() for name, metric in self._trainer.metrics.items()}
+        """The metrics of training so far, over all ranks."""
+        return merged(self._trainer.connection.main, self._trainer.metrics)
 
     def end(self, result: FitResult) -> None:
         """The last words."""

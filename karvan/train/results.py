@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from karvan.ranks import Lane
+from karvan.train.gathering import summed
+
 
 @dataclass(frozen=True)
 class StepLogs:
-    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or left out."""
+    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or left out.
+
+    Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none.
+    """
 
     step: int
     epoch: int
@@ -59,6 +65,7 @@ class Counts:
     step: int = 0
     epoch: int = 0  # epochs that are complete
     batches: int = 0  # of the epoch that is not
+    passed: int = 0  # turns at a step that were passed over, because the ranks that had them had no data left
     samples: int = 0
     skipped: int = 0  # steps that were left out
     evaluated: int = -1  # the step of the last evaluation
@@ -73,6 +80,27 @@ class Counts:
         vars(self).update(state)
 
 
+class Losses:
+    """The weighted mean of each loss over the passes of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
+        """Count the losses of a pass."""
+        for name, loss in losses.items():
+            value = loss if weight == 1 else loss * weight
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self.weight += weight
+
+    def means(self) -> dict[str, Tensor]:
+        """The means; a NaN if nothing was counted."""
+        if not self.weight:
+            return {"loss": torch.tensor(torch.nan)}
+        return {name: total / self.weight for name, total in self._sums.items()}
+
+
 class Window:
     """The mean of each loss since the last report."""
 
@@ -80,16 +108,17 @@ class Window:
         self._sums: dict[str, Tensor] = {}
         self._count = 0
 
-    def add(self, losses: Mapping[str, Tensor]) -> None:
-        """Count the losses of a step."""
-        for name, loss in losses.items():
-            value = loss.double()
+    def add(self, losses: Mapping[str, Tensor], share: float = 1.0) -> None:
+        """Count the losses of a step, of which this rank has a share."""
+        for name, loss in losses.items() if share else ():
+            value = loss.double() if share == 1 else loss.double() * share
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += 1
 
-    def means(self) -> dict[str, float]:
-        """The means; nothing if nothing was counted."""
-        return {name: float(total) / self._count for name, total in self._sums.items()}
+    def means(self, lane: Lane) -> dict[str, float]:
+        """The means over all ranks; nothing if nothing was counted."""
+        sums = summed(lane, {name: float(total) for name, total in self._sums.items()})
+        return {name: total / self._count for name, total in sums.items()}
 
     def reset(self) -> None:
         """Begin the next window."""
@@ -104,3 +133,11 @@ class Window:
         # Plain CPU numbers go well with those of any device.
         self._sums = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["sums"].items()}
         self._count = state["count"]
+
+    def load_share(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Restore what another number of ranks had: all of it is rank 0's."""
+        sums: dict[str, float] = {}
+        for state in states if rank == 0 else ():
+            for name, total in state["sums"].items():
+                sums[name] = sums.get(name, 0.0) + total
+        self.load_state_dict({"sums": sums, "count": states[0]["count"]})

@@ -45,6 +45,14 @@ class NoSaver:
         """Whether it is time to save."""
         return False
 
+    def due_by_steps(self, step: int) -> bool:
+        """Whether it is time to save as far as steps say, which all ranks know."""
+        return False
+
+    def take_time(self) -> bool:
+        """Whether it is time to save by the clock; who asks will save, so it begins anew."""
+        return False
+
     def save(
         self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
     ) -> None:
@@ -81,9 +89,22 @@ class Saver(NoSaver):
 
     def due(self, step: int) -> bool:
         """See `NoSaver.due`."""
-        every, seconds = self._settings.every, self._settings.seconds
-        by_steps = every is not None and step % every == 0
-        return by_steps or (seconds is not None and self._clock() >= self._last + seconds)
+        return self.due_by_steps(step) or self._due_by_time()
+
+    def due_by_steps(self, step: int) -> bool:
+        """See `NoSaver.due_by_steps`."""
+        return self._settings.every is not None and step % self._settings.every == 0
+
+    def take_time(self) -> bool:
+        """See `NoSaver.take_time`."""
+        due = self._due_by_time()
+        if due:
+            self._last = self._clock()
+        return due
+
+    def _due_by_time(self) -> bool:
+        seconds = self._settings.seconds
+        return seconds is not None and self._clock() >= self._last + seconds
 
     def save(
         self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None

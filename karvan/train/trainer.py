@@ -1,4 +1,4 @@
-"""`Trainer`: fit, evaluate and predict on one machine. The loop itself is in `fit.py`."""
+"""`Trainer`: fit, evaluate and predict, in one process or in several. The loop itself is in `fit.py`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from karvan import ranks
 from karvan.checkpoint import Checkpoints
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
@@ -17,6 +18,8 @@ from karvan.train.feed import same
 from karvan.train.fit import Fit
 from karvan.train.goal import Goal
 from karvan.train.logs import Log, Logs
+from karvan.train.parallel import make_parallel
+from karvan.train.passes import Passes
 from karvan.train.placement import device_of, make_placement
 from karvan.train.precision import make_precision
 from karvan.train.progress import NoProgress, make_progress
@@ -44,6 +47,10 @@ class Trainer:
     device is where the model is to be; without it, where it is. ahead batches are taken from the data while
     one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
     engines group the ids that are in it already.
+
+    After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
+    share of the data. global_accumulate is the number of batches that make a step over all ranks, however
+    many there are. Rank 0 shows progress and writes logs.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Trainer:
         schedule_per: str = "step",
         precision: str = "fp32",
         accumulate: int = 1,
+        global_accumulate: int | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         skip_nonfinite: bool = True,
@@ -81,6 +89,7 @@ class Trainer:
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.accumulate = accumulate
+        self.connection = ranks.current()
         self.precision = make_precision(precision, self.device, engines_of(model))
         self.update = Update(
             make_dense(dense_optimizer, model),
@@ -88,14 +97,19 @@ class Trainer:
             UpdateSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
             self.precision,
         )
+        self.passes = Passes(accumulate, global_accumulate, self.connection.rank, self.connection.world)
+        self.parallel = make_parallel(model, self.connection)
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
-        self.logs = Logs(logs)
+        first = self.connection.rank == 0  # who watches wants to see everything once
+        self.logs = Logs(logs if first else ())
         self.log_every = log_every
-        self.progress = make_progress(progress)
+        self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
         self.placement = make_placement(model, self.device, prepare, engines_of(model) if ahead else [])
-        self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead)
+        self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead, self.connection)
+        for engine in engines_of(model):  # batches that wait for a step, in a fit and in an evaluation
+            engine.hold_ahead(2 * ahead + self.passes.count + 2)
         self.ahead = ahead
         self.signals = Signals()
         self.counts = Counts()

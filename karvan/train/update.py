@@ -68,9 +68,9 @@ class Update:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def backward(self, loss: Tensor, batches: int) -> None:
-        """Add the gradients of one of so many batches, divided by their number."""
-        torch.autograd.backward(self._precision.scale(loss if batches == 1 else loss / batches))
+    def backward(self, loss: Tensor, divisor: float) -> None:
+        """Add the gradients of one of a step's batches, divided by their number or what stands for it."""
+        torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
 
     def apply(self) -> bool:
         """Make the step, unless gradients are not finite; whether it was made."""

@@ -1,0 +1,67 @@
+"""Batches without rows: what a rank trains on while only others have data left.
+
+An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had a
+batch knows them; one that never had learns them from another rank, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from karvan.ragged import Batch, NestedRagged, Ragged
+
+
+def describe(batch: Any) -> dict[str, Any]:
+    """What `empty` needs to know of a batch, for JSON; what stands in its way is told by `empty`."""
+    try:
+        columns = [[name, _describe(name, entry)] for name, entry in batch.items()]
+    except TypeError as error:
+        return {"refused": str(error)}
+    return {"batch": isinstance(batch, Batch), "columns": columns}
+
+
+def empty(description: Mapping[str, Any]) -> Any:
+    """A batch of no rows."""
+    if "refused" in description:
+        raise TypeError(description["refused"])
+    entries = {name: _empty(column) for name, column in description["columns"]}
+    return Batch(entries) if description["batch"] else entries
+
+
+def _describe(name: str, entry: Any) -> dict[str, Any]:
+    if isinstance(entry, Tensor):
+        return {"kind": "tensor", "values": _like(entry)}
+    if isinstance(entry, Ragged):
+        weights = None if entry.weights is None else _like(entry.weights)
+        offsets = entry.offsets is not None
+        return {"kind": "ragged", "values": _like(entry.values), "offsets": offsets, "weights": weights}
+    if isinstance(entry, NestedRagged):
+        return {"kind": "nested", "values": _like(entry.values)}
+    raise TypeError(
+        f"Column '{name}': expected a Tensor, Ragged or NestedRagged, of which a rank whose data has ended "
+        f"can make one without rows, got {type(entry).__name__}."
+    )
+
+
+def _like(tensor: Tensor) -> dict[str, Any]:
+    shape = [0, *tensor.shape[1:]] if tensor.dim() else []
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+
+
+def _empty(column: Mapping[str, Any]) -> Any:
+    values = _tensor(column["values"])
+    if column["kind"] == "tensor":
+        return values
+    start = torch.zeros(1, dtype=torch.int64)
+    if column["kind"] == "nested":
+        return NestedRagged(values, start, start.clone())
+    weights = None if column["weights"] is None else _tensor(column["weights"])
+    return Ragged(values, start if column["offsets"] else None, weights)
+
+
+def _tensor(like: Mapping[str, Any]) -> Tensor:
+    return torch.zeros(like["shape"], dtype=getattr(torch, like["dtype"]))

@@ -1,0 +1,75 @@
+"""What ranks tell each other about their numbers: trees of state, metrics and losses, without pickle."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from karvan.checkpoint.files import Stored
+from karvan.checkpoint.tree import as_tensor, decode, encode
+from karvan.ranks import Lane
+from karvan.train.types import MetricLike
+
+
+def gather_state(lane: Lane, state: Any) -> list[Any]:
+    """The trees of all ranks, in their order: dicts, lists, numbers, text and tensors."""
+    return [state] if lane.world == 1 else [unpack(data) for data in lane.gather(pack(state))]
+
+
+def merged(lane: Lane, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
+    """The metrics over the samples of all ranks."""
+    if lane.world == 1 or not metrics:
+        return {name: metric.compute() for name, metric in metrics.items()}
+    states = gather_state(lane, {name: metric.state() for name, metric in metrics.items()})
+    return {
+        name: joined(metric, [each[name] for each in states]).compute() for name, metric in metrics.items()
+    }
+
+
+def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
+    """A metric like this one that has gathered what these states have."""
+    merge = getattr(metric, "merge", None)
+    if merge is None:
+        raise TypeError(
+            f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
+        )
+    made: Any = copy.deepcopy(metric)
+    made.reset()
+    for state in states:
+        made.merge(state)
+    return made  # type: ignore[no-any-return]
+
+
+def summed(lane: Lane, values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by name, added up in the order of ranks; a rank may lack some."""
+    sums: dict[str, float] = {}
+    for each in lane.gather_json(dict(values)):
+        for name, value in each.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+def pack(state: Any) -> bytes:
+    """A tree as bytes: the length of its JSON, its JSON with a list of arrays, and these."""
+    tree, arrays = encode(state)
+    listed = [[name, array.dtype, list(array.shape), len(array.data)] for name, array in arrays.items()]
+    header = json.dumps({"tree": tree, "arrays": listed}).encode()
+    header += b" " * (-(len(header) + 8) % 16)
+    parts = [array.data.tobytes() for array in arrays.values()]
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    whole = np.frombuffer(bytearray(data), np.uint8)
+    tensors = {}
+    for name, dtype, shape, size in header["arrays"]:
+        tensors[name] = as_tensor(Stored(dtype, tuple(shape), whole[start : start + size])).clone()
+        start += size
+    return decode(header["tree"], tensors)

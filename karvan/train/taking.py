@@ -1,0 +1,94 @@
+"""Taking batches from data, one after the other, each with the data's position behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from karvan.data import merge
+from karvan.train.types import Positioned
+
+_log = logging.getLogger("karvan.train")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A batch that is ready, and the data's position behind it: None if data has no positions.
+
+    Where several ranks train, `rows` are those of the batch, `all_rows` and `all_batches` those of all ranks
+    in the same round, and `save` says that a checkpoint is due. In a round without any batch it is None.
+    """
+
+    batch: Any
+    position: Any
+    rows: int = 0
+    all_rows: int = 0
+    all_batches: int = 1
+    save: bool = False
+
+
+class Taker:
+    """Takes the batches of a process that is alone; `SharedTaker` derives from it."""
+
+    alone = True
+    reason: str | None = None  # why all ranks stop, once they have agreed to
+    dropped = False  # whether a batch was taken that nobody gets
+
+    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> None:
+        self._taken = _take(data, place, skip)
+
+    def next(self, stop: str | None = None) -> Fed | None:
+        """The next batch; None at the end, or if `stop` says why there should be none."""
+        return None if stop else next(self._taken, None)
+
+    def leave(self) -> None:
+        """Nobody wants more."""
+
+    def close(self) -> None:
+        """Let go of the data."""
+        self._taken.close()
+
+
+def position_of(data: Any) -> Any:
+    """Where the data is, or None if it does not know."""
+    try:
+        return data.state_dict() if isinstance(data, Positioned) else None
+    except TypeError as error:  # a Stream has the method, but cannot answer for an iterable that has none
+        _log.debug("%s", error)
+        return None
+
+
+def merged_position(data: Any, positions: Sequence[Any]) -> Any:
+    """The positions of all ranks as one, joined by the data's own `merge` if it has one; None if any is."""
+    if len(positions) == 1 or any(position is None for position in positions):
+        return positions[0] if len(positions) == 1 else None
+    return getattr(data, "merge", merge)(positions)
+
+
+def move_back(data: Any, position: Any) -> None:
+    """Move data that was left early to a position, if it has any, where those who read on find it."""
+    if position is None:
+        return
+    try:
+        data.load_state_dict(position)
+    except RuntimeError as error:  # a stream cannot go back
+        _log.warning("Batches that were taken ahead stay taken: %s", error)
+
+
+def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Generator[Fed, None, None]:
+    batches = iter(data)
+    try:
+        skipped = sum(1 for _ in islice(batches, skip))
+        if skipped < skip:
+            raise ValueError(
+                f"The data must give the {skip} batches of this epoch that were trained before, to skip "
+                f"them, but ended after {skipped}: it is not the data that training began with."
+            )
+        for batch in batches:
+            position = position_of(data)
+            yield Fed(place(batch), position)
+    finally:
+        getattr(batches, "close", lambda: None)()

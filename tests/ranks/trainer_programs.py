@@ -1,0 +1,304 @@
+"""What the ranks do in `test_trainer_ranks.py`: fits of a small model, each of several scenarios in turn."""
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import karvan as kv
+from karvan import ranks
+from karvan.train.saving import NoSaver
+
+SIZES = {0: [6, 6, 6, 6, 3], 1: [6, 6, 2], 2: []}  # rows of each rank's batches; the last rank has none
+
+
+class Net(nn.Module):
+    """Every kind of column and of output."""
+
+    def __init__(self, dropout=0.0, heads=False):
+        super().__init__()
+        self.embeddings = kv.EmbeddingEngine(
+            {"user": kv.Table(4, init=kv.init.Normal(std=0.1)), "history": kv.Table(4, combiner="mean")}
+        )
+        self.net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Dropout(dropout))
+        self.last = nn.Linear(8, 1)
+        self.other = nn.Linear(8, 1) if heads else None
+
+    def forward(self, batch):
+        out = self.embeddings(batch)
+        hidden = self.net(torch.cat([out["user"], out["history"], out["dense"]], 1))
+        logits = self.last(hidden).squeeze(1)
+        # No loss meets the second head.
+        return logits if self.other is None else {"ctr": logits, "other": self.other(hidden).squeeze(1)}
+
+
+class RowsOnly(nn.Module):
+    """No dense parameters at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embeddings = kv.EmbeddingEngine({"user": kv.Table(1, init=kv.init.Normal(std=0.1))})
+
+    def forward(self, batch):
+        return self.embeddings(batch)["user"].squeeze(1)
+
+
+def records(rows, seed):
+    random = np.random.default_rng(seed)
+    return [
+        {
+            "user": int(random.integers(30)),
+            "history": random.integers(0, 50, random.integers(0, 4)).tolist(),
+            "dense": random.random(2).tolist(),
+            "label": float(random.random() < 0.4),
+        }
+        for _ in range(rows)
+    ]
+
+
+def batch_of(rows, kind=kv.Batch):
+    return kind(
+        {
+            "user": torch.tensor([row["user"] for row in rows]),
+            "history": kv.Ragged.from_lists([row["history"] for row in rows]),
+            "dense": torch.tensor([row["dense"] for row in rows]),
+            "label": torch.tensor([row["label"] for row in rows]),
+        }
+    )
+
+
+def pieces(rank, seed=0):
+    """The batches of a rank, as rows."""
+    return [records(rows, [seed, rank, number]) for number, rows in enumerate(SIZES[rank])]
+
+
+def shares(world, seed=0, kind=kv.Batch):
+    """This rank's batches; those of one process are the ones of all ranks together, round by round."""
+    here = ranks.current()
+    if here.world == world:
+        return [batch_of(rows, kind) for rows in pieces(here.rank, seed)]
+    every = [pieces(rank, seed) for rank in range(world)]
+    joined = []
+    for number in range(max(map(len, every))):
+        joined.append([row for each in every for row in (each[number] if number < len(each) else [])])
+    return [batch_of(rows, kind) for rows in joined]
+
+
+def trainer_of(net, **options):
+    given = {
+        "loss": kv.losses.BinaryCrossEntropy(),
+        "dense_optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+        "sparse_optimizer": kv.optim.Adagrad(lr=0.1),
+        "metrics": {"auc": kv.metrics.AUC(bins=64), "exact": kv.metrics.AUC(exact=True)},
+        "progress": "none",
+    } | options
+    return kv.Trainer(net, given.pop("loss"), **given)
+
+
+def numbers_of(trainer, result):
+    model = trainer.model
+    dense = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    tables = {
+        table.name: tuple(table.snapshot())
+        for module in model.modules()
+        if isinstance(module, kv.EmbeddingEngine)
+        for table in module.tables()
+    }
+    return {"dense": dense, "tables": tables, "result": result}
+
+
+def net_of(kind=Net, **options):
+    # Each rank begins with another one: the Trainer has to make them equal.
+    torch.manual_seed(7 + ranks.current().rank)
+    return kind(**options)
+
+
+def uneven(world, ahead=2, plain=False):
+    """Two epochs of uneven data with evaluations; what is logged goes along."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        logs = [kv.train.JsonLinesLog(log)]
+        trainer = trainer_of(net_of(), ahead=ahead, logs=logs, log_every=2)
+        kind = dict if plain else kv.Batch
+        data, other = shares(world, kind=kind), shares(world, seed=1, kind=kind)
+        result = trainer.fit(data, epochs=2, eval_data=other)
+        made = numbers_of(trainer, result)
+        made["log"] = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        made["predicted"] = [len(output) for output, _ in trainer.predict(other)]
+        return made
+
+
+def heads(world):
+    """A head that no loss meets, and a model without dense parameters."""
+    trainer = trainer_of(
+        net_of(heads=True), loss=kv.losses.BinaryCrossEntropy(output="ctr"), metrics={}, accumulate=1
+    )
+    made = numbers_of(trainer, trainer.fit(shares(world), epochs=2))
+    rows = trainer_of(net_of(RowsOnly), dense_optimizer=None)
+    return made, numbers_of(rows, rows.fit(shares(world), epochs=2))
+
+
+def accumulated(world):
+    """Steps of two rounds of unequal rows; one process has those of a step in one batch."""
+    if ranks.current().world == world:
+        data = shares(world)
+    else:
+        every = [pieces(rank) for rank in range(world)]
+        steps = [[each[n : n + 2] for each in every] for n in range(0, 5, 2)]
+        data = [batch_of([row for two in step for rows in two for row in rows]) for step in steps]
+    trainer = trainer_of(net_of(), accumulate=2 if ranks.current().world == world else 1)
+    return numbers_of(trainer, trainer.fit(data, epochs=2))
+
+
+def fixed(world, batches=18, together=4):
+    """A fixed global batch: each step has the same batches on any number of ranks, the last has two."""
+    here = ranks.current()
+    turn, mine = list(range(batches)), []
+    for step in range(-(-batches // together)):
+        for rank in range(here.world):
+            extra = (rank - step) % here.world < together % here.world
+            taken = [turn.pop(0) for _ in range(min(len(turn), together // here.world + extra))]
+            mine += taken if rank == here.rank else []
+    trainer = trainer_of(net_of(), global_accumulate=together)
+    return numbers_of(trainer, trainer.fit([batch_of(records(5, [3, number])) for number in mine]))
+
+
+class Stop(kv.train.Callback):
+    """Stops a fit on one rank at a step."""
+
+    def __init__(self, step, how):
+        self.step, self.how = step, how
+
+    def on_step_end(self, trainer, logs):
+        if logs.step == self.step and trainer.connection.rank == trainer.connection.world - 1:
+            trainer.stop("enough") if self.how == "stop" else os.kill(os.getpid(), signal.SIGTERM)
+
+
+def loader(rows=120, size=4, **options):
+    columns = {
+        "user": np.arange(rows) * 7 % 31,
+        "history": np.arange(rows) * 5 % 41,
+        "dense": np.random.default_rng(1).random((rows, 2)).astype(np.float32).tolist(),
+        "label": (np.arange(rows) % 3 == 0).astype(np.float32),
+    }
+    wanted = ["user", "history", "label", kv.data.Fixed("dense", length=2)]
+    return kv.data.read(columns, size, columns=wanted, shuffle=16, seed=2, split_records=4, **options)
+
+
+def stops(world):
+    """Stops of one rank; the fit after each trains on what is left of the epoch."""
+    made = {}
+    for how in ("stop", "signal"):
+        for ahead in (0, 2):
+            data = loader()
+            first = trainer_of(net_of(), ahead=ahead, callbacks=[Stop(2, how)]).fit(data)
+            rest = trainer_of(net_of(), ahead=ahead).fit(data)
+            made[how, ahead] = (first.step, first.stopped, first.samples + rest.samples, rest.stopped)
+    early = kv.train.EarlyStopping("auc", patience=1, min_delta=10.0)
+    result = trainer_of(net_of(), callbacks=[early]).fit(loader(), eval_data=loader(24), eval_every=2)
+    made["early"] = (result.step, result.stopped)
+    return made
+
+
+class Kept(NoSaver):
+    """Keeps checkpoints in a file for each rank."""
+
+    folder = Path("kept")
+
+    def __init__(self, folder, every=None, times=()):
+        self.path, self.every, self.times, self.saved = Path(folder), every, list(times), []
+
+    def latest(self):
+        found = sorted(self.path.glob("*.pt"))
+        if not found:
+            return None
+        self.step = torch.load(found[0], weights_only=False)["step"]
+        return self
+
+    def load(self, model):
+        parts = [torch.load(path, weights_only=False) for path in sorted(self.path.glob("*.pt"))]
+        for part in parts:
+            for name, rows in part["rows"].items():
+                model.embeddings.table(name).load(rows)
+        return parts[0]["state"]
+
+    def due_by_steps(self, step):
+        return self.every is not None and step % self.every == 0
+
+    due = due_by_steps
+
+    def take_time(self):
+        return self.times.pop(0) if self.times else False
+
+    def save(self, step, state, model, metrics):
+        self.saved.append(step)
+        rows = {table.name: table.snapshot() for table in model.embeddings.tables()}
+        part = {"step": step, "state": state, "rows": rows}
+        torch.save(part, self.path / f"{ranks.current().rank}.pt")
+        ranks.current().main.barrier()
+
+
+def resumed(world, folder, until, steps=None, times=()):
+    """A fit with dropout that goes on from what lies in a folder."""
+    Path(folder).mkdir(exist_ok=True)
+    torch.manual_seed(50 + ranks.current().rank)
+    trainer = trainer_of(net_of(dropout=0.3), ahead=2)
+    torch.manual_seed(100 + ranks.current().rank)
+    trainer.saver = Kept(folder, steps, times)
+    result = trainer.fit(loader(), train_steps=until, epochs=2)
+    return numbers_of(trainer, result) | {"saved": trainer.saver.saved}
+
+
+def failures(world):
+    """A step that one rank's gradients leave out; data that fails on one rank."""
+    here = ranks.current()
+    last = here.rank == here.world - 1
+    data = [batch_of(records(4, [here.rank, n])) for n in range(4)]
+    if last:
+        data[1]["label"][0] = torch.nan
+    trainer = trainer_of(net_of(), metrics={})
+    made = numbers_of(trainer, trainer.fit(data))
+
+    def broken():
+        yield from data[2:]
+        raise OSError("the disk is gone")
+
+    try:
+        trainer_of(net_of()).fit(broken() if last else [*data[2:]] * 3)
+    except (OSError, ranks.RankError) as error:
+        made["error"] = str(error)
+    return made
+
+
+PROGRAMS = {
+    "uneven": uneven,
+    "heads": heads,
+    "accumulated": accumulated,
+    "fixed": fixed,
+    "stops": stops,
+    "resumed": resumed,
+    "failures": failures,
+}
+
+
+def run_all(of, programs):
+    """What programs, each [name, arguments], give when run in turn with the data of so many ranks."""
+    torch.set_num_threads(1)
+    return [PROGRAMS[name](of, **arguments) for name, arguments in programs]
+
+
+def run_plans(plans):
+    """Connect as so many ranks as each plan says, [world, port, programs], one after the other."""
+    rank, results = int(os.environ["RANK"]), []
+    for world, port, programs in plans:
+        os.environ |= {"WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+        if rank < world:
+            kv.connect("sharded", timeout=60)
+            results.append(run_all(world, programs))
+            ranks.disconnect()
+    return results
