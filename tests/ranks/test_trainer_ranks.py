@@ -14,6 +14,7 @@ PROGRAMS = {
     "without ahead": ["uneven", {"ahead": 0}],
     "dicts": ["uneven", {"plain": True}],
     "heads": ["heads", {}],
+    "models": ["models", {}],
     "accumulated": ["accumulated", {}],
     "fixed": ["fixed", {}],
     "rotating": ["fixed", {"together": 1, "batches": 5}],
@@ -144,6 +145,12 @@ def test_models_with_a_head_no_loss_meets_and_without_dense_parameters(launched,
     expected = alone(world, "heads")
     for place in (0, 1):
         assert_trained_the_same([each[place] for each in launched[world]["heads"]], expected[place])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_models_train_what_they_train_in_one_process(launched, world):
+    for name, expected in alone(world, "models").items():
+        assert_trained_the_same([each[name] for each in launched[world]["models"]], expected)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
