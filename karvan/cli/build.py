@@ -43,6 +43,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         schedule_per=config.optimizers.schedule_per,
         precision=train.precision,
         accumulate=train.accumulate,
+        global_accumulate=train.global_accumulate,
         clip_norm=train.clip_norm,
         clip_value=train.clip_value,
         callbacks=[]

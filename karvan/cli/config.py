@@ -139,6 +139,7 @@ class Train(Section):
     eval_every: Count | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: Count = 1
+    global_accumulate: Count | None = None
     clip_norm: Positive | None = None
     clip_value: Positive | None = None
     device: str | None = None

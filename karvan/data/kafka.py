@@ -16,7 +16,7 @@ that is an error, not a jump. Partitions are divided among ranks by their place 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import Any
 
@@ -86,6 +86,15 @@ class KafkaReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, if called before iterating; partitions it does not name begin at `start`."""
         self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
+
+    @staticmethod
+    def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the positions of all ranks into one that any number of ranks can start from."""
+        offsets: dict[str, int] = {}
+        for state in states:  # a rank keeps what it started from for the partitions of others
+            for name, offset in state["offsets"].items():
+                offsets[name] = max(offset, offsets.get(name, 0))
+        return {"offsets": offsets}
 
     def close(self) -> None:
         """End the iteration: the batch being collected is dropped, and not counted as read."""

@@ -63,6 +63,10 @@ class Stream:
             raise RuntimeError("A stream must be moved before its first batch is taken, but it has begun.")
         self._positioned("load_state_dict")(state)
 
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the positions of all ranks into one, as the iterable does it."""
+        return dict(self._positioned("merge")(states))
+
     def _positioned(self, method: str) -> Any:
         found = getattr(self._batches, method, None)
         if found is None:

@@ -31,7 +31,7 @@ class Ahead:
     def hold(self, most: int) -> None:
         """Hold so many batches at least."""
         with self._lock:
-            self._entries = deque(self._entries, max(most, _MOST))
+            self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
 
     def put(self, batch: Mapping[str, Any], inputs: list[FeatureInput], prepared: Prepared) -> None:
         """Hold a batch's groups."""

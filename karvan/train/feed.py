@@ -85,7 +85,7 @@ class Feed(Iterator[Fed]):
                 self._taker.leave()
             finally:
                 self._taker.close()
-            if self._taker.dropped:
+            if self._taker.cut:
                 move_back(self._data, self._last)
 
     def __enter__(self) -> Feed:
@@ -151,7 +151,7 @@ class AheadFeed(Feed):
         self._thread.join(self._wait)
         if self._thread.is_alive():
             _log.warning("The data has not let go of its thread; its position is ahead of training.")
-        elif self._taken > self._given or self._taker.dropped:
+        elif self._taken > self._given or self._taker.cut:
             move_back(self._data, self._last)
 
     def _abandon(self) -> None:

@@ -89,7 +89,6 @@ class SharedTaker(Taker):
             asks = batch is None and self._columns is None
             agreed = self._agree(lane, rows, batch is not None, asks, bool(stop))
             if agreed.ending:
-                self.dropped = batch is not None
                 self._tell(lane, reason=stop)
                 return None
             if not agreed.may_have_more:
@@ -138,7 +137,7 @@ class SharedTaker(Taker):
 
     def _tell(self, lane: Lane, reason: str | None = None, error: str | None = None) -> None:
         """Why the rounds end: a rank's error is one on all others."""
-        self._over = True
+        self._over = self.cut = True
         told = lane.gather_json({"reason": reason, "error": error})
         for rank, each in enumerate(told):
             if each["error"] and rank != lane.rank and not error:

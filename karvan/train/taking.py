@@ -35,7 +35,7 @@ class Taker:
 
     alone = True
     reason: str | None = None  # why all ranks stop, once they have agreed to
-    dropped = False  # whether a batch was taken that nobody gets
+    cut = False  # whether ranks ended before their data did, so that a batch may be lost
 
     def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> None:
         self._taken = _take(data, place, skip)

@@ -132,7 +132,11 @@ class Trainer:
         return self.signals.received or self._stop
 
     def stop(self, reason: str) -> None:
-        """End the fit after the current step; callbacks call this."""
+        """End the fit after the current step; callbacks call this.
+
+        Several ranks stop together if one wants to: at once if it was asked for in an evaluation or between
+        epochs, otherwise behind the batches that were taken ahead.
+        """
         if not reason:
             raise ValueError("stop expects a reason, got an empty one.")
         self._stop = reason

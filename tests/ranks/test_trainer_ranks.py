@@ -14,6 +14,7 @@ PROGRAMS = {
     "without ahead": ["uneven", {"ahead": 0}],
     "dicts": ["uneven", {"plain": True}],
     "heads": ["heads", {}],
+    "models": ["models", {}],
     "accumulated": ["accumulated", {}],
     "fixed": ["fixed", {}],
     "rotating": ["fixed", {"together": 1, "batches": 5}],
@@ -146,6 +147,12 @@ def test_models_with_a_head_no_loss_meets_and_without_dense_parameters(launched,
         assert_trained_the_same([each[place] for each in launched[world]["heads"]], expected[place])
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_models_train_what_they_train_in_one_process(launched, world):
+    for name, expected in alone(world, "models").items():
+        assert_trained_the_same([each[name] for each in launched[world]["models"]], expected)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_accumulated_passes_weigh_as_their_rows(launched, world):
     if world > 1:
@@ -173,6 +180,7 @@ def test_a_stop_on_one_rank_stops_all_at_the_same_step(launched, world):
         assert stops["signal", 0] == (2, "terminate", 120, None)
         assert stops["signal", 2] == (4, "terminate", 120, None)
         assert stops["early"][0] == 4
+        assert stops["rest"] == {2: (81, 4), 3: (77, 8)}[world]
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -204,6 +212,14 @@ def test_a_fit_that_goes_on_has_the_bits_of_one_that_was_never_stopped(launched)
 def test_another_number_of_ranks_trains_on_what_is_left(launched, folder):
     assert {each["result"].samples for each in launched[2]["fewer"]} == {240}
     assert {each["result"].samples for each in launched[3]["begun"]} == {60}
+    assert trainer_programs.resumed(1, folder / "three", until=100)["result"].samples == 240
+
+
+def test_data_without_a_position_cannot_go_on_in_the_middle_of_an_epoch(launched, folder):
+    trainer = trainer_programs.trainer_of(trainer_programs.net_of(dropout=0.3))
+    trainer.saver = trainer_programs.Kept(folder / "steps")
+    with pytest.raises(ValueError, match=r"several ranks cannot skip its batches: .* got list"):
+        trainer.fit(trainer_programs.shares(1))
 
 
 def test_checkpoints_are_saved_by_all_ranks_at_once(launched):

@@ -143,6 +143,26 @@ def heads(world):
     return made, numbers_of(rows, rows.fit(shares(world), epochs=2))
 
 
+MODELS = {
+    "dlrm": lambda: kv.models.DLRM({"dense": 2}, ["user", "history"], 4, (8,), (8,)),
+    "deepfm": lambda: kv.models.DeepFM({"dense": 2}, ["user", "history"], 4, (8,)),
+    "dcn": lambda: kv.models.DCN({"dense": 2}, ["user", "history"], 4, 2, (8,)),
+    "wide and deep": lambda: kv.models.WideDeep({"dense": 2}, ["user"], ["history"], 4, (8,)),
+    "din": lambda: kv.models.DIN({"dense": 2}, ["user"], {"history": "user"}, 4, (8,), attention=(4,)),
+    "mmoe": lambda: kv.models.MMoE({"dense": 2}, ["user"], ["a", "b"], 4),
+}
+
+
+def models(world):
+    """Every model of ours takes batches without rows, and has no parameter that takes no part."""
+    made = {}
+    for name, make in MODELS.items():
+        loss = kv.losses.BinaryCrossEntropy(output="b" if name == "mmoe" else None)
+        trainer = trainer_of(net_of(make), loss=loss, metrics={})
+        made[name] = numbers_of(trainer, trainer.fit(shares(world)))
+    return made
+
+
 def accumulated(world):
     """Steps of two rounds of unequal rows; one process has those of a step in one batch."""
     if ranks.current().world == world:
@@ -199,6 +219,10 @@ def stops(world):
             first = trainer_of(net_of(), ahead=ahead, callbacks=[Stop(2, how)]).fit(data)
             rest = trainer_of(net_of(), ahead=ahead).fit(data)
             made[how, ahead] = (first.step, first.stopped, first.samples + rest.samples, rest.stopped)
+    data = loader(rows=85)  # the goal comes one step before the end, when the last rank has no data left
+    first = trainer_of(net_of()).fit(data, train_steps={2: 11, 3: 7}[world])
+    rest = trainer_of(net_of()).fit(data, epochs=1)
+    made["rest"] = (first.samples, rest.samples)
     early = kv.train.EarlyStopping("auc", patience=1, min_delta=10.0)
     result = trainer_of(net_of(), callbacks=[early]).fit(loader(), eval_data=loader(24), eval_every=2)
     made["early"] = (result.step, result.stopped)
@@ -278,6 +302,7 @@ def failures(world):
 PROGRAMS = {
     "uneven": uneven,
     "heads": heads,
+    "models": models,
     "accumulated": accumulated,
     "fixed": fixed,
     "stops": stops,
