@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
 from karvan.ranks.lane import BoardLane, GlooLane, Lane
+from karvan.ranks.meeting import meet
 from karvan.ranks.watch import Watch
 
 _log = logging.getLogger("karvan.ranks")
@@ -91,7 +93,11 @@ class SharedConnection(Connection):
                     "process group, got neither: torchrun --nproc-per-node=2 train.py"
                 )
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+            name = meet(store, rank, world, settings.timeout)
+            dist.init_process_group(
+                backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
+            )
             _owned.add("process group")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()

@@ -36,8 +36,17 @@ def test_one_who_is_alone_hears_herself():
     lane.barrier()
 
 
-@pytest.mark.parametrize("transport", ["memory", "network"])
-@pytest.mark.parametrize("how", ["killed", "stopped", "busy elsewhere"])
+@pytest.mark.parametrize(
+    ("how", "transport"),
+    [
+        ("killed", "memory"),
+        ("stopped", "memory"),
+        ("busy elsewhere", "network"),
+        pytest.param("killed", "network", marks=pytest.mark.slow),
+        pytest.param("stopped", "network", marks=pytest.mark.slow),
+        pytest.param("busy elsewhere", "memory", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport):
     timeout = 2.0
     with tempfile.TemporaryDirectory() as folder:
