@@ -186,13 +186,15 @@ def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[
 
     def run() -> dict[str, float]:
         before = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
-        crossing = getattr(model.embeddings.store, "crossing_keys", 0)
+        store = model.embeddings.store
+        crossing, sent = getattr(store, "crossing_keys", 0), getattr(store, "bytes_sent", 0)
         result = trainer.fit(kv.data.read(path, batch // world, epochs=epochs))
         made: dict[str, float] = {"samples": result.samples / world, "steps": result.step / world}
         for name, lane in connection.lanes.items():
             made[f"{name}_collectives"] = (lane.operations - before[name][0]) / world
             made[f"{name}_bytes"] = lane.bytes_sent - before[name][1]
-        made["crossing_keys"] = getattr(model.embeddings.store, "crossing_keys", 0) - crossing
+        made["crossing_keys"] = getattr(store, "crossing_keys", 0) - crossing
+        made["bytes"] = getattr(store, "bytes_sent", 0) - sent
         return made
 
     return run

@@ -52,10 +52,11 @@ def whole_jobs(report: Report, rounds: int, rows: int, steps: int, epochs: int) 
     for name, rate in made.items():
         report.add_timing(f"dlrm_{name}", BATCH / rate, BATCH)
     report.ratios["two_ranks_vs_one_process"] = made["two_ranks"] / made["one_process"]
-    sent = sum(counted[f"{lane}_bytes"] for lane in ("main", "fit"))
     bound = counted["crossing_keys"] * (8 + 2 * 4 * DIM)
-    report.ratios["bytes_vs_bound"] = sent / bound
-    report.figures["bytes_per_sample"] = sent / counted["samples"]
+    report.ratios["bytes_vs_bound"] = counted["bytes"] / bound
+    report.figures["bytes_per_sample"] = counted["bytes"] / counted["samples"]
+    everything = sum(counted[f"{lane}_bytes"] for lane in ("main", "fit"))  # metrics and positions, too
+    report.figures["all_bytes_per_sample"] = everything / counted["samples"]
     for lane in ("main", "fit"):
         report.figures[f"{lane}_collectives_per_step"] = counted[f"{lane}_collectives"] / counted["steps"]
 

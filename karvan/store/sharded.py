@@ -87,6 +87,7 @@ class ShardedStore(Store):
         self._dims: dict[str, int] = {}
         self._programs: dict[tuple[str, ...], Program] = {}  # of owners, by tables
         self.crossing_keys = 0  # distinct keys of batches that were asked of other ranks, so far
+        self.bytes_sent = 0  # to other ranks, so far
 
     def owns(self, keys: Keys) -> NDArray[np.bool_]:
         """Which keys belong to this rank."""
@@ -218,6 +219,7 @@ class ShardedStore(Store):
         lane = self._connection.here
         route = _native.Route(plan, self._ranks, alone)
         counts = torch.tensor(route.counts, dtype=torch.int64).view(self._ranks, slots)
+        before = lane.bytes_sent
         received = lane.swap(counts)
         to = [words(n) for n in counts.sum(1).tolist()]
         of = [words(n) for n in received.sum(1).tolist()]
@@ -225,6 +227,7 @@ class ShardedStore(Store):
         message = torch.empty(sum(to), dtype=torch.int64)
         route.pack_keys(message.data_ptr())
         asked = lane.exchange(message, to, of)
+        self.bytes_sent += lane.bytes_sent - before
         return Routed(plan, route, counts.tolist(), received.tolist(), message, asked)
 
     def _owners(self, tables: Sequence[str]) -> Program:
@@ -240,7 +243,11 @@ class ShardedStore(Store):
         return known
 
     def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
-        return self._connection.here.exchange(floats.to(self._wire), to, of).float()
+        lane = self._connection.here
+        before = lane.bytes_sent
+        received = lane.exchange(floats.to(self._wire), to, of).float()
+        self.bytes_sent += lane.bytes_sent - before
+        return received
 
     def _sum(self, away: Away, received: Tensor, begins: list[int]) -> _native.Gradients:
         """Sum by key what all ranks have sent; their gradients begin there."""
