@@ -147,7 +147,7 @@ def resign(folder, change):
     path.write_bytes(f'{{"checksum": "crc32:{zlib.crc32(rest):08x}",\n'.encode() + rest)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_checkpoint_before_survives_the_death_of_a_rank_that_writes(tmp_path, victim):
     results, folder = tmp_path / "results", tmp_path / "run"
     results.mkdir()

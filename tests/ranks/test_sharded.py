@@ -6,6 +6,7 @@ import sharded_programs
 import torch
 from ranks_helpers import run
 
+FOUR = pytest.param(4, marks=pytest.mark.slow)
 OPTIMIZERS = ["sgd", "momentum", "adagrad", "adam", "adamw", "ftrl"]
 SCENARIOS = {
     **{optimizer: {"optimizer": optimizer} for optimizer in OPTIMIZERS},
@@ -71,7 +72,7 @@ def assert_equal(some, others):
             assert torch.equal(a["outputs"][name], b["outputs"][name])
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, FOUR])
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [
@@ -101,7 +102,7 @@ def test_ranks_train_what_one_process_trains(trained, world, name, tolerance):
         torch.testing.assert_close(together, out, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, FOUR])
 def test_repeats_and_keys_that_went_ahead_give_the_same_bits(trained, world):
     assert_equal(trained(world)["adagrad"], trained(world)["again"])
     assert_equal(trained(world)["adagrad"], trained(world)["keys ahead"])
@@ -130,14 +131,14 @@ def test_the_mean_of_a_key_is_over_the_ranks_that_have_it(trained):
             np.testing.assert_allclose(vector - initial[key][0], np.mean(moves, 0), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_every_rank_keeps_its_share_of_the_rows_that_are_allowed(trained, world):
     for result in trained(world)["at most so many rows"]:
         assert all(stats["rows"] <= -(-30 // world) for stats in result["stats"].values())
         assert any(stats["evicted"] for stats in result["stats"].values())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_a_step_takes_few_collectives_whatever_the_number_of_tables(trained, world):
     steps, evaluations = 6, 2  # of which one looks some keys up
     for result in trained(world)["keys ahead"]:
