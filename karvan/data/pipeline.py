@@ -90,6 +90,7 @@ class Pipeline:
         self._handed = 0
         self._ended = False
         self._closed = False
+        self._threads: list[threading.Thread] = []  # an interrupt may come before they have begun
         atexit.register(self.close)
         self._threads = start(
             [self._read_loop] * workers
