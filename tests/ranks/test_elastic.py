@@ -80,6 +80,7 @@ def assert_each_record_once(job):
     assert uses == dict.fromkeys(range(ROWS), 1)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_every_record_counts_once(job):
     process = torchrun(job, 2, 0.02, "--standalone", "--max-restarts=3")
     try:

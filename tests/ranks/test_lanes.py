@@ -40,8 +40,8 @@ def test_one_who_is_alone_hears_herself():
     ("how", "transport"),
     [
         ("killed", "memory"),
-        ("stopped", "memory"),
-        ("busy elsewhere", "network"),
+        pytest.param("stopped", "memory", marks=pytest.mark.slow),
+        pytest.param("busy elsewhere", "network", marks=pytest.mark.slow),
         pytest.param("killed", "network", marks=pytest.mark.slow),
         pytest.param("stopped", "network", marks=pytest.mark.slow),
         pytest.param("busy elsewhere", "memory", marks=pytest.mark.slow),
