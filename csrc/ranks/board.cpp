@@ -16,6 +16,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "threads/relax.h"
+
 namespace karvan {
 namespace {
 
@@ -26,14 +28,6 @@ constexpr auto kNap = std::chrono::milliseconds(50);  // between two looks wheth
 constexpr uint64_t kLeast = 1 << 20;
 
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
 
 }  // namespace
 

@@ -14,17 +14,10 @@
 #include <vector>
 
 #include "memory/buffer.h"
+#include "threads/relax.h"
 
 namespace karvan {
 namespace {
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb" ::: "memory");
-#endif
-}
 
 // How long a worker looks out for the next job before it sleeps: about as long as Python takes from one call of a step to
 // the next, because waking costs more than that. After the first spins it lets whoever else wants the core have it.

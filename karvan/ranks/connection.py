@@ -197,6 +197,8 @@ def connect(
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
     settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    if kind == "memory" and settings != Settings():
+        raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:
         _current.close()
         _current = Connection()

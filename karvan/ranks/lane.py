@@ -156,9 +156,9 @@ class BoardLane(Lane):
             self._timeout,
         )
         if outcome != "done":
-            error = TimeoutError(f"nothing for {self._timeout:g} seconds")
-            lost = self._board.missing if outcome == "lost" else None
-            raise self._explain(self, lost, ConnectionError("its process has ended") if lost else error)
+            if outcome == "lost":
+                raise self._explain(self, self._board.missing, ConnectionError("its process has ended"))
+            raise self._explain(self, None, TimeoutError(f"nothing for {self._timeout:g} seconds"))
         self.bytes_sent += (sum(to) - to[self.rank]) * size
         return received
 

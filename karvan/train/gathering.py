@@ -32,16 +32,16 @@ def merged(lane: Lane, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
 
 def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
     """A metric like this one that has gathered what these states have."""
-    merge = getattr(metric, "merge", None)
+    made = copy.deepcopy(metric)
+    merge = getattr(made, "merge", None)
     if merge is None:
         raise TypeError(
             f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
         )
-    made: Any = copy.deepcopy(metric)
     made.reset()
     for state in states:
-        made.merge(state)
-    return made  # type: ignore[no-any-return]
+        merge(state)
+    return made
 
 
 def summed(lane: Lane, values: Mapping[str, float]) -> dict[str, float]:

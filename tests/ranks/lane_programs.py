@@ -31,13 +31,13 @@ def talk(transport):
     }
 
 
-def lose(how, timeout, transport):
-    """Rank 1 ends or stops in the middle; the others say what they hear of it, and how long it took."""
+def lose(how, timeout, transport, victim=1):
+    """One rank ends or stops in the middle; the others say what they hear of it, and how long it took."""
     lane = ranks.connect("sharded", timeout=timeout, transport=transport).main
     for _ in range(3):  # all have seen all others' memory
         lane.barrier()
     begin = time.monotonic()
-    if lane.rank == 1:
+    if lane.rank == victim:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stopped":

@@ -37,26 +37,31 @@ def test_one_who_is_alone_hears_herself():
 
 
 @pytest.mark.parametrize(
-    ("how", "transport"),
+    ("how", "transport", "victim"),
     [
-        ("killed", "memory"),
-        pytest.param("stopped", "memory", marks=pytest.mark.slow),
-        pytest.param("busy elsewhere", "network", marks=pytest.mark.slow),
-        pytest.param("killed", "network", marks=pytest.mark.slow),
-        pytest.param("stopped", "network", marks=pytest.mark.slow),
-        pytest.param("busy elsewhere", "memory", marks=pytest.mark.slow),
+        ("killed", "memory", 1),
+        ("killed", "memory", 0),
+        pytest.param("stopped", "memory", 1, marks=pytest.mark.slow),
+        pytest.param("busy elsewhere", "network", 1, marks=pytest.mark.slow),
+        pytest.param("killed", "network", 1, marks=pytest.mark.slow),
+        pytest.param("stopped", "network", 1, marks=pytest.mark.slow),
+        pytest.param("busy elsewhere", "memory", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport):
+def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport, victim):
     timeout = 2.0
     with tempfile.TemporaryDirectory() as folder:
-        processes = start(3, "lane_programs:lose", folder, how=how, timeout=timeout, transport=transport)
+        processes = start(
+            3, "lane_programs:lose", folder, how=how, timeout=timeout, transport=transport, victim=victim
+        )
         try:
-            for rank in (0, 2):
+            for rank in {0, 1, 2} - {victim}:
                 log = Path(folder) / f"{rank}.log"
                 assert processes[rank].wait(60) == 0, log.read_text()
                 message, seconds = torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
-                assert message.startswith(f"Rank 1 (process {processes[1].pid}"), message
+                # With rank 0 goes the store, in which the processes stand.
+                who = f"Rank {victim} (process {processes[victim].pid}" if victim else "Rank 0 has died"
+                assert message.startswith(who), message
                 assert seconds < 3 * timeout + 5
         finally:
             for process in processes:
@@ -73,6 +78,8 @@ def test_wrong_settings_are_told():
         ranks.connect("sharded", grad_reduce="sum")
     with pytest.raises(ValueError, match="transport must be one of"):
         ranks.connect("sharded", transport="pigeons")
+    with pytest.raises(ValueError, match=r'are for connect\("sharded"\), got "memory"'):
+        ranks.connect("memory", wire="bfloat16")
     with pytest.raises(ValueError, match="timeout must be above 0"):
         ranks.connect("sharded", timeout=0)
 
