@@ -16,14 +16,16 @@ PACKAGE = ROOT / "karvan"
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
     ("_native",),
-    ("ragged", "ids", "threads", "buffers", "ranks"),
+    ("ragged", "ids", "threads", "buffers", "ranks", "wire"),
     ("rows",),
     ("features", "data"),
     ("store",),
     ("embedding",),
     ("models", "checkpoint"),
     ("train",),
+    ("cluster",),
     ("__init__",),
+    ("launch",),
     ("cli",),
     ("__main__",),
 ]

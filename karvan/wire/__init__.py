@@ -1,0 +1,26 @@
+"""How roles talk: calls with arrays on Arrow Flight streams, each done once, whatever happens to connections.
+
+server = Server(service, "127.0.0.1")          # service.answer(call) gives the answer to a call
+peer = Peer("server 0", server.address)
+answer = peer.call("pull", {"table": "user"}, [keys])
+"""
+
+from karvan.wire.errors import PeerLostError, RefusedError, WireError
+from karvan.wire.message import Array, Message
+from karvan.wire.peer import Peer, Reply
+from karvan.wire.security import Security
+from karvan.wire.server import Caller, Server, Service
+
+__all__ = [
+    "Array",
+    "Caller",
+    "Message",
+    "Peer",
+    "PeerLostError",
+    "RefusedError",
+    "Reply",
+    "Security",
+    "Server",
+    "Service",
+    "WireError",
+]

@@ -1,0 +1,13 @@
+"""What goes wrong between a role and those it talks to."""
+
+
+class WireError(ConnectionError):
+    """A peer cannot be reached or does not answer in time; the message names it."""
+
+
+class PeerLostError(WireError):
+    """A peer has begun anew, without what it was told before."""
+
+
+class RefusedError(RuntimeError):
+    """A peer does not want a call: it is malformed, too large, not allowed, or of a job that has moved on."""

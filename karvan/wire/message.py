@@ -1,0 +1,123 @@
+"""Messages: a head, which is JSON, and arrays, which travel as Arrow buffers without being copied.
+
+On a Flight stream a message is one chunk for each array, or one without data if it has none; the head is the
+metadata of the first. It lists the arrays that follow, so that a reader knows what to expect, and refuses
+what is something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from karvan.wire.errors import RefusedError
+
+Array: TypeAlias = NDArray[Any]
+
+SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
+DTYPES = ("bool", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+MOST_BYTES = 2**30  # of a message
+_MOST_HEAD = 2**24
+_MOST_ARRAYS = 1024
+
+
+class Message(NamedTuple):
+    """A call or an answer."""
+
+    head: dict[str, Any]
+    arrays: Sequence[Array] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Of its arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def write(writer: Any, message: Message) -> None:
+    """Write a message to a Flight stream."""
+    described = [[str(array.dtype), list(array.shape)] for array in message.arrays]
+    head = json.dumps({**message.head, "arrays": described}, separators=(",", ":")).encode()
+    if not message.arrays:
+        writer.write_metadata(head)
+        return
+    for number, array in enumerate(message.arrays):
+        batch = _wrapped(array)
+        if number == 0:
+            writer.write_with_metadata(batch, head)
+        else:
+            writer.write_batch(batch)
+
+
+def read(read_chunk: Callable[[], Any], most: int = MOST_BYTES) -> Message:
+    """The next message of a Flight stream; StopIteration at its end, RefusedError if it is none."""
+    chunk = read_chunk()
+    head = _head(chunk.app_metadata)
+    expected = _expected(head, most)
+    arrays = []
+    for number, (dtype, shape) in enumerate(expected):
+        if number:
+            chunk = read_chunk()
+            if chunk.app_metadata is not None:
+                raise RefusedError("expected the next array of a message, got a new message.")
+        arrays.append(_unwrapped(chunk.data, dtype, shape))
+    if not expected and chunk.data is not None:
+        raise RefusedError("expected a message without arrays, got data.")
+    return Message(head, arrays)
+
+
+def _wrapped(array: Array) -> pa.RecordBatch:
+    flat = np.ascontiguousarray(array)
+    column = pa.Array.from_buffers(
+        pa.uint8(), flat.nbytes, [None, pa.py_buffer(flat.reshape(-1).view(np.uint8))]
+    )
+    return pa.RecordBatch.from_arrays([column], schema=SCHEMA)
+
+
+def _unwrapped(batch: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    if batch is None or not batch.schema.equals(SCHEMA):
+        received = "none" if batch is None else str(batch.schema).strip()
+        raise RefusedError(f"expected one column of bytes for an array, got {received}.")
+    size = math.prod(shape) * dtype.itemsize
+    if batch.num_rows != size or batch.column(0).null_count:
+        raise RefusedError(f"expected {size} bytes for an array {dtype} {shape}, got {batch.num_rows}.")
+    if size == 0:
+        return np.empty(shape, dtype)
+    column = batch.column(0)
+    array = np.frombuffer(column.buffers()[1], dtype, math.prod(shape), offset=column.offset).reshape(shape)
+    return array if array.ctypes.data % dtype.itemsize == 0 else array.copy()
+
+
+def _head(metadata: Any) -> dict[str, Any]:
+    if metadata is None or metadata.size > _MOST_HEAD:
+        received = "none" if metadata is None else f"one of {metadata.size} bytes"
+        raise RefusedError(f"expected a message with a head of up to {_MOST_HEAD} bytes, got {received}.")
+    try:
+        head = json.loads(metadata.to_pybytes())
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("expected a head in JSON, got something else.") from error
+    if not isinstance(head, dict):
+        raise RefusedError(f"expected a head that is an object, got {type(head).__name__}.")
+    return head
+
+
+def _expected(head: Mapping[str, Any], most: int) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+    described = head.get("arrays")
+    if not isinstance(described, list) or len(described) > _MOST_ARRAYS:
+        raise RefusedError(f"expected a list of up to {_MOST_ARRAYS} arrays in the head.")
+    expected = []
+    for each in described:
+        match each:
+            case [str(name), [*shape]] if name in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+                expected.append((np.dtype(name), tuple(shape)))
+            case _:
+                raise RefusedError(f"expected a dtype and a shape for an array, got {str(each)[:100]}.")
+    size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in expected)
+    if size > most:
+        raise RefusedError(f"expected a message of up to {most} bytes, got one of {size}.")
+    return expected

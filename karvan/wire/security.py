@@ -1,0 +1,116 @@
+"""Who may talk to a service: a token that callers show, and TLS, which hides it and names the service."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.flight as flight
+
+HEADER = "authorization"
+
+
+@dataclass(frozen=True)
+class Security:
+    """What a job's services have in common.
+
+    token: callers must show it. cert and key: a service's certificate and its key, in PEM; ca: the authority
+    that signed them, which callers trust. mutual: callers need a certificate of that authority, too.
+    """
+
+    token: str = ""
+    cert: bytes = b""
+    key: bytes = b""
+    ca: bytes = b""
+    mutual: bool = False
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            raise ValueError("TLS expects a certificate and its key, got one of them.")
+        if self.mutual and not (self.cert and self.ca):
+            raise ValueError("Mutual TLS expects a certificate, its key and an authority, got less.")
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return bool(self.cert or self.ca)
+
+    def check_host(self, host: str) -> None:
+        """Raise if a service without token and TLS would be open to other machines."""
+        if not is_loopback(host) and not (self.token and self.cert):
+            raise ValueError(
+                f"A service without TLS and a token expects a loopback address such as 127.0.0.1, got {host}."
+            )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Security:
+        """As KARVAN_TOKEN_FILE, KARVAN_TLS_CERT, _KEY, _CA (files) and _MUTUAL (1) say."""
+        given = os.environ if environment is None else environment
+
+        def content(name: str) -> bytes:
+            path = given.get(name, "")
+            return Path(path).read_bytes() if path else b""
+
+        return cls(
+            token=content("KARVAN_TOKEN_FILE").decode().strip(),
+            cert=content("KARVAN_TLS_CERT"),
+            key=content("KARVAN_TLS_KEY"),
+            ca=content("KARVAN_TLS_CA"),
+            mutual=given.get("KARVAN_TLS_MUTUAL", "") == "1",
+        )
+
+    def server_options(self) -> dict[str, Any]:
+        """For a Flight server."""
+        options: dict[str, Any] = {"middleware": {"token": _CheckToken(self.token)}} if self.token else {}
+        if self.cert:
+            options["tls_certificates"] = [(self.cert, self.key)]
+        if self.mutual:
+            options |= {"verify_client": True, "root_certificates": self.ca}
+        return options
+
+    def client_options(self) -> dict[str, Any]:
+        """For a Flight client."""
+        options: dict[str, Any] = {}
+        if self.ca:
+            options["tls_root_certs"] = self.ca
+        if self.mutual:
+            options |= {"cert_chain": self.cert, "private_key": self.key}
+        return options
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What a caller shows."""
+        return [(HEADER.encode(), f"Bearer {self.token}".encode())] if self.token else []
+
+    def location(self, host: str, port: int) -> str:
+        """The address in Flight's words."""
+        return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{host}:{port}"
+
+
+class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a stream before anything of it is read."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
+        shown = next((values for name, values in headers.items() if name.lower() == HEADER), [])
+        received = shown[0] if len(shown) == 1 else b""
+        received = received.encode() if isinstance(received, str) else received
+        if not hmac.compare_digest(received, self._expected):
+            raise flight.FlightUnauthenticatedError("expected the job's token, got none or another one")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
