@@ -327,6 +327,7 @@ void bind_store(nb::module_& m) {
   nb::class_<Rule>(m, "Rule", "An optimizer's rule and its numbers for one step.")
       .def("__init__", [](Rule* r, const std::string& kind) { new (r) Rule{.kind = named(kRules, kind, "rule")}; },
            "kind"_a)
+      .def_prop_ro("kind", [](const Rule& r) { return name_of(kRules, r.kind); })
       .def_rw("lr", &Rule::lr)
       .def_rw("beta1", &Rule::beta1)
       .def_rw("beta2", &Rule::beta2)

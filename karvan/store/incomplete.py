@@ -6,49 +6,65 @@ table with gradients that are not finite is left alone anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from karvan import _native
-from karvan.store.messages import Away, by_slot, keys_of, places_of
+from karvan.store.messages import Numbers, by_slot, floats, keys_of, places_of
 from karvan.store.protocol import Keys, Vectors
 
 
-def pack(away: Away, mine: _native.Gradients, scale: float, sent: Tensor) -> None:
-    """Write gradients times scale in the order of travel."""
-    sent.fill_(torch.nan)
-    keys = by_slot(keys_of(away.routed.sent, away.routed.wanted))
-    places = by_slot(places_of(away.routed.wanted, away.dims))
-    flat = sent.numpy()
-    for slot, dim in enumerate(away.dims):
+def pack(
+    sent: Sequence[Keys],
+    wanted: Numbers,
+    dims: Sequence[int],
+    mine: _native.Gradients,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Write gradients times scale in the order in which keys were sent."""
+    out.fill_(torch.nan)
+    keys = by_slot(keys_of(sent, wanted))
+    begins = np.cumsum([0, *floats(wanted, dims)])
+    places = by_slot(
+        [places_of(of_rank, dims, int(at)) for of_rank, at in zip(wanted, begins[:-1], strict=True)]
+    )
+    flat = out.numpy()
+    for slot, dim in enumerate(dims):
         some, values = mine.keys_and_values(slot)
         order = np.argsort(keys[slot])
         found = order[np.searchsorted(keys[slot], some, sorter=order)]
         flat[places[slot][found][:, None] + np.arange(dim)] = values * np.float32(scale)
 
 
-def sums(away: Away, received: Tensor, begins: list[int], by_key: bool) -> dict[str, tuple[Keys, Vectors]]:
-    """The sums of what ranks have sent, or the means over those that have a key, by table.
+def sums(
+    received: Sequence[Keys],
+    asked: Numbers,
+    dims: Sequence[int],
+    gradients: Sequence[Vectors],
+    by_key: bool,
+) -> list[tuple[Keys, Vectors]]:
+    """The sums of what ranks have sent, or the means over those that have a key, by slot.
 
-    begins: where each rank's gradients begin.
+    gradients: one array for each rank.
     """
-    flat = received.numpy()
-    keys = by_slot(keys_of(away.routed.message, away.routed.asked))
-    places = by_slot(
-        [
-            [begin + place for place in places_of([of_rank], away.dims)[0]]
-            for begin, of_rank in zip(begins, away.routed.asked, strict=True)
-        ]
-    )
-    made: dict[str, tuple[Keys, Vectors]] = {}
-    for slot, table in enumerate(away.tables):
-        values = flat[places[slot][:, None] + np.arange(away.dims[slot])]
+    keys = by_slot(keys_of(received, asked))
+    made: list[tuple[Keys, Vectors]] = []
+    for slot, dim in enumerate(dims):
+        values = np.concatenate(
+            [
+                flat[places_of(of_rank, dims)[slot][:, None] + np.arange(dim)]
+                for flat, of_rank in zip(gradients, asked, strict=True)
+            ]
+        )
         there = ~np.isnan(values[:, 0])
         unique, inverse, count = np.unique(keys[slot][there], return_inverse=True, return_counts=True)
-        total = np.zeros((len(unique), away.dims[slot]), np.float32)
+        total = np.zeros((len(unique), dim), np.float32)
         np.add.at(total, inverse.reshape(-1), values[there])  # in the order of ranks
         if by_key:
             total /= count[:, None].astype(np.float32)
-        made[table] = unique, total
+        made.append((unique, total))
     return made

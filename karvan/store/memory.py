@@ -46,6 +46,10 @@ class MemoryStore(Store):
         )
         self._specs[spec.name] = spec
 
+    def dim(self, table: str) -> int:
+        """The floats of a vector."""
+        return self._specs[table].dim
+
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
         self._tables[table].set_state(list(initial), fresh)

@@ -6,9 +6,6 @@ more, finds or inserts each key once, and sends vectors back in the order of the
 Gradients, summed by key, go the same way in one more. The owner adds them up in the order of ranks, so that
 results are the same from run to run.
 
-The owner's batch is an ordinary one for the native core: for each rank and table a feature of single ids,
-whose keys, outputs and gradients lie in the messages themselves.
-
 `lookup`, `apply`, `prepare`, `forward` and `reduce` are collectives: all ranks call them, in the same order
 on each lane. Everything else concerns this rank's share alone.
 """
@@ -17,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +26,8 @@ from karvan.ranks.connection import WIRES
 from karvan.store import incomplete
 from karvan.store.capture import Capture
 from karvan.store.memory import MemoryStore
-from karvan.store.messages import Away, Routed, features, floats, words
+from karvan.store.messages import Routed, cut, floats, words
+from karvan.store.owner import Answered, Owner, Summed
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import (
     Counts,
@@ -52,9 +50,7 @@ _LIMITED = ("lru", "lfu")  # policies whose number is one of rows
 class Sums:
     """Gradients that are with their owners. What `finite` and `touched` say holds for all ranks."""
 
-    def __init__(
-        self, finite: list[bool], touched: list[bool], owned: _native.Gradients | dict[str, Push]
-    ) -> None:
+    def __init__(self, finite: list[bool], touched: list[bool], owned: Summed) -> None:
         self._finite = finite
         self._touched = touched
         self.owned = owned
@@ -67,12 +63,12 @@ class Sums:
         """See `Gradients.touched`."""
         return self._touched
 
-    def push(self, slot: int, table: str, version: int) -> Push:
-        """The gradients of one table, with their keys."""
-        if isinstance(self.owned, dict):
-            return self.owned[table]
-        keys, values = self.owned.keys_and_values(slot)
-        return Push(keys, values, version)
+
+class Away(NamedTuple):
+    """A batch after its lookup."""
+
+    routed: Routed
+    owner: Answered  # what this rank has looked up for all
 
 
 class ShardedStore(Store):
@@ -84,8 +80,7 @@ class ShardedStore(Store):
         self._wire = WIRES[connection.settings.wire]
         self._by_key = connection.settings.grad_reduce == "key"
         self._local = MemoryStore()
-        self._dims: dict[str, int] = {}
-        self._programs: dict[tuple[str, ...], Program] = {}  # of owners, by tables
+        self._owner = Owner(self._local)
         self.crossing_keys = 0  # distinct keys of batches that were asked of other ranks, so far
         self.bytes_sent = 0  # to other ranks, so far
 
@@ -112,18 +107,12 @@ class ShardedStore(Store):
         else:
             plan = _native.Plan(program.native, inputs)
             routed = self._routed(plan, len(program.tables), alone=False)
-        dims = [self._dims[table] for table in program.tables]
-        vectors = buffers.empty(sum(floats(routed.asked, dims)))
-        owner = self._local.forward(
-            self._owners(program.tables),
-            features(routed, dims, vectors),
-            training=training,
-            step=step,
-            now=now,
+        owner = self._owner.lookup(
+            program.tables, routed.asked, routed.received, training=training, step=step, now=now
         )
-        found = self._send(vectors, floats(routed.asked, dims), floats(routed.wanted, dims))
+        found = self._send(owner.vectors, floats(routed.asked, owner.dims), floats(routed.wanted, owner.dims))
         routed.route.pool(found.data_ptr())
-        return Plan(routed.plan, {}, Away(routed, owner, dims, program.tables, vectors))
+        return Plan(routed.plan, {}, Away(routed, owner))
 
     def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
         """See `Store.reduce`.
@@ -131,32 +120,25 @@ class ShardedStore(Store):
         In front of its gradients a rank tells every other which tables have any, which have some that are
         not finite, and whether keys are missing, because a feature had no gradient.
         """
-        away: Away = plan.away
+        routed, owner = plan.away
         mine = plan.native.reduce(list(addresses), list(strides))
-        complete = away.routed.route.complete(mine)
+        complete = routed.route.complete(mine)
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
-        head, slots = len(flags), len(away.tables)
-        wanted, asked = floats(away.routed.wanted, away.dims), floats(away.routed.asked, away.dims)
+        head, slots = len(flags), len(owner.tables)
+        wanted, asked = floats(routed.wanted, owner.dims), floats(routed.asked, owner.dims)
         sent = buffers.empty(sum(wanted))
         if complete:
-            away.routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
+            routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:
-            incomplete.pack(away, mine, self._scale(), sent)
+            incomplete.pack(routed.sent, routed.wanted, owner.dims, mine, self._scale(), sent)
         said = torch.tensor(flags, dtype=torch.float32)
         message = torch.cat([piece for part in torch.split(sent, wanted) for piece in (said, part)])
         received = self._send(message, [head + n for n in wanted], [head + n for n in asked])
-        at, begins, told = 0, [], []
-        for count in asked:
-            told.append(received[at : at + head] > 0)
-            begins.append(at + head)
-            at += head + count
-        agreed = torch.stack(told).any(0).tolist()
-        owned: _native.Gradients | dict[str, Push]
-        if agreed[-1]:
-            sums = incomplete.sums(away, received, begins, self._by_key)
-            owned = {table: Push(*each, self._local.version(table)) for table, each in sums.items()}
-        else:
-            owned = self._sum(away, received, begins)
+        pieces = torch.split(received, [head + n for n in asked])
+        agreed = torch.stack([piece[:head] > 0 for piece in pieces]).any(0).tolist()
+        owned = self._owner.reduce(
+            owner, [piece[head:].numpy() for piece in pieces], complete=not agreed[-1], by_key=self._by_key
+        )
         return Sums([not bad for bad in agreed[slots:-1]], agreed[:slots], owned)
 
     def update(
@@ -174,25 +156,17 @@ class ShardedStore(Store):
                 kept[table] = rules[table]
             elif table in rules:
                 self._local.skip(table)
-        owned = [sums.owned for _, sums in gradients]
-        native = [one for one in owned if isinstance(one, _native.Gradients)]
-        if len(native) == len(owned):
-            pairs = [(plan, one) for (plan, _), one in zip(gradients, native, strict=True)]
-            self._local.update(program, pairs, kept, steps)
-            return
-        pushes = {
-            table: [s.push(slot, table, self._local.version(table)) for _, s in gradients]
-            for slot, table in enumerate(program.tables)
-            if table in kept
-        }
-        self._local.apply(pushes, kept, steps)
+        passes = [(plan.away.owner, sums.owned) for plan, sums in gradients]
+        self._owner.update(program.tables, passes, kept, steps)
 
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`; a collective."""
-        program = Program([(table, table, "cells", "sum", 1, self._dims[table]) for table in keys])
-        outs = {table: np.empty((len(k), self._dims[table]), np.float32) for table, (k, _) in keys.items()}
+        program = Program([(table, table, "cells", "sum", 1, self._local.dim(table)) for table in keys])
+        outs = {
+            table: np.empty((len(k), self._local.dim(table)), np.float32) for table, (k, _) in keys.items()
+        }
         kept = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
         inputs: list[int] = []
         for table, (k, c) in kept.items():
@@ -228,19 +202,7 @@ class ShardedStore(Store):
         route.pack_keys(message.data_ptr())
         asked = lane.exchange(message, to, of)
         self.bytes_sent += lane.bytes_sent - before
-        return Routed(plan, route, counts.tolist(), received.tolist(), message, asked)
-
-    def _owners(self, tables: Sequence[str]) -> Program:
-        known = self._programs.get(tuple(tables))
-        if known is None:
-            known = self._programs[tuple(tables)] = Program(
-                [
-                    (f"{table} for rank {rank}", table, "cells", "sum", 1, self._dims[table])
-                    for rank in range(self._ranks)
-                    for table in tables
-                ]
-            )
-        return known
+        return Routed(plan, route, counts.tolist(), received.tolist(), cut(message, to), cut(asked, of))
 
     def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
         lane = self._connection.here
@@ -248,19 +210,6 @@ class ShardedStore(Store):
         received = lane.exchange(floats.to(self._wire), to, of).float()
         self.bytes_sent += lane.bytes_sent - before
         return received
-
-    def _sum(self, away: Away, received: Tensor, begins: list[int]) -> _native.Gradients:
-        """Sum by key what all ranks have sent; their gradients begin there."""
-        addresses = []
-        for begin, of_rank in zip(begins, away.routed.asked, strict=True):
-            at = received.data_ptr() + 4 * begin
-            for count, dim in zip(of_rank, away.dims, strict=True):
-                addresses.append(at)
-                at += 4 * count * dim
-        owned = away.owner.native.reduce(addresses, away.dims * self._ranks)
-        if self._by_key:
-            owned.average()
-        return owned
 
     def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
         """Keys and gradients of some tables to their owners; returns what has come, in the order of ranks."""
@@ -287,7 +236,6 @@ class ShardedStore(Store):
         if kind in _LIMITED:
             spec = replace(spec, evict=(kind, float(-(-int(value) // self._ranks)), every))
         self._local.add_table(spec)
-        self._dims[spec.name] = spec.dim
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""

@@ -41,7 +41,7 @@ class Session:
 
 
 class Sessions:
-    """All callers of a service, by the names that they chose; those that are silent for long are forgotten."""
+    """All callers of a service, by the names they chose; those that are silent for long are forgotten."""
 
     def __init__(self, most: int = 4096, idle: float = 3600.0) -> None:
         self._most = most
