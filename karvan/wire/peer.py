@@ -24,6 +24,7 @@ from karvan.wire.security import Security
 from karvan.wire.server import TOLD
 
 _LONGEST_PAUSE = 2.0  # seconds between two attempts to connect
+_GOODBYE = 1.0  # seconds for a service to hang up
 
 
 class Reply:
@@ -54,9 +55,13 @@ class Reply:
         return self._done.is_set()
 
     @property
-    def failed(self) -> bool:
-        """Whether `wait` would raise."""
-        return self._error is not None
+    def error(self) -> Exception | None:
+        """What `wait` would raise, once it is done."""
+        return self._error
+
+    def pause(self, seconds: float) -> None:
+        """Wait for the answer, but not longer than that."""
+        self._done.wait(seconds)
 
     def set(self, answer: Message | Exception) -> None:
         """What the peer has said, or why it has not; for the peer's own threads."""
@@ -213,6 +218,7 @@ class Peer:
         try:
             receiver.start()
             self._send(writer)
+            receiver.join(_GOODBYE)
         finally:
             with contextlib.suppress(pa.ArrowException, OSError):
                 reader.cancel()
@@ -286,8 +292,7 @@ class Peer:
             write(writer, message)
             self.bytes_sent += message.bytes
         with contextlib.suppress(pa.ArrowException, OSError):
-            write(writer, Message({"method": "bye"}))
-            writer.done_writing()
+            write(writer, Message({"method": "bye"}))  # it hangs up then
 
     def _something_to_do(self) -> bool:
         return self._broken is not None or self._closing or self._sent < len(self._waiting)
