@@ -80,7 +80,8 @@ class ParameterServer(Service):
             raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
         if place != (self._index, self._count):
             raise RefusedError(
-                f"expected to be asked for as server {self._index} of {self._count}, got {place[0]} of {place[1]}."
+                f"expected to be asked for as server {self._index} of {self._count}, "
+                f"got {place[0]} of {place[1]}."
             )
         if not 0 <= trainer < trainers:
             raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
