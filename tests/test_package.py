@@ -23,6 +23,7 @@ LAYERS = [
     ("embedding",),
     ("models", "checkpoint"),
     ("train",),
+    ("cluster",),
     ("__init__",),
     ("cli",),
     ("__main__",),
