@@ -88,14 +88,14 @@ class DenseParameters:
     def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
         self._policy = policy or AsyncPolicy()
         self._repeats: Repeats[Answer] = Repeats(window)
-        self._held_: _Held | None = None
+        self._model: _Held | None = None
         self._counts = Counts()
         self._lock = Lock()
 
     @property
     def ready(self) -> bool:
         """Whether there is a model."""
-        return self._held_ is not None
+        return self._model is not None
 
     @property
     def counts(self) -> Counts:
@@ -111,10 +111,10 @@ class DenseParameters:
         own = {name: dense_tensor(name, parameters[name], copy=True) for name in sorted(parameters)}
         made = make_optimizer(optimizer, list(own.values()))
         with self._lock:
-            if self._held_ is None:
-                self._held_ = _Held(own, made)
+            if self._model is None:
+                self._model = _Held(own, made)
                 return 0
-            held = self._held_
+            held = self._model
             expect_alike(held.parameters, own)
             has, got = _but_rate(held.optimizer), _but_rate(made)
             if has != got:
@@ -225,14 +225,14 @@ class DenseParameters:
             for trainer, its in state["answers"].items()
         }
         with self._lock:
-            self._held_ = _Held(parameters, optimizer, state["version"], waiting)
+            self._model = _Held(parameters, optimizer, state["version"], waiting)
             self._repeats.load(answers)
             self._apply_full()
 
     def _held(self) -> _Held:
-        if self._held_ is None:
+        if self._model is None:
             raise RuntimeError("No trainer has pushed a model to this server: expected push_model first.")
-        return self._held_
+        return self._model
 
     def _apply_full(self) -> bool:
         """Make a step if enough waits for it."""

@@ -32,6 +32,23 @@ def test_one_trainer_has_the_bits_of_a_plain_loop(name, servers):
     assert (dense.staleness.pushes, dense.staleness.largest, dense.staleness.mean) == (6, 0, 0.0)
 
 
+def test_schedulers_and_hooks_see_steps_that_were_accepted(recwarn):
+    model, steps = make_model(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    servers = make_servers(1, SyncPolicy(1))
+    dense = AsyncDense(model, optimizer, servers, trainer="a")
+    dense.begin()
+    backward(model, batches(1)[0])
+    assert dense.step() == "accepted"
+    backward(model, batches(1)[0])
+    assert dense.step() == "rejected"
+    schedule.step()
+    assert steps == [0]
+    assert list(recwarn) == []
+
+
 def _trainer(servers, name, seed=0, **options):
     model = make_model(seed)
     dense = AsyncDense(model, torch.optim.SGD(model.parameters(), lr=0.1), servers, trainer=name, **options)
