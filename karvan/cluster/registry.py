@@ -1,8 +1,9 @@
 """The job's registry: who is there, where, and when it last gave a sign of life.
 
-A role's process has a `Membership`. It registers (role, index, address, generation) and then says every second
-that it lives; a registry that does not know it, because it has been restarted, asks it to register again. Nobody
-is asked: who dies stops talking, and counts as lost some seconds later. Who leaves says so and is forgotten.
+A role's process has a `Membership`. It registers (role, index, address, generation) and then says every
+second that it lives; a registry that does not know it, because it has been restarted, asks it to register
+again. Nobody is asked: who dies stops talking, and counts as lost some seconds later. Who leaves says so and
+is forgotten.
 
 A process that takes over a role and index replaces the one before, which learns it from its next sign of life
 and stays silent from then on. The job's generation goes up when the job is rolled back; it is told to members

@@ -79,9 +79,7 @@ def test_finding_waits_until_somebody_comes(registry, directory):
 
 def test_who_is_not_found_is_named_beside_those_who_are_there(registry, directory):
     member = Membership(registry.address, "parameter-server", 0, "h:1")
-    with pytest.raises(
-        WireError, match=r"Expected parameter-server 1, 2 .* found parameter-server 0 at h:1\."
-    ):
+    with pytest.raises(WireError, match=r"parameter-server 1, 2 .* found parameter-server 0 at h:1\."):
         directory.all("parameter-server", 3, 0.1)
     with pytest.raises(WireError, match=r"Expected trainer 0 at the registry 127.*"):
         directory.find("trainer", 0, 0.1)
@@ -180,9 +178,9 @@ def test_a_static_directory_has_the_same_answers():
     static = StaticDirectory({"parameter-server": ["a:1", "b:2"]})
     assert static.find("parameter-server", 1, 0.1) == "b:2"
     assert static.all("parameter-server", 2) == ["a:1", "b:2"]
-    with pytest.raises(WireError, match="parameter-server 2 .* parameter-server 0 at a:1"):
+    with pytest.raises(WireError, match=r"parameter-server 2 .* parameter-server 0 at a:1"):
         static.find("parameter-server", 2)
-    with pytest.raises(WireError, match="loader 0 .* nobody"):
+    with pytest.raises(WireError, match=r"loader 0 .* nobody"):
         static.all("loader", 1)
     with pytest.raises(ValueError, match="got 'cook'"):
         StaticDirectory({"cook": []})
