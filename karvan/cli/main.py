@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from karvan.cli import bench, demo, doctor, evaluate, inspect, predict, train, version
+from karvan.cli import bench, demo, doctor, evaluate, inspect, predict, role, train, version
 from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tell
 
 app = typer.Typer(
@@ -37,7 +37,7 @@ def options(
     """
 
 
-for command in (demo, train, evaluate, predict, inspect, bench, doctor, version):
+for command in (demo, train, evaluate, predict, inspect, bench, role, doctor, version):
     command.add_to(app)
 
 

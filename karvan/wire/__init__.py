@@ -5,7 +5,7 @@ peer = Peer("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
-from karvan.wire.errors import PeerLostError, RefusedError, WireError
+from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.message import Array, Message
 from karvan.wire.peer import Peer, Reply
 from karvan.wire.security import Security
@@ -14,6 +14,7 @@ from karvan.wire.server import Caller, Server, Service
 __all__ = [
     "Array",
     "Caller",
+    "ListenError",
     "Message",
     "Peer",
     "PeerLostError",

@@ -11,3 +11,7 @@ class PeerLostError(WireError):
 
 class RefusedError(RuntimeError):
     """A peer does not want a call: it is malformed, too large, not allowed, or of a job that has moved on."""
+
+
+class ListenError(OSError):
+    """A service cannot have the port it is to listen at."""

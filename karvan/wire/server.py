@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from karvan.wire.errors import RefusedError
+from karvan.wire.errors import ListenError, RefusedError
 from karvan.wire.message import MOST_BYTES, SCHEMA, Message, read, write
 from karvan.wire.security import Security
 from karvan.wire.session import Session, Sessions
@@ -43,8 +43,11 @@ class Service:
         return {}
 
     def answer(self, call: Message, caller: Caller) -> Message:
-        """Do a call: `call.head["method"]` says what."""
+        """Do a call: `call.head["method"]` says what; "ping" is answered for all services."""
         raise RefusedError(f"{self.name} does not know the call {call.head.get('method')!r}.")
+
+    def close(self) -> None:
+        """It is not needed any more; called by who runs it, after the server's end."""
 
 
 class Server:
@@ -71,7 +74,8 @@ class Server:
         try:
             self._flight = _Flight(self, security.location(host, port), security.server_options())
         except (OSError, pa.ArrowException) as error:
-            raise OSError(f"{service.name} expected to listen at {host}:{port}, got: {error}") from error
+            told = _first_line(error)
+            raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {told}") from error
         self.address = f"{host}:{self._flight.port}"
         self._closing = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="karvan-busy", daemon=True)
@@ -170,6 +174,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         def do() -> Message:
             service = self._server.service
             try:
+                if call.head.get("method") == "ping":
+                    return Message({"service": service.name, "number": number})
                 with stream.working(self._server.busy):
                     made = service.answer(call, caller)
                 return Message({**made.head, "number": number}, made.arrays)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-COMMANDS = ["demo", "train", "evaluate", "predict", "inspect", "bench", "doctor", "version"]
+COMMANDS = ["demo", "train", "evaluate", "predict", "inspect", "bench", "role", "doctor", "version"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,6 +55,8 @@ def test_version_tells_versions(run):
         (["demo", "--rows", "5"], "10000"),
         (["bench", "--json", "nowhere/x.json"], "nowhere"),
         (["bench", "--folder", "nowhere"], "nowhere"),
+        (["role"], "NAME"),
+        (["role", "cook"], "parameter-server"),
     ],
 )
 def test_wrong_usage_is_told_in_a_line_or_two_and_exits_with_2(run, arguments, said):

@@ -1,0 +1,161 @@
+"""Where the processes of a job are: asked of its registry, or told beforehand.
+
+A client gives its `Peer` a function that asks, so that a role which was restarted elsewhere is found again:
+`Peer("parameter-server 0", lambda: directory.find("parameter-server", 0))`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from karvan.cluster.registry import ROLES, Member
+from karvan.wire import Peer, Security, WireError
+
+_PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
+
+# Environment variables with the addresses of a role's processes, in the order of their indices.
+STATIC = {
+    "parameter-server": "KARVAN_PARAMETER_SERVERS",
+    "embedding-worker": "KARVAN_EMBEDDING_WORKERS",
+    "loader": "KARVAN_LOADERS",
+}
+
+
+class Addresses(Protocol):
+    """Finds processes by role and index."""
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address "host:port"; a WireError if it is not there in time."""
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role."""
+
+
+class Directory:
+    """Asks the registry at an address "host:port"; waits for those that are not there yet, or are lost."""
+
+    def __init__(self, registry: str, security: Security | None = None) -> None:
+        self._registry = registry
+        self._security = security
+        self._lock = threading.Lock()
+        self._peer: Peer | None = None
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address; a WireError names it, and those that are there."""
+        _check_role(role)
+        return self._wait(role, [index], timeout)[0]
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role; the time is for all of them together."""
+        _check_role(role)
+        return self._wait(role, range(count), timeout)
+
+    def members(self, timeout: float = 10.0) -> list[Member]:
+        """All that the registry knows."""
+        peer = self._connected()
+        try:
+            told = peer.call("members", deadline=timeout).head["members"]
+        except WireError:
+            self._drop(peer)
+            raise
+        return [Member(**each) for each in told]
+
+    def close(self) -> None:
+        """Leave the registry."""
+        with self._lock:
+            peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    def _wait(self, role: str, indices: Sequence[int], timeout: float) -> list[str]:
+        due = time.monotonic() + timeout
+        pause, last = _PAUSES
+        while True:
+            try:
+                members = self.members(max(0.1, due - time.monotonic()))
+            except WireError:
+                if time.monotonic() > due:
+                    raise
+                continue  # another thread's question came too late, and this one's connection went with it
+            there = {each.index: each.address for each in members if each.role == role and each.healthy}
+            missing = [index for index in indices if index not in there]
+            if not missing:
+                return [there[index] for index in indices]
+            if time.monotonic() + pause > due:
+                wanted = f"{role} {', '.join(map(str, missing))}"
+                where = f"at the registry {self._registry} within {timeout:.0f} s"
+                found = "; ".join(map(str, members)) or "nobody"
+                raise WireError(f"Expected {wanted} {where}, found {found}.")
+            time.sleep(pause)
+            pause = min(last, 2 * pause)
+
+    def _connected(self) -> Peer:
+        with self._lock:
+            if self._peer is None:
+                self._peer = Peer("registry", self._registry, self._security, forgetful=True)
+            return self._peer
+
+    def _drop(self, peer: Peer) -> None:
+        """It has given up; the next question needs another one."""
+        with self._lock:
+            if self._peer is peer:
+                self._peer = None
+        peer.close()
+
+
+class StaticDirectory:
+    """Addresses that are known beforehand, by role, in the order of their indices."""
+
+    def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        for role in addresses:
+            _check_role(role)
+        self._addresses = {role: list(each) for role, each in addresses.items()}
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address; a WireError if there is none in the list."""
+        _check_role(role)
+        return self._of(role, index + 1)[index]
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role."""
+        _check_role(role)
+        return self._of(role, count)[:count]
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+    def _of(self, role: str, count: int) -> list[str]:
+        known = self._addresses.get(role, [])
+        if len(known) < count:
+            found = "; ".join(f"{role} {index} at {where}" for index, where in enumerate(known)) or "nobody"
+            raise WireError(f"Expected {role} {count - 1} in the list of addresses, found {found}.")
+        return known
+
+
+def directory_from_environment(
+    environment: Mapping[str, str] | None = None, security: Security | None = None
+) -> Directory | StaticDirectory:
+    """As KARVAN_REGISTRY says, or else KARVAN_PARAMETER_SERVERS, _EMBEDDING_WORKERS and _LOADERS.
+
+    The first is the registry's "host:port"; the others are lists of them, separated by commas.
+    """
+    given = os.environ if environment is None else environment
+    if registry := given.get("KARVAN_REGISTRY", "").strip():
+        return Directory(registry, Security.from_environment(given) if security is None else security)
+    lists = {role: given.get(name, "") for role, name in STATIC.items()}
+    if not any(text.strip() for text in lists.values()):
+        raise ValueError(
+            f"Expected KARVAN_REGISTRY or a list of addresses in {', '.join(STATIC.values())}, got neither."
+        )
+    return StaticDirectory(
+        {role: [part.strip() for part in text.split(",") if part.strip()] for role, text in lists.items()}
+    )
+
+
+def _check_role(role: str) -> None:
+    if role not in ROLES:
+        raise ValueError(f"Expected a role of {', '.join(ROLES)}, got {role!r}.")

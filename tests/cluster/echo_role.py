@@ -1,0 +1,27 @@
+"""A role with a service that gives back what it gets: `python echo_role.py`, with the command's options."""
+
+import sys
+
+from karvan.cli.main import main
+from karvan.cluster import role
+from karvan.wire import Message, Service
+
+
+class Echo(Service):
+    def __init__(self, settings):
+        self.name = settings.name
+
+    def answer(self, call, caller):
+        return Message(call.head, call.arrays)
+
+    def close(self):
+        print("closed", flush=True)
+
+
+def make(settings):
+    return Echo(settings)
+
+
+if __name__ == "__main__":
+    role.FACTORIES["loader"] = "echo_role:make"
+    sys.exit(main(["role", *sys.argv[1:]]))

@@ -1,0 +1,213 @@
+"""The registry: who is there, who is lost, who has left; and how addresses are found."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from karvan.cluster.directory import Directory, StaticDirectory, directory_from_environment
+from karvan.cluster.registry import Membership, Registry
+from karvan.wire import RefusedError, Security, WireError
+
+MEMBER = """
+import sys, threading
+from karvan.cluster.registry import Membership
+Membership(sys.argv[1], "parameter-server", 0, sys.argv[2])
+print("there", flush=True)
+threading.Event().wait()
+"""
+
+
+def wait_for(condition, seconds=20.0):
+    due = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < due, "waited in vain"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture
+def registry():
+    one = Registry()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def directory(registry):
+    one = Directory(registry.address)
+    yield one
+    one.close()
+
+
+def start_member(registry, address):
+    process = subprocess.Popen(
+        [sys.executable, "-c", MEMBER, registry.address, address], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "there\n"
+    return process
+
+
+def test_a_member_is_found_until_it_leaves(registry, directory):
+    assert registry.healthy("loader", 1) is None
+    member = Membership(registry.address, "loader", 1, "10.0.0.1:5")
+    assert registry.healthy("loader", 1) is True
+    assert directory.find("loader", 1, 5) == "10.0.0.1:5"
+    (known,) = registry.members()
+    assert (known.role, known.index, known.pid, known.healthy) == ("loader", 1, os.getpid(), True)
+    assert directory.members()[0].address == "10.0.0.1:5"
+    member.leave()
+    member.leave()
+    assert registry.healthy("loader", 1) is None
+    assert registry.members() == []
+
+
+def test_finding_waits_until_somebody_comes(registry, directory):
+    found = []
+    looking = threading.Thread(target=lambda: found.append(directory.all("parameter-server", 2, 20)))
+    looking.start()
+    members = [Membership(registry.address, "parameter-server", index, f"h:{index}") for index in (1, 0)]
+    looking.join()
+    assert found == [["h:0", "h:1"]]
+    for member in members:
+        member.leave()
+
+
+def test_who_is_not_found_is_named_beside_those_who_are_there(registry, directory):
+    member = Membership(registry.address, "parameter-server", 0, "h:1")
+    with pytest.raises(WireError, match=r"parameter-server 1, 2 .* found parameter-server 0 at h:1\."):
+        directory.all("parameter-server", 3, 0.1)
+    with pytest.raises(WireError, match=r"Expected trainer 0 at the registry 127.*"):
+        directory.find("trainer", 0, 0.1)
+    with pytest.raises(ValueError, match="parameter-server"):
+        directory.find("server", 0)
+    member.leave()
+
+
+def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place():
+    registry = Registry(lost_after=1.5)
+    directory = Directory(registry.address)
+    process = start_member(registry, "h:1")
+    try:
+        assert directory.find("parameter-server", 0, 5) == "h:1"
+        process.kill()
+        wait_for(lambda: registry.healthy("parameter-server", 0) is False)
+        with pytest.raises(WireError, match="no sign of life"):
+            directory.find("parameter-server", 0, 0.1)
+        member = Membership(registry.address, "parameter-server", 0, "h:2")
+        assert directory.find("parameter-server", 0, 5) == "h:2"
+        member.leave()
+    finally:
+        process.kill()
+        process.communicate()
+        directory.close()
+        registry.close()
+
+
+def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
+    first = Membership(registry.address, "loader", 0, "h:1")
+    second = Membership(registry.address, "loader", 0, "h:2")
+    wait_for(lambda: first.replaced)
+    assert directory.find("loader", 0, 5) == "h:2"
+    first.leave()
+    assert registry.healthy("loader", 0) is True
+    second.leave()
+
+
+def test_members_register_again_with_a_registry_that_was_restarted():
+    registry = Registry()
+    member = Membership(registry.address, "trainer", 0, "h:1")
+    directory = Directory(registry.address)
+    assert directory.find("trainer", 0, 5) == "h:1"
+    registry.close()
+    port = int(registry.address.rpartition(":")[2])
+    again = Registry(port=port, generation=0)
+    assert directory.find("trainer", 0, 20) == "h:1"
+    assert not member.replaced
+    member.leave()
+    directory.close()
+    again.close()
+
+
+def test_generations_are_told_to_members_and_older_ones_cannot_register(registry):
+    member = Membership(registry.address, "trainer", 0, "h:1", generation=0)
+    registry.generation = 3
+    wait_for(lambda: member.job_generation == 3)
+    with pytest.raises(RefusedError, match="generation 3, got 2"):
+        Membership(registry.address, "trainer", 1, "h:2", generation=2)
+    member.generation = 3
+    wait_for(lambda: registry.members()[0].generation == 3)
+    registry.generation = 0  # as a registry that was restarted
+    with pytest.raises(RefusedError, match="generation 3, got 2"):
+        Membership(registry.address, "trainer", 0, "h:2", generation=2)
+    member.leave()
+
+
+def test_a_registry_that_is_not_there_is_named_in_time():
+    with pytest.raises(WireError, match="registry"):
+        Membership("127.0.0.1:1", "trainer", 0, "h:1", patience=0.3)
+    with pytest.raises(WireError, match="registry"):
+        Directory("127.0.0.1:1").find("trainer", 0, 0.3)
+
+
+def test_wrong_members_are_refused(registry):
+    with pytest.raises(RefusedError, match="parameter-server"):
+        Membership(registry.address, "cook", 0, "h:1")
+    with pytest.raises(RefusedError, match="index"):
+        Membership(registry.address, "trainer", -1, "h:1")
+
+
+def test_the_registry_asks_for_the_token_and_members_show_it():
+    security = Security(token="secret")
+    registry = Registry(security=security)
+    with pytest.raises(RefusedError, match="token"):
+        Membership(registry.address, "trainer", 0, "h:1")
+    member = Membership(registry.address, "trainer", 0, "h:1", security)
+    directory = Directory(registry.address, security)
+    assert directory.find("trainer", 0) == "h:1"
+    directory.close()
+    member.leave()
+    registry.close()
+
+
+def test_a_static_directory_has_the_same_answers():
+    static = StaticDirectory({"parameter-server": ["a:1", "b:2"]})
+    assert static.find("parameter-server", 1, 0.1) == "b:2"
+    assert static.all("parameter-server", 2) == ["a:1", "b:2"]
+    with pytest.raises(WireError, match=r"parameter-server 2 .* parameter-server 0 at a:1"):
+        static.find("parameter-server", 2)
+    with pytest.raises(WireError, match=r"loader 0 .* nobody"):
+        static.all("loader", 1)
+    with pytest.raises(ValueError, match="got 'cook'"):
+        StaticDirectory({"cook": []})
+
+
+def test_the_environment_says_where_to_look(registry, tmp_path):
+    member = Membership(registry.address, "trainer", 0, "h:1")
+    found = directory_from_environment({"KARVAN_REGISTRY": registry.address})
+    assert found.find("trainer", 0) == "h:1"
+    found.close()
+    member.leave()
+    static = directory_from_environment({"KARVAN_PARAMETER_SERVERS": "a:1, b:2", "KARVAN_LOADERS": "c:3"})
+    assert static.all("parameter-server", 2) == ["a:1", "b:2"]
+    assert static.find("loader", 0) == "c:3"
+    with pytest.raises(ValueError, match="KARVAN_REGISTRY"):
+        directory_from_environment({})
+
+
+def test_a_member_that_is_stopped_for_a_while_comes_back():
+    registry = Registry(lost_after=1.5)
+    process = start_member(registry, "h:1")
+    try:
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: registry.healthy("parameter-server", 0) is False)
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: registry.healthy("parameter-server", 0) is True)
+    finally:
+        process.kill()
+        process.communicate()
+        registry.close()

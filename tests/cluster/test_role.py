@@ -1,0 +1,147 @@
+"""Roles as processes: how they start, are found, and end."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from karvan.cluster.directory import Directory
+from karvan.cluster.registry import Registry
+from karvan.cluster.role import Settings, factory_of
+from karvan.wire import Peer, RefusedError, Security
+
+PROGRAM = Path(__file__).parent / "echo_role.py"
+
+
+class Role:
+    """A process of `karvan role`."""
+
+    def __init__(self, *arguments, **environment):
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def address(self):
+        """What it says once it serves."""
+        self.line = self.process.stderr.readline()
+        return re.search(r" at (\S+:\d+)$", self.line.strip()).group(1)
+
+    def end(self, number=signal.SIGTERM):
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self):
+        self.out, self.err = self.process.communicate(timeout=30)
+        return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_role_serves_until_a_signal_even_if_a_caller_stays(number):
+    with Role("loader", "--index", 1, "--count", 2, "--threads", 1) as role:
+        peer = Peer("loader 1", role.address())
+        assert "loader 1 of 2 at 127.0.0.1:" in role.line
+        assert peer.call("ping").head["service"] == "loader 1"
+        assert peer.call("echo", {}, [np.arange(3)]).arrays[0].tolist() == [0, 1, 2]
+        assert role.end(number) == 0
+        assert role.out == "closed\n"
+        assert role.err.splitlines()[-1].endswith("loader 1 ends")
+        peer.close()
+
+
+def test_a_role_registers_and_leaves():
+    registry = Registry()
+    directory = Directory(registry.address)
+    environment = {"KARVAN_REGISTRY": registry.address, "KARVAN_INDEX": "5", "KARVAN_COUNT": "9"}
+    with Role("loader", "--index", 2, **environment) as role:  # an option comes before the variable
+        address = directory.find("loader", 2, 30)
+        assert address == role.address()
+        peer = Peer("loader 2", lambda: directory.find("loader", 2))
+        assert peer.call("ping").head["service"] == "loader 2"
+        assert role.end() == 0
+        assert registry.healthy("loader", 2) is None
+        peer.close()
+    directory.close()
+    registry.close()
+
+
+def test_a_role_of_an_older_generation_is_refused():
+    registry = Registry(generation=4)
+    with Role("loader", "--registry", registry.address, "--generation", 3) as role:
+        assert role.wait() == 1
+        assert "generation 4, got 3" in role.err
+        assert "Traceback" not in role.err
+    registry.close()
+
+
+def test_a_signal_ends_a_role_that_waits_for_its_registry():
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, Role("loader", "--registry", f"127.0.0.1:{silent.getsockname()[1]}") as role:
+        silent.accept()
+        assert role.end() == 0
+        assert "Traceback" not in role.err
+
+
+def test_a_port_in_use_is_told_in_a_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Role("loader", "--port", port) as role:
+            assert role.wait() == 1
+            assert f"loader 0 expected to listen at 127.0.0.1:{port}" in role.err
+            assert "Traceback" not in role.err
+
+
+def test_the_token_of_a_file_is_asked_for(tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    with Role("loader", "--token-file", tmp_path / "token") as role:
+        address = role.address()
+        with pytest.raises(RefusedError, match="token"):
+            Peer("loader", address).call("ping")
+        peer = Peer("loader", address, Security(token="secret"))
+        peer.call("ping")
+        peer.close()
+        assert role.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["cook"], 2, "parameter-server, loader, got 'cook'"),
+        (["loader", "--index", "2", "--count", "2"], 2, "index 2 of 2"),
+        (["loader", "--host", "0.0.0.0"], 2, "expects a loopback address"),
+        (["loader", "--tls-cert", "none.pem"], 3, "none.pem"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(arguments, code, said):
+    with Role(*arguments) as role:
+        assert role.wait() == code
+        assert said in role.err
+        assert "Traceback" not in role.err
+
+
+def test_settings_come_from_the_environment():
+    given = {"KARVAN_INDEX": "1", "KARVAN_COUNT": "4", "KARVAN_PORT": "7000", "KARVAN_THREADS": "2"}
+    settings = Settings.from_environment("loader", given)
+    assert (settings.index, settings.count, settings.port, settings.threads) == (1, 4, 7000, 2)
+    assert (settings.host, settings.registry, settings.generation) == ("127.0.0.1", "", 0)
+    assert Settings.from_environment("loader", {}) == Settings("loader")
+    with pytest.raises(ValueError, match="KARVAN_PORT expects a whole number, got 'x'"):
+        Settings.from_environment("loader", {"KARVAN_PORT": "x"})
+    with pytest.raises(ValueError, match="parameter-server"):
+        factory_of("cook")
