@@ -16,13 +16,15 @@ PACKAGE = ROOT / "karvan"
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
     ("_native",),
-    ("ragged", "ids", "threads", "buffers", "ranks"),
+    ("ragged", "ids", "threads", "buffers", "ranks", "settings"),
     ("rows",),
     ("features", "data"),
     ("store",),
     ("embedding",),
     ("models", "checkpoint"),
     ("train",),
+    ("cluster",),
+    ("launch",),
     ("__init__",),
     ("cli",),
     ("__main__",),
