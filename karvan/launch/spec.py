@@ -42,7 +42,7 @@ class Replicas(Section):
     def _leaves_ours_alone(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if name in NAMES or name in TORCH_NAMES:
-                raise ValueError(f"{name} is set by the launcher and cannot be set here")
+                raise ValueError(f"the launcher sets {name}, so it cannot be set here")
         return env
 
 
