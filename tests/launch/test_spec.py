@@ -1,10 +1,12 @@
 """What a job.yaml may say, and `karvan launch` as far as it starts nothing."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from karvan.cli.main import main
+from karvan.launch import environment
 from karvan.launch.commands import commands_of
 from karvan.launch.spec import JobSpec, read_spec
 
@@ -133,3 +135,11 @@ def test_staleness_follows_the_mode(mode, staleness):
 )
 def test_hosts_that_are_allowed(more):
     assert JobSpec.model_validate({"name": "a", "entry": "t.py", **more}).host == more["host"]
+
+
+def test_the_page_lists_every_key_and_every_name_of_the_environment():
+    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    keys = [name for name in JobSpec.model_fields if name != "roles"]
+    keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
+    names = [*environment.NAMES, *environment.TORCH_NAMES]
+    assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
