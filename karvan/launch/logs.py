@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -33,6 +34,8 @@ class Logs:
         self._files: dict[str, TextIO] = {}
         self._folder = folder
         self._stream = sys.stdout if stream is None else stream
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="replace")  # a locale without a character must not stop a process
         self._console = self._terminal()
         for name in names:
             self._colour(name)
@@ -94,7 +97,7 @@ class Logs:
     def _file(self, folder: Path, name: str) -> TextIO:
         if name not in self._files:
             # Closed by `close`. Processes that are started again go on in the same file.
-            self._files[name] = (folder / f"{name}.log").open("a", buffering=1)
+            self._files[name] = (folder / f"{name}.log").open("a", buffering=1, encoding="utf-8")
         return self._files[name]
 
     def _leave_stream(self) -> None:

@@ -91,3 +91,9 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_the_lines(tmp_path):
     first, told, second = stream.getvalue().splitlines()
     assert (first, second) == ("trainer-0 | a", "trainer-0 | b")
     assert told.startswith(f"launcher | logs are no longer written to {tmp_path}")
+
+
+def test_characters_that_the_stream_does_not_have_are_replaced():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Logs(stream=stream).write("trainer-0", "café")
+    assert stream.buffer.getvalue() == b"trainer-0 | caf?\n"
