@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 from karvan import _native
 from karvan.ranks.lane import BoardLane, GlooLane, Lane
 from karvan.ranks.meeting import meet
-from karvan.ranks.servers import Servers, find_servers
 from karvan.ranks.watch import Watch
+
+if TYPE_CHECKING:
+    from karvan.ranks.servers import Servers
 
 _log = logging.getLogger("karvan.ranks")
 
@@ -82,6 +85,8 @@ class Connection:
 
     def reach(self, servers: Sequence[str] | None) -> None:
         """Find the parameter servers at these addresses, or where the environment says; a collective."""
+        from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
+
         hello = {
             "trainer": self.rank,
             "trainers": self.world,

@@ -4,7 +4,6 @@ from karvan.store.capture import Capture
 from karvan.store.make import make_store
 from karvan.store.memory import MemoryStore
 from karvan.store.protocol import AwayStore, Found, Plan, Program, Push, Rows, Store, TableSpec
-from karvan.store.remote import RemoteStore
 from karvan.store.sharded import ShardedStore
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "Plan",
     "Program",
     "Push",
-    "RemoteStore",
     "Rows",
     "ShardedStore",
     "Store",
