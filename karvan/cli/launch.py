@@ -95,8 +95,10 @@ def supervise(spec: JobSpec, registry: jobs.Registry, commands: Commands) -> int
 
 def _registry(spec: JobSpec) -> Registry:
     from karvan.cluster.registry import Registry
+    from karvan.launch.environment import security_of
+    from karvan.wire import Security
 
-    return Registry(spec.host)
+    return Registry(spec.host, security=Security.from_environment(security_of(spec)))
 
 
 @contextmanager

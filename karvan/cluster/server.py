@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.cluster.batches import Batches
+from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
 from karvan.store import MemoryStore, Push, Rows, TableSpec
 from karvan.store.owner import Owner
@@ -232,3 +233,8 @@ class ParameterServer(Service):
                 "cpu_seconds": used.ru_utime + used.ru_stime,
             }
         )
+
+
+def make(settings: Settings) -> Service:
+    """The server of a process; see `role.py`."""
+    return ParameterServer(settings.index, settings.count)

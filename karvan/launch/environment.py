@@ -74,9 +74,20 @@ def environment_of(
         "CHECKPOINTS": spec.checkpoints,
         "DATA": None if spec.data is None else json.dumps(spec.data, default=str),
         "THREADS": section.threads,
-        "TOKEN_FILE": spec.token_file,
         "RELOAD": 1 if reload else None,
     }
+    made = {**_named(values), **security_of(spec)}
+    if section.threads is not None:
+        made["OMP_NUM_THREADS"] = str(section.threads)
+    if role == TRAINER:
+        numbers = (index, section.replicas, index, section.replicas, *meeting)
+        made |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
+    return {**section.env, **made}
+
+
+def security_of(spec: JobSpec) -> dict[str, str]:
+    """What all processes of a job know of its token and TLS; see `karvan.wire.Security`."""
+    values: dict[str, object] = {"TOKEN_FILE": spec.token_file}
     if spec.tls is not None:
         values |= {
             "TLS_CERT": spec.tls.cert,
@@ -84,10 +95,8 @@ def environment_of(
             "TLS_CA": spec.tls.ca,
             "TLS_MUTUAL": int(spec.tls.mutual),
         }
-    made = {f"KARVAN_{name}": str(value) for name, value in values.items() if value is not None}
-    if section.threads is not None:
-        made["OMP_NUM_THREADS"] = str(section.threads)
-    if role == TRAINER:
-        numbers = (index, section.replicas, index, section.replicas, *meeting)
-        made |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
-    return {**section.env, **made}
+    return _named(values)
+
+
+def _named(values: dict[str, object]) -> dict[str, str]:
+    return {f"KARVAN_{name}": str(value) for name, value in values.items() if value is not None}

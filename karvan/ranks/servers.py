@@ -9,8 +9,11 @@ from functools import partial
 from typing import Any
 
 from karvan.wire import Message, Peer, Security
+from karvan.wire.directory import Addresses, Directory, StaticDirectory
 
 # Lookups and gradients, in order; questions; checkpoints, which take long.
+SERVER = "parameter-server"
+_FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
 LINES = ("train", "ask", "save")
 
 
@@ -82,18 +85,19 @@ class Servers:
 
 def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Servers:
     """The servers at these addresses, or those that the environment names."""
-    environment = os.environ
-    if addresses is None:
-        addresses = [each for each in environment.get("KARVAN_PARAMETER_SERVERS", "").split(",") if each]
-    if not addresses:
-        raise RuntimeError(
-            'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
-            "started, got neither."
-        )
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"A server's address must be host:port, got {address!r}.")
-    told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": len(addresses)}
-    find = [partial(str, address) for address in addresses]
-    return Servers(find, Security.from_environment(), told, timeout)
+    environment, security = os.environ, Security.from_environment()
+    static = environment.get("KARVAN_PARAMETER_SERVERS", "")
+    if addresses is None and "KARVAN_REGISTRY" in environment:
+        directory: Addresses = Directory(environment["KARVAN_REGISTRY"], security)
+        count = int(environment.get("KARVAN_SERVERS", "1"))
+    else:
+        listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
+        if not listed:
+            raise RuntimeError(
+                'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
+                "started, got neither."
+            )
+        directory, count = StaticDirectory({SERVER: listed}), len(listed)
+    told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
+    find = [partial(directory.find, SERVER, server, _FOUND_WITHIN) for server in range(count)]
+    return Servers(find, security, told, timeout)

@@ -21,7 +21,20 @@ from karvan.wire.errors import RefusedError
 Array: TypeAlias = NDArray[Any]
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
-DTYPES = ("bool", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+DTYPES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+)
 MOST_BYTES = 2**30  # of a message
 _MOST_HEAD = 2**24
 _MOST_ARRAYS = 1024
