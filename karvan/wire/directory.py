@@ -134,6 +134,11 @@ class StaticDirectory:
         for role in addresses:
             _check_role(role)
         self._addresses = {role: list(each) for role, each in addresses.items()}
+        for listed in self._addresses.values():
+            for address in listed:
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdigit():
+                    raise ValueError(f"An address must be host:port, got {address!r}.")
 
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""
