@@ -54,6 +54,9 @@ class Addresses(Protocol):
     def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
         """The addresses of the first `count` of a role."""
 
+    def close(self) -> None:
+        """Nobody is looked for any more."""
+
 
 class Directory:
     """Asks the registry at an address "host:port"; waits for those that are not there yet, or are lost."""
