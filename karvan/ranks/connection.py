@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -10,14 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
-from karvan.ranks.lane import BoardLane, GlooLane, Lane
+from karvan.ranks.errors import RankError
+from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
 from karvan.ranks.watch import Watch
 
@@ -42,6 +45,13 @@ class Settings:
     transport: str = "auto"
 
 
+class Joined(Protocol):
+    """Something that can be waited for."""
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+
+
 class Connection:
     """This process among those that train together: `rank` of `world`, and a lane for each thread."""
 
@@ -50,6 +60,7 @@ class Connection:
         self.lanes = {name: Lane(name) for name in _LANES}
         self.rank = 0
         self.world = 1
+        self.under_way: Joined | None = None  # a save, which needs its lane
 
     @property
     def main(self) -> Lane:
@@ -76,8 +87,15 @@ class Connection:
         """Whether there are others, or could be."""
         return self.settings.kind == "sharded"
 
+    def fail(self, lane: str, error: BaseException) -> None:
+        """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of torch's own collectives: a RankError, if a rank is the reason."""
+        return error
+
     def close(self) -> None:
-        """Leave; the process group stays."""
+        """Leave, once nothing is under way any more; the process group stays."""
 
 
 class SharedConnection(Connection):
@@ -119,6 +137,7 @@ class SharedConnection(Connection):
             raise RuntimeError(
                 "transport 'memory' expects ranks on one machine that see each other's memory."
             )
+        atexit.register(self._watch.close)
 
     def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
         """Memory that all ranks share, for each lane; None if one of them cannot have it."""
@@ -145,7 +164,24 @@ class SharedConnection(Connection):
 
     def close(self) -> None:
         """See `Connection.close`."""
+        if self.under_way is not None:
+            self.under_way.join()
         self._watch.close()
+        atexit.unregister(self._watch.close)
+
+    def fail(self, lane: str, error: BaseException) -> None:
+        """See `Connection.fail`."""
+        self._watch.tell(error)
+        self.lanes[lane].leave()
+        if dist.is_initialized():
+            keep_forever(_get_default_group())  # gradients may be on their way
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """See `Connection.explained`."""
+        of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if of_torch and not isinstance(error, RankError):
+            return self._watch.explain("main", None, error)
+        return error
 
     def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
         return self._watch.explain(lane.name, lost, error)
@@ -208,7 +244,10 @@ def connect(
 
 
 def disconnect() -> None:
-    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun."""
+    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun.
+
+    A save that is under way is waited for.
+    """
     connect("memory")
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
