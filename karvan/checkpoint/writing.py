@@ -148,7 +148,7 @@ class Writing:
                 writers.end()
             self.close()
             raise
-        if self._connection.shared:
+        if self._connection.settings.kind != "memory":
             self._connection.under_way = pending
         return pending
 

@@ -133,7 +133,10 @@ class SharedConnection(Connection):
                     'connect("sharded") expects a process that torchrun has started, or an initialised '
                     "process group, got neither: torchrun --nproc-per-node=2 train.py"
                 )
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            backend = "gloo"
+            if torch.cuda.is_available():
+                backend = "cpu:gloo,cuda:nccl"
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
             store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
             name = meet(store, rank, world, settings.timeout)
             dist.init_process_group(
