@@ -44,9 +44,9 @@ class Trainer:
     progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an object.
     checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
     checkpoint_seconds, and at the end; with keep_best also after every evaluation.
-    device is where the model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data while
-    one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
-    engines group the ids that are in it already.
+    device is where the model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are
+    taken from the data while one computes, 0 for none; on the thread that takes them, prepare is called with
+    each, and embedding engines group the ids that are in it already.
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
     share of the data. global_accumulate is the number of batches that make a step over all ranks, however
