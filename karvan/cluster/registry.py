@@ -173,8 +173,8 @@ class Membership:
     """This process's place in the registry, until `leave`.
 
     Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that does
-    not want this process a RefusedError. Later on a registry that is gone is waited for. beat: seconds between
-    two signs of life.
+    not want this process a RefusedError. Later on a registry that is gone is waited for.
+    beat: seconds between two signs of life.
     """
 
     def __init__(
