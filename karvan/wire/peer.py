@@ -7,7 +7,6 @@ calls that have not been answered. The service knows those that it has done.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -15,7 +14,6 @@ import random
 import secrets
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +22,7 @@ import pyarrow as pa
 
 from karvan.wire.connection import Connection, short
 from karvan.wire.errors import PeerLostError, RefusedError, WireError
+from karvan.wire.leaving import close_at_exit, closed
 from karvan.wire.message import Array, Message, Packed, pack
 from karvan.wire.security import Security
 from karvan.wire.server import TOLD
@@ -133,7 +132,7 @@ class Peer:
         self._receiver: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"karvan-peer {name}", daemon=True)
         self._thread.start()
-        _open.add(self)
+        close_at_exit(self)
 
     def begin(
         self,
@@ -184,7 +183,7 @@ class Peer:
 
     def begin_closing(self) -> None:
         """Take no more calls, and say good-bye; `close` waits for that."""
-        _open.discard(self)
+        closed(self)
         with self._changed:
             self._closing = self._closing or time.monotonic()
             self._changed.notify_all()
@@ -246,7 +245,7 @@ class Peer:
         return min((each.deadline for each in self._waiting), default=float("inf"))
 
     def _give_up(self, error: Exception) -> None:
-        _open.discard(self)
+        closed(self)
         with self._changed:
             self._failure = self._failure or error
             waiting, self._waiting = list(self._waiting), deque()
@@ -275,7 +274,10 @@ class Peer:
                 target=self._receive, args=(connection,), name=f"karvan-answers {self.name}", daemon=True
             )
             self._receiver.start()
-            self._send(connection)
+            try:
+                self._send(connection)
+            except (pa.ArrowException, OSError) as error:
+                raise self._why(error) from error
         finally:
             over.set()
             connection.cancel()
@@ -324,8 +326,14 @@ class Peer:
             self.bytes_sent += reply.bytes
         with contextlib.suppress(pa.ArrowException, OSError):
             connection.write(pack(Message({"method": "bye"})))
-            with self._changed:  # the service hangs up once it has read that
-                self._changed.wait_for(lambda: self._broken is not None, _GOODBYE)
+            with self._changed:  # the service hangs up once it has read that, which is after its calls
+                self._changed.wait_for(lambda: self._broken is not None, 0.05 if self._sent else _GOODBYE)
+
+    def _why(self, error: Exception) -> Exception:
+        """Why a write failed: the other threads know more, such as what the service has said at last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None, 0.5)
+            return self._broken or error
 
     def _something_to_do(self) -> bool:
         return self._broken is not None or bool(self._closing) or self._sent < len(self._waiting)
@@ -390,18 +398,3 @@ class Peer:
 def _same(error: Exception) -> Exception:
     """A copy, for each who gets it: a traceback belongs to one thread."""
     return type(error)(*error.args)
-
-
-# Threads that are inside Flight when the interpreter ends would end the process, and loudly.
-_open: weakref.WeakSet[Peer] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    peers = list(_open)
-    for peer in peers:
-        peer.begin_closing()
-    for peer in peers:
-        peer.close()
-
-
-atexit.register(_close_all)

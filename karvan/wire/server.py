@@ -8,7 +8,7 @@ except at its end, when a write that is still under way would take the caller's 
 
 from __future__ import annotations
 
-import atexit
+import gc
 import logging
 import os
 import secrets
@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.leaving import close_at_exit, closed
 from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.security import Security, join_address
 from karvan.wire.session import Session, Sessions
@@ -91,14 +92,14 @@ class Server:
             told = _first_line(error)
             raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {told}") from error
         self.address = join_address(host, self._flight.port)
-        _open.add(self)
+        close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
         """Take no more calls; callers that hold their streams open are waited for that long."""
         if self._closed or os.getpid() != self._process:  # it belongs to the process that this one came from
             return
         self._closed = True
-        _open.discard(self)
+        closed(self)
         ending = threading.Thread(target=self._flight.shutdown, name="karvan-shutdown", daemon=True)
         ending.start()
         due = time.monotonic() + grace
@@ -106,6 +107,8 @@ class Server:
             for connection in list(self.connections.values()):  # also those that have just come
                 connection.ended.set()
             ending.join(0.05)
+        if ending.is_alive():
+            _do_not_wait_at_exit(self._flight)
 
     def __enter__(self) -> Server:
         return self
@@ -261,6 +264,13 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         return connection.session.answer(number, received, do), number
 
 
+def _do_not_wait_at_exit(server: _Flight) -> None:
+    """Flight would wait for those who hold streams open, for ever, when the program ends."""
+    for each in gc.get_referents(server):
+        if isinstance(each, weakref.finalize):
+            each.atexit = False
+
+
 def _introduced(hello: dict[str, Any], where: str) -> tuple[Caller, str]:
     name, connection = hello.get("session"), hello.get("connection")
     if hello.get("method") != "hello" or not _is_name(name) or not _is_name(connection):
@@ -282,15 +292,3 @@ def _text(error: Exception) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:200]
-
-
-# A program that ends while its servers answer would be ended by them, and loudly.
-_open: weakref.WeakSet[Server] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for server in list(_open):
-        server.close()
-
-
-atexit.register(_close_all)

@@ -43,9 +43,13 @@ class Counting(Service):
             case "big":
                 return Message({}, [np.zeros(call.head["size"], np.uint8)])
             case "fail":
-                raise {"key": KeyError, "value": ValueError, "other": ZeroDivisionError}[call.head["kind"]]("so")
+                raise {"key": KeyError, "value": ValueError, "other": ZeroDivisionError}[call.head["kind"]](
+                    "so"
+                )
             case "unfit":
-                return Message({"x": object()}) if call.head["what"] == "head" else Message({}, [np.array("x")])
+                return (
+                    Message({"x": object()}) if call.head["what"] == "head" else Message({}, [np.array("x")])
+                )
         return super().answer(call, caller)
 
 
