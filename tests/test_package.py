@@ -15,8 +15,8 @@ PACKAGE = ROOT / "karvan"
 
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
-    ("_native",),
-    ("ragged", "ids", "threads", "buffers", "ranks", "wire"),
+    ("_native", "wire", "settings"),
+    ("ragged", "ids", "threads", "buffers", "ranks"),
     ("rows",),
     ("features", "data"),
     ("store",),

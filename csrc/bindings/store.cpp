@@ -52,6 +52,13 @@ const std::map<std::string, PoolArgs::Mode> kModes = {{"pooled", PoolArgs::Mode:
                                                       {"padded", PoolArgs::Mode::padded}};
 const std::map<std::string, Combiner> kCombiners = {
     {"sum", Combiner::sum}, {"mean", Combiner::mean}, {"sqrtn", Combiner::sqrtn}};
+template <class T>
+std::string name_of(const std::map<std::string, T>& names, T value) {
+  for (const auto& [name, known] : names)
+    if (known == value) return name;
+  throw std::logic_error("a value without a name");
+}
+
 const std::map<std::string, Rule::Kind> kRules = {
     {"sgd", Rule::Kind::sgd},   {"momentum", Rule::Kind::momentum}, {"adagrad", Rule::Kind::adagrad},
     {"adagrad_row", Rule::Kind::adagrad_row}, {"adam", Rule::Kind::adam}, {"adamw", Rule::Kind::adamw},

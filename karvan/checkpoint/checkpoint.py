@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from karvan.checkpoint.tables import Model, check_part, tables_of
 from karvan.checkpoint.together import together
 from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
-from karvan.store import Rows
+from karvan.store import AwayStore, Rows
 from karvan.threads import cores
 
 
@@ -181,22 +181,42 @@ class Checkpoint:
         def read() -> None:
             state.update(self.state())
             for name, handle in handles.items():
-                extras[name] = self._extra(name, handle)
+                if not isinstance(handle.engine.store, AwayStore):
+                    extras[name] = self._extra(name, handle)
 
         def fill() -> None:
+            away: dict[AwayStore, dict[str, Any]] = {}
             for name, handle in handles.items():
-                self._fill(name, handle, extras.pop(name))
+                store = handle.engine.store
+                if isinstance(store, AwayStore):
+                    away.setdefault(store, {})[name] = self._told(name, handle)
+                else:
+                    self._fill(name, handle, extras.pop(name))
+            if lane.rank == 0:
+                for store, tables in away.items():
+                    store.fill_away(os.fspath(self.path.absolute()), tables)
 
         together(lane, self.path, read)
         together(lane, self.path, fill)
         return state
 
     def _extra(self, name: str, handle: TableHandle) -> Extra:
-        entry, spec = self.manifest.tables[name], handle.spec
-        # Counters of another filter would mean nothing.
-        if (*entry.admit[::2], entry.evict[0]) != (*spec.admit[::2], spec.evict[0]):
+        if not self._same_extra(name, handle):
             return {}
-        return read_extras(self.path, entry.extras, share_of(*handle.engine.store.share))
+        return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.engine.store.share))
+
+    def _same_extra(self, name: str, handle: TableHandle) -> bool:
+        """Whether counters fit; those of another filter would mean nothing."""
+        entry, spec = self.manifest.tables[name], handle.spec
+        return (*entry.admit[::2], entry.evict[0]) == (*spec.admit[::2], spec.evict[0])
+
+    def _told(self, name: str, handle: TableHandle) -> dict[str, Any]:
+        """What other processes must know to fill their shares of a table."""
+        return {
+            "keep": self.manifest.tables[name].optimizer is not None and handle.optimizer is not None,
+            "initial": list(handle.initial_state),
+            "extra": self._same_extra(name, handle),
+        }
 
     def _fill(self, name: str, handle: TableHandle, extra: Extra) -> None:
         store, has_state = handle.engine.store, self.manifest.tables[name].optimizer is not None
@@ -251,10 +271,15 @@ def check_table(
 
 def with_state_of(handle: TableHandle, rows: Rows, keep: bool) -> Rows:
     """Rows with their optimizer state, or with a new row's; without any where the table has no optimizer."""
-    if keep and handle.optimizer is not None:
+    return with_state(rows, handle.initial_state, keep and handle.optimizer is not None)
+
+
+def with_state(rows: Rows, initial: Sequence[float], keep: bool) -> Rows:
+    """Rows with their optimizer state, or with that of a new row."""
+    if keep:
         return rows
-    initial = np.array(handle.initial_state, np.float32)
-    return rows._replace(state=np.ascontiguousarray(np.tile(initial, (len(rows.keys), 1))))
+    made = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
+    return rows._replace(state=np.ascontiguousarray(made))
 
 
 def _listed(names: Any) -> str:

@@ -20,7 +20,6 @@ from karvan.checkpoint.manifest import PartEntry, TableEntry
 from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.ranges import Range, pieces, share_of
 from karvan.checkpoint.tables import file_name, folder_of, to_arrays
-from karvan.checkpoint.together import Rounds
 from karvan.store import Capture, Rows, TableSpec
 
 # Has arrays written to a file of that name; the first argument is called with what it is, then.
@@ -42,9 +41,16 @@ class Source:
 
 
 def put_table(
-    source: Source, folder: Path, put: Put, pace: Pace, rounds: Rounds
+    source: Source,
+    folder: Path,
+    put: Put,
+    pace: Pace,
+    working: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, Any]]:
-    """Have this rank's files of a table written; what is returned tells of them once they are, in JSON."""
+    """Have this rank's files of a table written; what is returned tells of them once they are, in JSON.
+
+    working is called after each part.
+    """
     name, place = source.spec.name, folder_of(source.spec.name)
     (folder / place).mkdir(parents=True, exist_ok=True)
     erased = np.unique(source.capture.erased(name)) if source.delta else None
@@ -72,7 +78,7 @@ def put_table(
         if part in mine:
             state_size = rows.state.shape[1]
             put_part(part, mine[part], rows)
-        rounds.still_working()
+        working()
     if source.extra:
         put(extra.append, file("extra"), {key: stored(array) for key, array in source.extra.items()})
     return lambda: {
@@ -82,9 +88,10 @@ def put_table(
     }
 
 
-def joined(folder: Path, source: Source, shares: Sequence[Mapping[str, Any]]) -> TableEntry:
+def joined(
+    folder: Path, spec: TableSpec, optimizer: str | None, shares: Sequence[Mapping[str, Any]]
+) -> TableEntry:
     """The entry of a table whose shares all ranks have told, in their order."""
-    spec = source.spec
     sizes = {share["state"] for share in shares}
     if len(sizes) > 1:
         raise CheckpointError.mismatch(
@@ -96,7 +103,7 @@ def joined(folder: Path, source: Source, shares: Sequence[Mapping[str, Any]]) ->
         dim=spec.dim,
         dtype=spec.dtype,
         state=sizes.pop(),
-        optimizer=source.optimizer,
+        optimizer=optimizer,
         admit=list(spec.admit),
         evict=list(spec.evict),
         init=list(spec.init),

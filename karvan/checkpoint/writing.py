@@ -36,7 +36,7 @@ from karvan.checkpoint.together import Rounds, together
 from karvan.checkpoint.tree import encode
 from karvan.embedding import TableHandle
 from karvan.ranks import Lane
-from karvan.store import Capture, Store
+from karvan.store import AwayStore, Capture, Store
 
 Versions = dict[str, int]
 T = TypeVar("T")
@@ -83,6 +83,11 @@ class Writing:
                 capture = store.capture(names, {name: parts[name] for name in names}, asked, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
+            self._away = {
+                name: handle for name, handle in tables.items() if isinstance(handle.engine.store, AwayStore)
+            }
+            self._parts = parts
+            self._handles = dict(tables)
             self._sources = {
                 name: Source(
                     handle.spec,
@@ -95,6 +100,7 @@ class Writing:
                     world,
                 )
                 for name, handle in tables.items()
+                if name not in self._away
             }
         except BaseException:
             self.close()
@@ -207,9 +213,31 @@ class Writing:
 
         if lane.rank == 0:
             put(dense, "dense.safetensors", self._dense)
-        tables = {name: put_table(it, folder, put, pace, rounds) for name, it in self._sources.items()}
+        tables = {
+            name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
+        }
+        away = self._put_away(folder, rounds) if lane.rank == 0 else {}
         writers.finish()
-        return {name: made() for name, made in tables.items()}
+        return {**{name: [made()] for name, made in tables.items()}, **away}
+
+    def _put_away(self, folder: Path, rounds: Rounds) -> dict[str, list[Any]]:
+        """Have others write the tables that they hold; returns what each of them tells, by table."""
+        told: dict[str, list[Any]] = {}
+        for store, names in _by_store(self._away).items():
+            assert isinstance(store, AwayStore)
+            tables = {
+                name: {
+                    "optimizer": self._handles[name].optimizer,
+                    "parts": self._parts[name],
+                    "delta": self.base is not None,
+                }
+                for name in names
+            }
+            shares = store.save_away(
+                self._captures[names[0]], str(folder.absolute()), tables, rounds.still_working
+            )
+            told |= {name: [share[name] for share in shares] for name in names}
+        return told
 
     def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> bytes:
         return manifests.to_bytes(
@@ -222,8 +250,13 @@ class Writing:
                 base=self.base,
                 metrics=self._metrics,
                 tables={
-                    name: joined(folder, source, [share[name] for share in shares])
-                    for name, source in self._sources.items()
+                    name: joined(
+                        folder,
+                        handle.spec,
+                        handle.optimizer,
+                        [one for share in shares for one in share.get(name, ())],
+                    )
+                    for name, handle in self._handles.items()
                 },
                 dense=dense,
                 state=self._tree,

@@ -6,8 +6,7 @@ mapping with `name` and arguments, which are checked against the class's own whe
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,29 +18,10 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
-    model_validator,
 )
 
-from karvan.cli.errors import DAMAGED, CommandError
-from karvan.cli.text import parse, place_of
-
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """A part of a config, which knows all its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_keys_only(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for key in given:
-                if key not in cls.model_fields:
-                    raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
-        return given
+from karvan.cli.errors import CommandError
+from karvan.settings import Count, Positive, Section, parse, problem_text, read_settings
 
 
 class Named(BaseModel):
@@ -90,7 +70,7 @@ class Data(Section):
     seed: int = 0
     columns: list[str | Column] | None = None
     format: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     workers: Count = 2
 
 
@@ -178,14 +158,14 @@ class Logs(Section):
 class Predict(Section):
     """Columns that go beside the predictions."""
 
-    columns: list[str] = []
+    columns: list[str] = Field(default_factory=list)
 
 
 class Config(Section):
     """A whole config."""
 
     data: Data
-    features: dict[str, list[str | dict[str, Any]]] = {}
+    features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
     model: Annotated[Model, BeforeValidator(_named)]
     # What has a `name` is one loss; otherwise they are several by name.
     loss: Annotated[Named | dict[str, Choice], Field(union_mode="left_to_right"), BeforeValidator(_named)] = (
@@ -193,7 +173,7 @@ class Config(Section):
     )
     optimizers: Optimizers = Optimizers()
     train: Train = Train()
-    metrics: list[str] | dict[str, Choice] = ["AUC"]
+    metrics: list[str] | dict[str, Choice] = Field(default=["AUC"])
     checkpoints: Saved = Saved()
     logs: Logs = Logs()
     predict: Predict = Predict()
@@ -201,20 +181,7 @@ class Config(Section):
 
 def read_config(path: Path, settings: Mapping[str, str]) -> Config:
     """Read a config, with some values set to others: {"train.epochs": "3"}."""
-    try:
-        tree = parse(path.read_text())
-    except yaml.YAMLError as error:
-        raise CommandError(f"{path} is not YAML: {place_of(error)}") from error
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is not YAML: {error}", DAMAGED) from error
-    if not isinstance(tree, dict):
-        raise CommandError(f"{path} must be a mapping with {', '.join(Config.model_fields)}, got {tree!r}.")
-    for name, text in settings.items():
-        _set(tree, name, text)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise CommandError(f"{path}: {_problems(error)}") from error
+    return read_settings(Config, path, settings)
 
 
 def converted(name: str, text: str, kind: Any) -> Any:
@@ -228,41 +195,4 @@ def converted(name: str, text: str, kind: Any) -> Any:
         except (ValidationError, yaml.YAMLError):
             wanted = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
             problem = first.errors()[0]["msg"]
-            raise CommandError(f"{name} must be {wanted}, got '{text}': {_lower(problem)}.") from first
-
-
-def _set(tree: dict[str, Any], name: str, text: str) -> None:
-    *path, last = name.split(".")
-    for part in path:
-        below = tree.setdefault(part, {})
-        if below is None or isinstance(below, str):  # `model: DLRM` is short for `model: {name: DLRM}`
-            below = tree[part] = {} if below is None else {"name": below}
-        if not isinstance(below, dict):
-            raise CommandError(f"--set {name}: '{part}' holds no keys, but is {below!r}.")
-        tree = below
-    try:
-        tree[last] = parse(text)
-    except yaml.YAMLError as error:
-        raise CommandError(f"--set {name}={text}: not a value of YAML: {place_of(error)}") from error
-
-
-def _problems(error: ValidationError) -> str:
-    told = dict.fromkeys(
-        _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
-    )
-    return "\n".join(told)
-
-
-def _problem(place: Sequence[int | str], text: str, kind: str, given: Any) -> str:
-    # Of alternatives pydantic names the kinds; a reader wants the keys.
-    names = [str(part) for part in place if isinstance(part, int) or re.fullmatch(r"[\w.-]+", part)]
-    where = ".".join(name for name in names if name not in ("Column", "Named", "str"))
-    if kind == "missing":
-        return f"'{where}' is missing."
-    text = _lower(text.removeprefix("Value error, ")).rstrip(".")
-    got = "" if kind == "value_error" else f", got {given!r}"
-    return f"{f'{where}: ' if where else ''}{text}{got}."
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
+            raise CommandError(f"{name} must be {wanted}, got '{text}': {problem_text(problem)}.") from first

@@ -33,12 +33,14 @@ def code_of(error: BaseException) -> int:
         return error.code
     if _is_missing_or_damaged(error):
         return DAMAGED
+    if _is_of_settings(error):
+        return DAMAGED if error.unreadable else USAGE  # type: ignore[attr-defined]
     return FAILED
 
 
 def text_of(error: BaseException) -> str:
     """One or two lines for a person: what was expected, what was received, and where, if that helps."""
-    if isinstance(error, CommandError) or _is_missing_or_damaged(error):
+    if isinstance(error, CommandError) or _is_missing_or_damaged(error) or _is_of_settings(error):
         return _plain(error)
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
@@ -73,11 +75,16 @@ def _plain(error: BaseException) -> str:
 def _is_missing_or_damaged(error: BaseException) -> bool:
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError):
         return True
-    # Only if somebody has imported them can they be what was raised.
-    for module, name in (("karvan.checkpoint", "CheckpointError"), ("karvan.data", "DataError")):
-        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
-            return True
-    return False
+    return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
+
+
+def _is_of_settings(error: BaseException) -> bool:
+    return _is(error, "karvan.settings", "SettingsError")
+
+
+def _is(error: BaseException, module: str, name: str) -> bool:
+    # Only if somebody has imported it can it be what was raised.
+    return module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
 
 
 def _place(error: BaseException) -> str:

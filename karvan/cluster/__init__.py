@@ -1,1 +1,1 @@
-"""Roles: the processes of a job, what each of them serves, and how they find each other."""
+"""The roles of a job that outgrows one process, and the services they offer."""

@@ -22,29 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.wire import Caller, Message, Peer, RefusedError, Security, Server, Service, WireError
+from karvan.wire.directory import ROLES, Member
 
 _log = logging.getLogger("karvan.cluster")
 
-ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
 BEAT = 1.0  # seconds between two signs of life
 _DEADLINE = 5.0  # seconds for a sign of life
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process of the job, as the registry knows it."""
-
-    role: str
-    index: int
-    address: str
-    generation: int
-    pid: int
-    healthy: bool
-    silent: float  # seconds since its last sign of life
-
-    def __str__(self) -> str:
-        state = "" if self.healthy else f", no sign of life for {self.silent:.0f} s"
-        return f"{self.role} {self.index} at {self.address}{state}"
 
 
 @dataclass

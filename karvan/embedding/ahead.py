@@ -33,6 +33,11 @@ class Ahead:
         with self._lock:
             self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
 
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._entries.clear()
+
     def put(self, batch: Mapping[str, Any], inputs: list[FeatureInput], prepared: Prepared) -> None:
         """Hold a batch's groups."""
         entry = _Entry(self._tensors(batch), inputs, prepared)

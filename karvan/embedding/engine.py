@@ -49,6 +49,7 @@ class EmbeddingEngine(nn.Module):
         self.store: Store = store if store is not None else make_store()
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)
+        self._promised = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
         for feature, table in self.features.items():
@@ -104,8 +105,11 @@ class EmbeddingEngine(nn.Module):
                 result[name] = entry
         return result
 
-    def prepare(self, batch: Mapping[str, Any]) -> bool:
+    def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:
         """Check and group the ids of a batch ahead of its forward, on any thread; results are the same.
+
+        training: whether it will be a training forward, if that is known, so that rows that are elsewhere can
+        be asked for; batches must then be prepared in the order of their forwards.
 
         Gives whether that could be done: features that the model makes itself are not in the batch yet, and
         what is wrong with a batch is told by its forward. A few batches are held, until their forward.
@@ -113,7 +117,13 @@ class EmbeddingEngine(nn.Module):
         try:
             inputs = self._inputs(batch)
             numbers = [number for i in inputs for number in i.numbers()]
-            self._ahead.put(batch, inputs, self.store.prepare(self._program, numbers))
+            step = 0
+            if training:
+                step = self._promised = max(self._promised, self.step) + 1
+            prepared = self.store.prepare(
+                self._program, numbers, training=training, step=step, now=self._clock()
+            )
+            self._ahead.put(batch, inputs, prepared)
         except (
             AttributeError,
             KeyError,
@@ -122,6 +132,11 @@ class EmbeddingEngine(nn.Module):
         ):  # a batch may be anything that a model takes
             return False
         return True
+
+    def forget_ahead(self) -> None:
+        """Batches that were prepared will not be used."""
+        self._ahead.clear()
+        self._promised = 0
 
     def hold_ahead(self, batches: int) -> None:
         """Hold so many prepared batches at least; ranks that train together must not drop any."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +23,12 @@ from karvan.ranks.lane import BoardLane, GlooLane, Lane
 from karvan.ranks.meeting import meet
 from karvan.ranks.watch import Watch
 
+if TYPE_CHECKING:
+    from karvan.ranks.servers import Servers
+
 _log = logging.getLogger("karvan.ranks")
 
-KINDS = ("memory", "sharded")
+KINDS = ("memory", "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
@@ -40,6 +45,7 @@ class Settings:
     grad_reduce: str = "mean"
     timeout: float = 300.0
     transport: str = "auto"
+    staleness: int = 1
 
 
 class Connection:
@@ -50,6 +56,7 @@ class Connection:
         self.lanes = {name: Lane(name) for name in _LANES}
         self.rank = 0
         self.world = 1
+        self.servers: Servers | None = None
 
     @property
     def main(self) -> Lane:
@@ -72,12 +79,27 @@ class Connection:
             _thread.lane = before
 
     @property
-    def shared(self) -> bool:
-        """Whether there are others, or could be."""
-        return self.settings.kind == "sharded"
+    def ahead(self) -> int:
+        """How many batches lookups run ahead."""
+        return self.settings.staleness if self.servers is not None else 0
+
+    def reach(self, servers: Sequence[str] | None) -> None:
+        """Find the parameter servers at these addresses, or where the environment says; a collective."""
+        from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
+
+        hello = {
+            "trainer": self.rank,
+            "trainers": self.world,
+            "run": self.main.gather_json(secrets.token_hex(8))[0],
+            "staleness": self.settings.staleness,
+            "grad_reduce": self.settings.grad_reduce,
+        }
+        self.servers = find_servers(servers, hello, self.settings.timeout)
 
     def close(self) -> None:
         """Leave; the process group stays."""
+        if self.servers is not None:
+            self.servers.close()
 
 
 class SharedConnection(Connection):
@@ -145,6 +167,7 @@ class SharedConnection(Connection):
 
     def close(self) -> None:
         """See `Connection.close`."""
+        super().close()
         self._watch.close()
 
     def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
@@ -172,11 +195,14 @@ def connect(
     grad_reduce: str = "mean",
     timeout: float = 300.0,
     transport: str = "auto",
+    servers: Sequence[str] | None = None,
+    staleness: int | None = None,
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
 
     "memory": in this process. "sharded", in a program that torchrun starts: every rank owns a range of the
-    keys' hashes of every table, ranks train on shares of the data, and gradients are averaged.
+    keys' hashes of every table, ranks train on shares of the data, and gradients are averaged. "remote": on
+    parameter servers; started several times, by torchrun or a launched job, trainers share the data as above.
 
     wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16".
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
@@ -184,6 +210,9 @@ def connect(
     timeout: seconds after which a rank that does not answer is an error on all others.
     transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
     it works. Dense gradients go their own way (DistributedDataParallel).
+    servers: addresses of parameter servers, "host:port"; a launched job finds its own.
+    staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
+    a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
     """
     global _current
     if kind not in KINDS:
@@ -196,14 +225,24 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    if kind != "remote" and (servers is not None or staleness is not None):
+        raise ValueError(f'servers and staleness are for connect("remote"), got "{kind}".')
+    if staleness is None:
+        staleness = int(os.environ.get("KARVAN_STALENESS", "1")) if kind == "remote" else 1
+    if staleness < 1:
+        raise ValueError(f"staleness must be at least 1, got {staleness}.")
+    settings = Settings(kind, wire, grad_reduce, timeout, transport, staleness)
     if kind == "memory" and settings != Settings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:
         _current.close()
         _current = Connection()
-        if kind == "sharded":
-            _current = SharedConnection(settings)
+        together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
+        if kind != "memory":
+            made = SharedConnection(settings) if together else Connection(settings)
+            if kind == "remote":
+                made.reach(servers)
+            _current = made
         return _current
 
 
@@ -213,6 +252,10 @@ def disconnect() -> None:
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
     _owned.clear()
+
+
+def _started_by_torch() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
 
 
 def _machine() -> str:

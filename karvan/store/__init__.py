@@ -1,11 +1,13 @@
 """Where rows live: the `Store` protocol and its implementations, one file each."""
 
 from karvan.store.capture import Capture
+from karvan.store.make import make_store
 from karvan.store.memory import MemoryStore
-from karvan.store.protocol import Found, Plan, Program, Push, Rows, Store, TableSpec
-from karvan.store.sharded import ShardedStore, make_store
+from karvan.store.protocol import AwayStore, Found, Plan, Program, Push, Rows, Store, TableSpec
+from karvan.store.sharded import ShardedStore
 
 __all__ = [
+    "AwayStore",
     "Capture",
     "Found",
     "MemoryStore",

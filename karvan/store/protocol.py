@@ -13,7 +13,7 @@ key has come back since.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -205,8 +205,19 @@ class Store(ABC):
         """(r, n): it holds what rank r of n owns of every table; (0, 1) is everything."""
         return 0, 1
 
-    def prepare(self, program: Program, inputs: list[int]) -> Prepared:
-        """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else."""
+    def prepare(
+        self,
+        program: Program,
+        inputs: list[int],
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
+        """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else.
+
+        training, step, now: what the forward will be given, if that is known.
+        """
         return _native.prepare(program.native, inputs)
 
     def forward(
@@ -250,6 +261,32 @@ class Store(ABC):
                 continue
             pushes[table] = [_push(g, slot, plan.versions[table]) for plan, g in gradients]
         self.apply(pushes, rules, steps)
+
+
+class AwayStore(Store):
+    """A store whose rows are held by other processes, which write and read checkpoints themselves."""
+
+    @abstractmethod
+    def save_away(
+        self,
+        capture: Capture,
+        folder: str,
+        tables: Mapping[str, Mapping[str, Any]],
+        waiting: Callable[[], None],
+    ) -> list[dict[str, Any]]:
+        """Have all holders write what was captured into a folder; returns what each tells of its tables.
+
+        tables: for each its `optimizer`, the number of `parts` and whether it is a `delta`. waiting is called
+        now and then meanwhile.
+        """
+
+    @abstractmethod
+    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        """Have all holders empty these tables and read their rows from a checkpoint.
+
+        tables: for each whether to `keep` the optimizer state that was saved, the `initial` state otherwise,
+        and whether `extra` is to be read, too.
+        """
 
 
 def _push(gradients: _native.Gradients, slot: int, version: int) -> Push:

@@ -94,7 +94,15 @@ class ShardedStore(Store):
         """See `Store.share`."""
         return self._connection.rank, self._ranks
 
-    def prepare(self, program: Program, inputs: list[int]) -> Prepared:
+    def prepare(
+        self,
+        program: Program,
+        inputs: list[int],
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
         """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
@@ -296,9 +304,3 @@ class ShardedStore(Store):
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; of this rank's share."""
         return self._local.stats(table)
-
-
-def make_store() -> Store:
-    """A store as `kv.connect` has it."""
-    connection = ranks.current()
-    return ShardedStore(connection) if connection.shared else MemoryStore()

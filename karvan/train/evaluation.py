@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,8 @@ class Evaluator:
 
     def _feed(self, data: Iterable[Any]) -> Feed:
         rounds = Rounds(self._connection, "evaluate")
-        return feed(data, self._placement.place, ahead=self._ahead, rounds=rounds)
+        place = partial(self._placement.place, training=False)
+        return feed(data, place, ahead=self._ahead, rounds=rounds)
 
     def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
         for fed in batches:

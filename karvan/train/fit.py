@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +153,7 @@ class Fit:
 
     def _begin_feed(self) -> Feed:
         trainer, passes = self._trainer, self._trainer.passes
+        trainer.placement.forget()  # what the feed before had taken ahead
         begin = self._counts.step + self._counts.passed
         rounds = Rounds(
             trainer.connection,
@@ -161,7 +163,7 @@ class Fit:
         )
         self._feed = feed(
             self._data,
-            trainer.placement.place,
+            partial(trainer.placement.place, training=True),
             ahead=trainer.ahead,
             skip=self._skip,
             stopped=self._stopping.asked,

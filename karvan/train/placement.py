@@ -25,15 +25,20 @@ class Placement:
         self._call = prepare
         self._engines = engines
 
-    def place(self, batch: Any) -> Any:
-        """Move a batch and prepare it; runs on the feed's thread."""
-        return self._prepare(batch)
+    def place(self, batch: Any, training: bool | None = None) -> Any:
+        """Move a batch and prepare it, for training or for an evaluation; runs on the feed's thread."""
+        return self._prepare(batch, training)
 
-    def _prepare(self, batch: Any) -> Any:
+    def _prepare(self, batch: Any, training: bool | None) -> Any:
         made = self._call(batch)
         for engine in self._engines:
-            engine.prepare(made)
+            engine.prepare(made, training=training)
         return made
+
+    def forget(self) -> None:
+        """Batches that were prepared for training and not used will not be."""
+        for engine in self._engines:
+            engine.forget_ahead()
 
     def receive(self, batch: Any) -> None:
         """Called by who computes with a batch, before it does."""
@@ -60,7 +65,7 @@ class CudaPlacement(Placement):
         self._host = set(_host_columns(model))
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: Any, training: bool | None = None) -> Any:
         """See `Placement.place`."""
         moved = {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -70,7 +75,7 @@ class CudaPlacement(Placement):
                     entry = entry.to(self._device, non_blocking=True)
                 moved[name] = entry
         placed = Batch(moved) if isinstance(batch, Batch) else moved
-        return self._prepare(placed)
+        return self._prepare(placed, training)
 
     def receive(self, batch: Any) -> None:
         """See `Placement.receive`: waits for the copies, and keeps their memory until they were used."""

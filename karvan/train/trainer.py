@@ -84,6 +84,7 @@ class Trainer:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         if ahead < 0:
             raise ValueError(f"ahead must not be negative, got {ahead}.")
+        ahead = max(ahead, ranks.current().ahead) if ahead else 0
         self.model = model if device is None else model.to(device)
         self.device = device_of(model) if device is None else torch.device(device)
         self.loss = loss

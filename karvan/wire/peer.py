@@ -66,9 +66,13 @@ class Reply:
         return self._done.is_set()
 
     @property
-    def failed(self) -> bool:
-        """Whether `wait` would raise."""
-        return self._error is not None
+    def error(self) -> Exception | None:
+        """What `wait` would raise, once it is done."""
+        return self._error
+
+    def pause(self, seconds: float) -> None:
+        """Wait for the answer, but not longer than that."""
+        self._done.wait(seconds)
 
     def set(self, answer: Message | Exception) -> None:
         """What the peer has said, or why it has not; for the peer's own threads."""

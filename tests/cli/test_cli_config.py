@@ -7,7 +7,7 @@ import pytest
 import karvan as kv
 from karvan.cli.build import make_features, make_job, make_model
 from karvan.cli.config import Config, Model, converted, read_config
-from karvan.cli.text import parse
+from karvan.settings import parse
 
 MODELS = {
     "DCN": {},

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-COMMANDS = ["demo", "train", "evaluate", "predict", "inspect", "bench", "role", "doctor", "version"]
+COMMANDS = [
+    *("demo", "train", "evaluate", "predict", "inspect", "launch", "role", "bench", "doctor", "version"),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -25,8 +27,9 @@ def test_the_help_lists_all_commands_and_exit_codes(run):
 def test_help_and_version_do_not_wait_for_torch():
     script = (
         "import sys; from karvan.cli.main import main\n"
-        "assert main(['--help']) == 0 and main(['train', '--help']) == 0 and main(['version']) == 0\n"
-        "heavy = {'torch', 'numpy', 'pyarrow', 'karvan.cli.config'} & set(sys.modules)\n"
+        "assert main(['--help']) == 0 and main(['train', '--help']) == 0\n"
+        "assert main(['launch', '--help']) == 0 and main(['version']) == 0\n"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'karvan.cli.config', 'karvan.settings'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
@@ -52,6 +55,8 @@ def test_version_tells_versions(run):
         (["inspect"], "path"),
         (["inspect", ".", "--key", "user"], "--key"),
         (["inspect", ".", "--key", "user", "abc"], "abc"),
+        (["launch"], "--example"),
+        (["launch", "x.yaml", "--set", "mode"], "name=value"),
         (["demo", "--rows", "5"], "10000"),
         (["bench", "--json", "nowhere/x.json"], "nowhere"),
         (["bench", "--folder", "nowhere"], "nowhere"),
@@ -70,7 +75,13 @@ def test_wrong_usage_is_told_in_a_line_or_two_and_exits_with_2(run, arguments, s
 
 @pytest.mark.parametrize(
     "arguments",
-    [["train", "none.yaml"], ["train", "none.py"], ["inspect", "none"], ["evaluate", "none.yaml"]],
+    [
+        ["train", "none.yaml"],
+        ["train", "none.py"],
+        ["inspect", "none"],
+        ["evaluate", "none.yaml"],
+        ["launch", "none.yaml"],
+    ],
 )
 def test_what_is_not_there_exits_with_3(run, arguments):
     ran = run(*arguments)

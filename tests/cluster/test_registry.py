@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from karvan.cluster.directory import Directory, StaticDirectory, directory_from_environment
 from karvan.cluster.registry import Membership, Registry
 from karvan.wire import RefusedError, Security, WireError
+from karvan.wire.directory import Directory, StaticDirectory, directory_from_environment
 
 MEMBER = """
 import sys, threading
@@ -192,7 +192,9 @@ def test_the_environment_says_where_to_look(registry, tmp_path):
     assert found.find("trainer", 0) == "h:1"
     found.close()
     member.leave()
-    static = directory_from_environment({"KARVAN_PARAMETER_SERVERS": "a:1, b:2", "KARVAN_LOADERS": "c:3"})
+    static = directory_from_environment(
+        {"KARVAN_PARAMETER_SERVERS": "a:1, b:2", "KARVAN_LOADER_ADDRESSES": "c:3"}
+    )
     assert static.all("parameter-server", 2) == ["a:1", "b:2"]
     assert static.find("loader", 0) == "c:3"
     with pytest.raises(ValueError, match="KARVAN_REGISTRY"):

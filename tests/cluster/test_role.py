@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from karvan.cluster.directory import Directory
 from karvan.cluster.registry import Registry
 from karvan.cluster.role import Settings, factory_of
 from karvan.wire import Peer, RefusedError, Security
+from karvan.wire.directory import Directory
 
 PROGRAM = Path(__file__).parent / "echo_role.py"
 

@@ -90,7 +90,7 @@ def test_what_is_done_after_a_call_may_fail_or_close_the_peer(service, caplog):
 def test_what_is_done_after_a_call_is_told_of_failures():
     told = threading.Event()
     peer = Peer("nobody", "127.0.0.1:1", deadline=0.1)
-    reply = peer.begin("ping", then=lambda reply: told.set() if reply.failed else None)
+    reply = peer.begin("ping", then=lambda reply: told.set() if reply.error else None)
     assert told.wait(20)
     assert reply.done
     peer.close()

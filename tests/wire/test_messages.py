@@ -204,7 +204,7 @@ def _refused(server, peer, caplog, write):
         answers.read_chunk()
     raw.close()
     assert peer.call("echo", {"n": 1}).head["n"] == 1
-    assert told["text"] in caplog.text
+    wait_for(lambda: told["text"] in caplog.text)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 import hmac
 import inspect
+import shutil
 import socket
+import subprocess
+from pathlib import Path
 
 import pytest
 import trustme
@@ -160,3 +163,14 @@ def test_secrets_do_not_show_when_printed():
     shown = repr(Security("secret", **NAMED, ca=OURS.pem))
     assert "secret" not in shown
     assert "PRIVATE" not in shown
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_the_recipe_for_certificates_works(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    recipe = text.split("```sh\n")[1].split("```")[0]
+    subprocess.run(["sh", "-e", "-c", recipe], cwd=tmp_path, check=True, capture_output=True)
+    files = {"TOKEN_FILE": "token", "TLS_CERT": "role.pem", "TLS_KEY": "role.key", "TLS_CA": "ca.pem"}
+    environment = {f"KARVAN_{name}": str(tmp_path / file) for name, file in files.items()}
+    security = Security.from_environment({**environment, "KARVAN_TLS_MUTUAL": "1"})
+    assert ask(security, security, 10) == "counting"

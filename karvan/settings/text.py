@@ -1,4 +1,4 @@
-"""The YAML of configs and of --set."""
+"""The YAML of settings and of --set."""
 
 from __future__ import annotations
 

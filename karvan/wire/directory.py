@@ -10,19 +10,39 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from karvan.cluster.registry import ROLES, Member
-from karvan.wire import Peer, Security, WireError
+from karvan.wire.errors import WireError
+from karvan.wire.peer import Peer
+from karvan.wire.security import Security
 
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
 _PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
 
 # Environment variables with the addresses of a role's processes, in the order of their indices.
 STATIC = {
     "parameter-server": "KARVAN_PARAMETER_SERVERS",
     "embedding-worker": "KARVAN_EMBEDDING_WORKERS",
-    "loader": "KARVAN_LOADERS",
+    "loader": "KARVAN_LOADER_ADDRESSES",
 }
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job, as the registry knows it."""
+
+    role: str
+    index: int
+    address: str
+    generation: int
+    pid: int
+    healthy: bool
+    silent: float  # seconds since its last sign of life
+
+    def __str__(self) -> str:
+        state = "" if self.healthy else f", no sign of life for {self.silent:.0f} s"
+        return f"{self.role} {self.index} at {self.address}{state}"
 
 
 class Addresses(Protocol):
@@ -139,7 +159,7 @@ class StaticDirectory:
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
 ) -> Directory | StaticDirectory:
-    """As KARVAN_REGISTRY says, or else KARVAN_PARAMETER_SERVERS, _EMBEDDING_WORKERS and _LOADERS.
+    """As KARVAN_REGISTRY says, or else the variables of `STATIC`.
 
     The first is the registry's "host:port"; the others are lists of them, separated by commas.
     """

@@ -1,0 +1,127 @@
+"""`karvan launch`: run a job of several roles on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.output import help_of, print_table
+from karvan.cli.target import pairs
+
+if TYPE_CHECKING:
+    from karvan.cluster.registry import Registry
+    from karvan.launch import job as jobs
+    from karvan.launch.commands import Commands
+    from karvan.launch.spec import JobSpec
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("launch", help=help_of(launch))(launch)
+
+
+def launch(
+    target: Path | None = typer.Argument(
+        None, metavar="JOB.yaml", help="What the job is; see --example.", show_default=False
+    ),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="NAME=VALUE", help="Another value of a key: roles.trainers=4."
+    ),
+    check: bool = typer.Option(False, "--check", help="Show the roles and their commands; start nothing."),
+    example: bool = typer.Option(False, "--example", help="Print a job to start from."),
+) -> int:
+    """Run a job of trainers, parameter servers, embedding workers and loaders on this machine.
+
+    What dies is started again; after the death of a trainer or a parameter server the job goes on from the
+    newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a second
+    Ctrl-C kills them. The same command goes on.
+
+    \b
+    Examples:
+      karvan launch --example > job.yaml
+      karvan launch job.yaml --check
+      karvan launch job.yaml --set roles.trainers=4 --set staleness=8
+
+    \b
+    Exit codes: 0 all trainers are done, 1 too many deaths,
+    2 or 3 a role ended with it, 130 Ctrl-C, 143 SIGTERM.
+    """
+    if example:
+        print(resources.files("karvan.launch").joinpath("example.yaml").read_text(), end="")
+        return OK
+    if target is None:
+        raise CommandError("Expected a JOB.yaml, got nothing; --example prints one to start from.")
+    changes = pairs(settings)
+
+    from karvan.launch.commands import commands_of
+    from karvan.launch.spec import read_spec
+
+    spec = read_spec(target, changes)
+    for path in spec.files():
+        if not path.is_file():
+            raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+    commands = commands_of(spec)
+    if check:
+        _show(spec, commands)
+        return OK
+    with closing(_registry(spec)) as registry:
+        return supervise(spec, registry, commands)
+
+
+def supervise(spec: JobSpec, registry: jobs.Registry, commands: Commands) -> int:
+    """Run a job with the local engine until it ends or a signal stops it; its exit code."""
+    from karvan.launch.engine import name_of
+    from karvan.launch.job import Job
+    from karvan.launch.local import LocalEngine
+    from karvan.launch.logs import Logs
+
+    names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).replicas)]
+    with closing(Logs(names, spec.logs)) as logs:
+        job = Job(spec, LocalEngine(logs.write), registry, logs, commands)
+        with _signals_to(job):
+            outcome = job.run()
+    if outcome.failure is not None:
+        raise CommandError(outcome.failure, outcome.code)
+    return outcome.code
+
+
+def _registry(spec: JobSpec) -> Registry:
+    from karvan.cluster.registry import Registry
+    from karvan.launch.environment import security_of
+    from karvan.wire import Security
+
+    return Registry(spec.host, security=Security.from_environment(security_of(spec)))
+
+
+@contextmanager
+def _signals_to(job: jobs.Job) -> Iterator[None]:
+    # A terminal that is closed stops the job like SIGTERM, unless nohup says otherwise.
+    caught = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        del caught[signal.SIGHUP]
+    before = {
+        number: signal.signal(number, lambda got, frame: job.interrupt(caught[signal.Signals(got)]))
+        for number in caught
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(spec: JobSpec, commands: Commands) -> None:
+    print_table(
+        f"Job {spec.name}: mode {spec.mode}, staleness {spec.staleness}, wire {spec.wire}",
+        ["role", "replicas", "command"],
+        [(role, spec.of_role(role).replicas, shlex.join(command)) for role, command in commands.items()],
+        right=["replicas"],
+    )

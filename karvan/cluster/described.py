@@ -1,0 +1,117 @@
+"""torch's optimizers as plain values, so that a trainer can tell a server which one it wants, without pickle.
+
+A description is `{"name": "Adam", "options": {"lr": 0.001, "betas": [0.9, 0.999]}}`: a class of torch.optim
+and options of its constructor, as JSON has them. Options that are not named have torch's defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Description: TypeAlias = dict[str, Any]
+
+# One asks for the loss again and again, the other for gradients of a kind that is not sent.
+_UNFIT = {"Optimizer", "LBFGS", "SparseAdam"}
+# How torch runs a step on a GPU or within a graph; of no concern to a server.
+_LEFT_OUT = {"self", "params", "capturable", "differentiable"}
+
+
+def describe(optimizer: Optimizer) -> Description:
+    """The description of an optimizer, whose param groups must share all options."""
+    kind = type(optimizer)
+    if _known().get(kind.__name__) is not kind:
+        raise ValueError(
+            f"A server can run one of torch.optim's {', '.join(_known())}, "
+            f"but the optimizer is {kind.__module__}.{kind.__qualname__}."
+        )
+    names = _options_of(kind)
+    first, *others = (
+        {name: _plain(name, group[name]) for name in names if name in group}
+        for group in optimizer.param_groups
+    )
+    for number, other in enumerate(others, 1):
+        for name in names:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"A server has one set of options for all parameters: expected param groups that share "
+                    f"them, but '{name}' is {first.get(name)} in group 0 and {other.get(name)} in group "
+                    f"{number}."
+                )
+    return {"name": kind.__name__, "options": first}
+
+
+def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:
+    """The optimizer that a description tells of; parameters may be none at all."""
+    name, options = _parts(description)
+    kind = _known().get(name)
+    if kind is None:
+        raise ValueError(f"Expected an optimizer out of {', '.join(_known())}, got {name!r}.")
+    if unknown := [option for option in options if option not in _options_of(kind)]:
+        raise ValueError(
+            f"{name} has no option {', '.join(map(repr, unknown))}; expected some of "
+            f"{', '.join(_options_of(kind))}."
+        )
+    # Torch wants at least one parameter; this one never gets a gradient.
+    given = list(parameters) or [torch.zeros(1, 1)]
+    try:
+        made: Optimizer = kind(given, **{option: _torch_value(value) for option, value in options.items()})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} does not take the options {options}: {error}") from error
+    return made
+
+
+def _parts(description: Any) -> tuple[str, dict[str, Any]]:
+    match description:
+        case {"name": str(name), "options": Mapping() as options} if len(description) == 2:
+            return name, dict(options)
+    raise ValueError(
+        f"Expected an optimizer as {{'name': …, 'options': {{…}}}}, got {_shortened(repr(description))}."
+    )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + "…"
+
+
+def _known() -> dict[str, Any]:
+    """The classes a description may name; their constructors have nothing in common but parameters."""
+    return {
+        name: kind
+        for name, kind in sorted(vars(torch.optim).items())
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in _UNFIT
+    }
+
+
+def _options_of(kind: type) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name not in _LEFT_OUT]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(name, item) for item in value]
+    raise ValueError(f"Option '{name}': expected numbers, text or None, got {type(value).__name__}.")
+
+
+def _torch_value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def rate_of(optimizer: Optimizer) -> float:
+    """The learning rate of all parameters; they must have the same one."""
+    rates = {float(group["lr"]) for group in optimizer.param_groups}
+    if len(rates) != 1:
+        raise ValueError(
+            "A server has one learning rate for all parameters: expected param groups that share it, "
+            f"got {', '.join(map(str, sorted(rates)))}."
+        )
+    return rates.pop()

@@ -1,0 +1,66 @@
+"""Batches as messages: tensors of any dtype, ragged ones, and plain values, to arrays and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+from karvan.wire import Array, Message, RefusedError
+
+_PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "ragged": (Ragged, ("values", "offsets", "weights")),
+    "nested": (NestedRagged, ("values", "inner", "outer")),
+    "padded": (Padded, ("values", "mask")),
+}
+_AS_BITS = {torch.bfloat16: "bfloat16"}  # dtypes that arrays do not have
+
+
+def pack(batch: Mapping[str, Any]) -> Message:
+    """A batch as a message; what is no tensor must be something that JSON can say."""
+    told: dict[str, Any] = {}
+    arrays: list[Array] = []
+    for name, entry in batch.items():
+        kind = next((kind for kind, (type_, _) in _PARTS.items() if isinstance(entry, type_)), "tensor")
+        if kind == "tensor" and not isinstance(entry, Tensor):
+            told[name] = ["plain", entry]
+            continue
+        parts = [entry] if kind == "tensor" else [getattr(entry, part) for part in _PARTS[kind][1]]
+        told[name] = [kind, [None if part is None else _put(part, arrays) for part in parts]]
+    return Message({"batch": told}, arrays)
+
+
+def unpack(message: Message) -> Batch:
+    """The batch that was packed; a RefusedError if the message is none."""
+    made: dict[str, Any] = {}
+    try:
+        for name, (kind, content) in message.head["batch"].items():
+            if kind == "plain":
+                made[name] = content
+                continue
+            parts = [None if place is None else _take(place, message.arrays) for place in content]
+            made[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise RefusedError(f"expected a batch, got a message that is none: {error}") from error
+    return Batch(made)
+
+
+def _put(tensor: Tensor, arrays: list[Array]) -> list[Any]:
+    bits = _AS_BITS.get(tensor.dtype)
+    plain = tensor.detach().cpu()
+    arrays.append(plain.view(torch.int16).numpy().view(np.uint16) if bits else plain.numpy())
+    return [len(arrays) - 1, bits or ""]
+
+
+def _take(place: Sequence[Any], arrays: Sequence[Array]) -> Tensor:
+    number, bits = place
+    # A copy, because what came over the wire may not be written to, and models may do so.
+    array = arrays[number].copy()
+    if not bits:
+        return torch.from_numpy(array)
+    dtype = next(dtype for dtype, name in _AS_BITS.items() if name == bits)
+    return torch.from_numpy(array.view(np.int16)).view(dtype)

@@ -1,0 +1,64 @@
+"""When pushed gradients become a step, and what a trainer is told of it; `dense.py` has the protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a push of gradients.
+
+    accepted: whether it counts, now or later; applied: whether a step was made by this push.
+    version and staleness are the server's version after it, and how far the gradients were behind before.
+    reason, if not accepted: "stale", "ahead" (of a server that lost steps), "not finite", or "forgotten",
+    a sequence number too old to tell whether it was applied.
+    """
+
+    accepted: bool
+    version: int
+    applied: bool
+    staleness: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class AsyncPolicy:
+    """Every push is a step; staleness_modulation divides its learning rate by max(1, staleness)."""
+
+    staleness_modulation: bool = False
+    grads_to_wait: ClassVar[int] = 1
+
+    def rejects(self, staleness: int) -> bool:
+        """Whether gradients are too far behind: never."""
+        return False
+
+    def slowed(self, rate: float, staleness: int) -> float:
+        """The learning rate for gradients so far behind."""
+        return rate / max(1, staleness) if self.staleness_modulation else rate
+
+
+@dataclass(frozen=True)
+class SyncPolicy:
+    """grads_to_wait pushes make a step; those more than `tolerance` versions behind are rejected."""
+
+    grads_to_wait: int = 1
+    tolerance: int = 0
+
+    def __post_init__(self) -> None:
+        if self.grads_to_wait < 1:
+            raise ValueError(f"grads_to_wait must be at least 1, got {self.grads_to_wait}.")
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance must not be negative, got {self.tolerance}.")
+
+    def rejects(self, staleness: int) -> bool:
+        """Whether gradients are too far behind."""
+        return staleness > self.tolerance
+
+    def slowed(self, rate: float, staleness: int) -> float:
+        """The learning rate for gradients so far behind: the same."""
+        return rate
+
+
+Policy: TypeAlias = AsyncPolicy | SyncPolicy

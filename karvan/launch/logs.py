@@ -1,0 +1,107 @@
+"""The output of all processes as one: whole lines, each with the name of its process."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LAUNCHER = "launcher"
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
+_TAIL = 10
+
+
+class Logs:
+    """Writes lines to a stream, coloured on a terminal, and to a file for each process in a folder, if any.
+
+    Threads may call at the same time. A stream that nobody reads any more does not end the job.
+    """
+
+    def __init__(
+        self, names: Iterable[str] = (), folder: Path | None = None, stream: TextIO | None = None
+    ) -> None:
+        self._lock = threading.Lock()
+        self._colours: dict[str, str] = {LAUNCHER: "bold"}
+        self._tails: dict[str, deque[str]] = {}
+        self._files: dict[str, TextIO] = {}
+        self._folder = folder
+        self._stream = sys.stdout if stream is None else stream
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="replace")  # a locale without a character must not stop a process
+        self._console = self._terminal()
+        for name in names:
+            self._colour(name)
+        self._width = max(map(len, self._colours))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def tell(self, text: str) -> None:
+        """Write what the launcher itself has to say."""
+        self.write(LAUNCHER, text)
+
+    def write(self, name: str, line: str) -> None:
+        """Write a line of a process."""
+        with self._lock:
+            self._tails.setdefault(name, deque(maxlen=_TAIL)).append(line)
+            if self._folder is not None:
+                try:
+                    self._file(self._folder, name).write(f"{line}\n")
+                except OSError as error:  # a full disk must not hold up those who write
+                    line = f"{line}\n{LAUNCHER} | logs are no longer written to {self._folder}: {error}"
+                    self._folder = None
+            try:
+                self._show(name, line)
+            except OSError:
+                self._leave_stream()
+
+    def tail(self, name: str) -> list[str]:
+        """The last lines of a process."""
+        with self._lock:
+            return list(self._tails.get(name, ()))
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            self._folder = None
+            for file in self._files.values():
+                file.close()
+
+    def _show(self, name: str, line: str) -> None:
+        if self._console is None:
+            self._stream.write(f"{name} | {line}\n")
+            self._stream.flush()
+        else:
+            from rich.text import Text
+
+            prefix = (f"{name:<{self._width}} │ ", self._colour(name))
+            self._console.print(Text.assemble(prefix, Text.from_ansi(line)), soft_wrap=True, highlight=False)
+
+    def _terminal(self) -> Console | None:
+        if not self._stream.isatty():
+            return None
+        from rich.console import Console
+
+        return Console(file=self._stream)
+
+    def _colour(self, name: str) -> str:
+        return self._colours.setdefault(name, _COLOURS[(len(self._colours) - 1) % len(_COLOURS)])
+
+    def _file(self, folder: Path, name: str) -> TextIO:
+        if name not in self._files:
+            # Closed by `close`. Processes that are started again go on in the same file.
+            self._files[name] = (folder / f"{name}.log").open("a", buffering=1, encoding="utf-8")
+        return self._files[name]
+
+    def _leave_stream(self) -> None:
+        # What is still in the buffer would be an error once more, when Python flushes it at exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)

@@ -1,0 +1,173 @@
+"""What a job.yaml may say: `karvan launch job.yaml`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from karvan.launch.environment import NAMES, TORCH_NAMES
+from karvan.launch.roles import LOADER, SERVER, TRAINER, WORKER, Role
+from karvan.settings import Count, Positive, Section, read_settings
+
+
+def _as_text(given: Any) -> Any:
+    if isinstance(given, bool):
+        return str(given).lower()
+    return str(given) if isinstance(given, int | float | datetime.date) else given
+
+
+def _as_replicas(given: Any) -> Any:
+    return {"replicas": given} if isinstance(given, int) and not isinstance(given, bool) else given
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Replicas(Section):
+    """The processes of one role; `trainers: 2` is short for `trainers: {replicas: 2}`."""
+
+    replicas: Count = 1
+    threads: Count | None = None
+    args: list[Text] = Field(default_factory=list)
+    env: dict[str, Text] = Field(default_factory=dict)
+
+    @field_validator("env")
+    @classmethod
+    def _leaves_ours_alone(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if name in NAMES or name in TORCH_NAMES:
+                raise ValueError(f"the launcher sets {name}, so it cannot be set here")
+        return env
+
+
+class OptionalReplicas(Replicas):
+    """A role that a job may do without."""
+
+    replicas: Annotated[int, Field(ge=0)] = 0
+
+
+class Servers(Replicas):
+    """Replica i listens on port + i; 0 is any free port."""
+
+    port: Port = 0
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> Servers:
+        if self.port and self.port + self.replicas > 65536:
+            raise ValueError(f"{self.replicas} replicas from port {self.port} on need ports up to 65535")
+        return self
+
+
+class Workers(Servers):
+    """The same for embedding workers, of which there may be none."""
+
+    replicas: Annotated[int, Field(ge=0)] = 0
+
+
+class Roles(Section):
+    """How many processes of each role."""
+
+    trainers: Annotated[Replicas, BeforeValidator(_as_replicas)] = Replicas()
+    parameter_servers: Annotated[Servers, BeforeValidator(_as_replicas)] = Servers()
+    embedding_workers: Annotated[Workers, BeforeValidator(_as_replicas)] = Workers()
+    loaders: Annotated[OptionalReplicas, BeforeValidator(_as_replicas)] = OptionalReplicas()
+
+
+class TLS(Section):
+    """Files in PEM; with `mutual`, clients show a certificate as well."""
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    mutual: bool = False
+
+    @model_validator(mode="after")
+    def _mutual_has_a_ca(self) -> TLS:
+        if self.mutual and self.ca is None:
+            raise ValueError("mutual needs the ca by which certificates of clients are checked")
+        return self
+
+
+class JobSpec(Section):
+    """A whole job."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    entry: Path
+    loader_entry: Path | None = None
+    data: dict[str, Any] | None = None
+    mode: Literal["sync", "hybrid", "async"] = "hybrid"
+    staleness: Count = 4
+    wire: Literal["float32", "bfloat16", "float16"] = "float32"
+    roles: Roles = Roles()
+    checkpoints: Path | None = None
+    on_server_loss: Literal["rollback", "reload"] = "rollback"
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    restart_window: Positive = 600.0
+    grace: Positive = 60.0
+    logs: Path | None = None
+    host: str = "127.0.0.1"
+    token_file: Path | None = None
+    tls: TLS | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sync_waits_for_every_batch(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("mode") == "sync":
+            return {"staleness": 1, **given}
+        return given
+
+    @field_validator("entry", "loader_entry")
+    @classmethod
+    def _is_a_program(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix != ".py":
+            raise ValueError(f"expected a FILE.py, got '{path}'")
+        return path
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        if self.mode == "sync" and self.staleness != 1:
+            raise ValueError(f"mode sync has staleness 1, got {self.staleness}; mode hybrid allows more")
+        if self.loader_entry is not None and self.roles.loaders.replicas == 0:
+            raise ValueError("loader_entry is given, but roles.loaders has no replicas")
+        known = self.token_file is not None or (self.tls is not None and self.tls.mutual)
+        if not known and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines, which needs a token_file or tls with "
+                "mutual: true; without them only loopback hosts are allowed, such as 127.0.0.1"
+            )
+        return self
+
+    def of_role(self, role: Role) -> Replicas:
+        """The section of a role."""
+        sections: dict[Role, Replicas] = {
+            TRAINER: self.roles.trainers,
+            SERVER: self.roles.parameter_servers,
+            WORKER: self.roles.embedding_workers,
+            LOADER: self.roles.loaders,
+        }
+        return sections[role]
+
+    def files(self) -> list[Path]:
+        """Files that must be there before anything starts."""
+        found = [self.entry, self.loader_entry, self.token_file]
+        if self.tls is not None:
+            found += [self.tls.cert, self.tls.key, self.tls.ca]
+        return [path for path in found if path is not None]
+
+
+def read_spec(path: Path, changes: Mapping[str, str]) -> JobSpec:
+    """Read a job.yaml, with some values set to others: {"roles.trainers": "2"}."""
+    return read_settings(JobSpec, path, changes)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

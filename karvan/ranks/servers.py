@@ -1,0 +1,103 @@
+"""The parameter servers of a job, as a trainer sees them: a peer for each, and for each kind of work."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from karvan.wire import Message, Peer, Security
+from karvan.wire.directory import Addresses, Directory, StaticDirectory
+
+# Lookups and gradients, in order; questions; checkpoints, which take long.
+SERVER = "parameter-server"
+_FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
+LINES = ("train", "ask", "save")
+
+
+class Servers:
+    """All servers; calls to several of them are under way at once."""
+
+    def __init__(
+        self,
+        find: Sequence[Callable[[], str]],
+        security: Security,
+        hello: Mapping[str, Any],
+        timeout: float,
+    ) -> None:
+        self._find = find
+        self._security = security
+        self._hello = hello
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._stores = 0
+
+    def __len__(self) -> int:
+        return len(self._find)
+
+    def new_store(self) -> int:
+        """A number for one more store, the same on all trainers if they make the same ones."""
+        self._stores += 1
+        return self._stores
+
+    def peer(self, server: int, line: str = "train") -> Peer:
+        """The peer for a kind of work, connected when it is first used."""
+        with self._lock:
+            key = (line, server)
+            if key not in self._peers:
+                self._peers[key] = Peer(
+                    f"parameter server {server}",
+                    self._find[server],
+                    self._security,
+                    hello={**self._hello, "server": server, "line": line},
+                    deadline=self._timeout,
+                )
+            return self._peers[key]
+
+    def call(
+        self,
+        method: str,
+        head: Mapping[str, Any] | None = None,
+        *,
+        line: str = "ask",
+        of: Sequence[int] | None = None,
+    ) -> list[Message]:
+        """The answers of all servers, or of some of them."""
+        chosen = range(len(self)) if of is None else of
+        replies = [self.peer(server, line).begin(method, head) for server in chosen]
+        return [reply.wait() for reply in replies]
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of arrays sent and received so far in training."""
+        peers = [peer for (line, _), peer in self._peers.items() if line == "train"]
+        return sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers)
+
+    def close(self) -> None:
+        """Leave all of them."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+
+
+def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Servers:
+    """The servers at these addresses, or those that the environment names."""
+    environment, security = os.environ, Security.from_environment()
+    static = environment.get("KARVAN_PARAMETER_SERVERS", "")
+    if addresses is None and "KARVAN_REGISTRY" in environment:
+        directory: Addresses = Directory(environment["KARVAN_REGISTRY"], security)
+        count = int(environment.get("KARVAN_SERVERS", "1"))
+    else:
+        listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
+        if not listed:
+            raise RuntimeError(
+                'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
+                "started, got neither."
+            )
+        directory, count = StaticDirectory({SERVER: listed}), len(listed)
+    told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
+    find = [partial(directory.find, SERVER, server, _FOUND_WITHIN) for server in range(count)]
+    return Servers(find, security, told, timeout)

@@ -1,0 +1,15 @@
+"""YAML files that say what to do: read, checked key by key, with errors that name the key."""
+
+from karvan.settings.section import Count, Positive, Section, SettingsError, problem_text, read_settings
+from karvan.settings.text import parse, place_of
+
+__all__ = [
+    "Count",
+    "Positive",
+    "Section",
+    "SettingsError",
+    "parse",
+    "place_of",
+    "problem_text",
+    "read_settings",
+]

@@ -1,0 +1,91 @@
+"""`Pull`: a batch whose keys are looked up at parameter servers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from karvan import _native, buffers
+from karvan.store.messages import cut, floats, words
+from karvan.store.protocol import Program
+from karvan.store.wording import from_wire
+from karvan.wire import Reply
+
+
+class Puller(Protocol):
+    """Who sends a pull and hears when it is not needed any more."""
+
+    count: int  # of servers
+    wire: str
+
+    def dim(self, table: str) -> int:
+        """The floats of a vector."""
+
+    def send_pull(self, pull: Pull) -> list[Reply]:
+        """Ask the servers."""
+
+    def forget(self, number: int) -> None:
+        """A lookup whose gradients have been sent, or will not be."""
+
+
+class Pull:
+    """A batch whose keys are to be looked up, or are."""
+
+    def __init__(
+        self,
+        store: Puller,
+        program: Program,
+        plan: _native.Plan,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> None:
+        self._store = store
+        self.program = program
+        self.plan = plan
+        self.training = training
+        self.step = step
+        self.now = now
+        self.number = 0  # of a training lookup that has begun
+        self.begun = False
+        self.offered = False  # to begin when there is room
+        self.replies: list[Reply] = []
+        servers, slots = store.count, len(program.tables)
+        self.route = _native.Route(plan, servers, True)
+        counts = self.route.counts
+        self.wanted = [counts[server * slots : (server + 1) * slots] for server in range(servers)]
+        self.dims = [store.dim(table) for table in program.tables]
+        sizes = [words(sum(of_server)) for of_server in self.wanted]
+        message = torch.empty(sum(sizes), dtype=torch.int64)
+        self.route.pack_keys(message.data_ptr())
+        self.sent = cut(message, sizes)
+
+    def begin(self, number: int) -> None:
+        """Send the keys; training lookups are numbered from 1, others are not."""
+        self.number = number
+        self.begun = True
+        self.replies = self._store.send_pull(self)
+
+    def fits(self, training: bool, step: int, now: float) -> bool:
+        """Whether it is, or can be made, the lookup that a forward needs."""
+        if not self.begun and not self.offered:
+            self.training, self.step, self.now = training, step, now
+        return self.training == training and (self.step == step or not training)
+
+    def finish(self) -> None:
+        """Wait for the vectors, and pool them."""
+        sizes = floats(self.wanted, self.dims)
+        vectors = buffers.empty(sum(sizes))
+        flat, at = vectors.numpy(), 0
+        for reply, size in zip(self.replies, sizes, strict=True):
+            received = from_wire(reply.wait().arrays[0], self._store.wire)
+            np.copyto(flat[at : at + size], received)
+            at += size
+        self.route.pool(vectors.data_ptr())
+
+    def __del__(self) -> None:
+        if self.number:
+            self._store.forget(self.number)

@@ -1,0 +1,118 @@
+"""How far lookups run ahead: the batches between a lookup and its acknowledged gradient, and their bound.
+
+A lookup ahead waits in line until there is room. Who computes and needs one now waits only for gradients
+that are on their way: those that have not been sent may depend on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Lookup(Protocol):
+    """A lookup that can be begun."""
+
+    begun: bool
+
+    def begin(self, number: int) -> None:
+        """Send it; the window's lock is held."""
+
+
+class Window:
+    """At most `bound` batches of this trainer are between lookup and acknowledged gradient."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._changed = threading.Condition()
+        self._line: deque[weakref.ref[Lookup]] = deque()
+        self._out: set[int] = set()  # lookups without an acknowledged gradient
+        self._sent: set[int] = set()  # those of them whose gradient is on its way
+        self._gone: deque[int] = deque()  # lookups that nobody holds any more
+        self._number = 0
+        self._failure: Exception | None = None
+        self.most = 0  # largest number of batches that were out at once
+        self.total = 0  # sum over lookups of the batches that were out, to tell the mean
+
+    @property
+    def lookups(self) -> int:
+        """How many have begun so far."""
+        return self._number
+
+    def offer(self, lookup: Lookup) -> None:
+        """Begin it as soon as there is room, behind those that were offered before."""
+        with self._changed:
+            self._line.append(weakref.ref(lookup))
+            self._collect()
+            self._advance()
+
+    def need(self, lookup: Lookup) -> None:
+        """Begin it unless it has, once the gradients that are on their way leave room."""
+        with self._changed:
+            while not lookup.begun:
+                self.check()
+                self._collect()
+                if len(self._out) < self._bound or not self._sent:
+                    self._begin(lookup)
+                else:
+                    self._changed.wait()
+
+    def sent(self, numbers: Iterable[int]) -> None:
+        """The gradients of these lookups are on their way."""
+        with self._changed:
+            self._sent.update(self._out.intersection(numbers))
+
+    def end(self, numbers: Iterable[int]) -> None:
+        """The gradients of these lookups have been applied."""
+        with self._changed:
+            self._collect()
+            self._out.difference_update(numbers)
+            self._sent.difference_update(numbers)
+            self._advance()
+            self._changed.notify_all()
+
+    def give_up(self, number: int) -> None:
+        """A lookup that nobody holds any more: if its gradient is not on its way, it will not come.
+
+        Called when memory is freed, at any moment, so nothing is done here.
+        """
+        self._gone.append(number)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing comes any more; whoever waits, or asks next, gets the error."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise what has failed in the background."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drain(self) -> None:
+        """Wait until no gradient is on its way."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sent or self._failure is not None)
+            self.check()
+
+    def _collect(self) -> None:
+        while self._gone:
+            number = self._gone.popleft()
+            if number not in self._sent:
+                self._out.discard(number)
+
+    def _advance(self) -> None:
+        while self._line and len(self._out) < self._bound and self._failure is None:
+            lookup = self._line.popleft()()
+            if lookup is not None and not lookup.begun:
+                self._begin(lookup)
+
+    def _begin(self, lookup: Lookup) -> None:
+        self._number += 1
+        lookup.begin(self._number)
+        self._out.add(self._number)
+        self.most = max(self.most, len(self._out))
+        self.total += len(self._out)

@@ -1,0 +1,159 @@
+"""Runs jobs whose roles are small programs, and waits for what happens to them."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from karvan.launch.job import Job, Timing
+from karvan.launch.local import LocalEngine
+from karvan.launch.logs import Logs
+from karvan.launch.roles import START_ORDER
+from karvan.launch.spec import JobSpec
+
+HERE = Path(__file__).parent
+PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
+
+
+class Known:
+    """A registry that nobody talks to."""
+
+    address = "127.0.0.1:4711"
+
+    def __init__(self):
+        self.sick = set()
+
+    def healthy(self, role, index):
+        return False if f"{role}-{index}" in self.sick else None
+
+
+def small_commands(folder):
+    """Every role notes what happens to it in the folder."""
+    command = (sys.executable, "-IS", str(HERE / "role_program.py"), str(folder))
+    return dict.fromkeys(START_ORDER, command)
+
+
+def wait_until(condition, what="something"):
+    """Wait for a condition to be true of something, and return that."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(f"waited {PATIENCE:g} s for {what}")
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def spec_of(roles, **more):
+    return JobSpec.model_validate({"name": "test", "entry": "train.py", "roles": roles, **more})
+
+
+class Place:
+    """A folder in which roles note what happens to them."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def events(self, event, name=""):
+        """What happened, to processes whose name begins so."""
+        path = self.folder / "events"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [each for each in found if each["event"] == event and each["name"].startswith(name)]
+
+    def wait_for(self, event, name, count=1):
+        """Wait until something has happened so many times; all of it."""
+        wait_until(lambda: len(self.events(event, name)) >= count, f"{event} of {name}, {count} times")
+        return self.events(event, name)
+
+    def order(self, file, text=""):
+        """Leave a file that changes what roles do, whole from the start."""
+        (self.folder / f"{file}.new").write_text(str(text))
+        (self.folder / f"{file}.new").rename(self.folder / file)
+
+    def kill(self, name):
+        """Kill the newest process of this name."""
+        os.kill(self.events("start", name)[-1]["pid"], signal.SIGKILL)
+
+
+class Running(Place):
+    """A job that runs in a thread of this process."""
+
+    def __init__(self, folder, roles, timing=None, commands=None, **more):
+        super().__init__(folder)
+        self.registry = Known()
+        self._output = io.StringIO()
+        logs = Logs(stream=self._output)
+        timing = timing or Timing(backoff=0.01, check=0.01, settle=0.0)
+        self.job = Job(
+            spec_of(roles, **more),
+            LocalEngine(logs.write),
+            self.registry,
+            logs,
+            commands or small_commands(folder),
+            timing,
+        )
+        self._outcome = None
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        self._outcome = self.job.run()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None:  # a job that is left running would hold up all other tests
+            self.job.interrupt(signal.SIGINT)
+            self.job.interrupt(signal.SIGINT)
+        self._thread.join(PATIENCE)
+
+    def outcome(self):
+        """Wait for the end."""
+        self._thread.join(PATIENCE)
+        assert self._outcome is not None
+        return self._outcome
+
+    @property
+    def lines(self):
+        return self._output.getvalue().splitlines()
+
+
+class Launched(Place):
+    """A launcher that is a process of its own."""
+
+    def __init__(self, folder, text, **more):
+        super().__init__(folder)
+        (folder / "job.yaml").write_text(f"name: test\nentry: train.py\n{text}\n")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "launcher_program.py"), str(folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            **more,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def output(self):
+        """Wait for its end; what it printed."""
+        return self.process.communicate(timeout=PATIENCE)[0].splitlines()

@@ -1,0 +1,218 @@
+"""What a job does when its processes end, die or hang."""
+
+import signal
+
+import pytest
+from launch_helpers import Running, is_alive, wait_until
+
+from karvan.launch.job import Timing
+
+ALL = {"trainers": 2, "parameter_servers": 2, "embedding_workers": 1, "loaders": 1}
+COUNT = 6
+
+
+def pids(events):
+    return {each["name"]: each["pid"] for each in events}
+
+
+def test_roles_start_in_order_and_stop_in_order_when_all_trainers_are_done(tmp_path):
+    with Running(tmp_path, ALL) as job:
+        job.wait_for("start", "", COUNT)
+        job.order("end-trainer", 0)
+        outcome = job.outcome()
+    assert (outcome.code, outcome.failure) == (0, None)
+    started = [line.split()[3].strip(",") for line in job.lines if line.startswith("launcher | Started")]
+    assert started == [
+        *("parameter-server-0", "parameter-server-1"),
+        *("embedding-worker-0", "loader-0", "trainer-0", "trainer-1"),
+    ]
+    asked = [each["name"] for each in job.events("asked")]
+    assert asked[:2] == ["loader-0", "embedding-worker-0"]
+    assert sorted(asked[2:]) == ["parameter-server-0", "parameter-server-1"]
+    assert not any(map(is_alive, pids(job.events("start")).values()))
+
+
+def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("KARVAN_RELOAD", "1")  # of another job
+    monkeypatch.setenv("RANK", "9")
+    roles = {
+        "trainers": {"replicas": 2, "threads": 3, "env": {"MINE": 5}},
+        "parameter_servers": {"replicas": 2, "port": 5000},
+    }
+    more = {"data": {"train": "a/*.parquet"}, "checkpoints": "out/run", "wire": "bfloat16"}
+    with Running(tmp_path, roles, **more) as job:
+        found = {each["name"]: each["env"] for each in job.wait_for("start", "", 4)}
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    server, trainer = found["parameter-server-1"], found["trainer-1"]
+    common = {
+        "KARVAN_JOB": "test",
+        "KARVAN_INDEX": "1",
+        "KARVAN_COUNT": "2",
+        "KARVAN_REGISTRY": "127.0.0.1:4711",
+        "KARVAN_GENERATION": "0",
+        "KARVAN_MODE": "hybrid",
+        "KARVAN_STALENESS": "4",
+        "KARVAN_WIRE": "bfloat16",
+        "KARVAN_TRAINERS": "2",
+        "KARVAN_SERVERS": "2",
+        "KARVAN_WORKERS": "0",
+        "KARVAN_LOADERS": "0",
+        "KARVAN_HOST": "127.0.0.1",
+        "KARVAN_CHECKPOINTS": "out/run",
+        "KARVAN_DATA": '{"train": "a/*.parquet"}',
+    }
+    server.pop("OMP_NUM_THREADS", None)  # of whoever runs the tests
+    assert server == {**common, "KARVAN_ROLE": "parameter-server", "KARVAN_PORT": "5001"}
+    port = trainer.pop("MASTER_PORT")
+    assert port == found["trainer-0"]["MASTER_PORT"]
+    assert trainer == {
+        **common,
+        **{"KARVAN_ROLE": "trainer", "KARVAN_PORT": "0", "KARVAN_THREADS": "3", "OMP_NUM_THREADS": "3"},
+        **{"MINE": "5", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize("name", ["loader-0", "embedding-worker-0"])
+def test_a_loader_or_worker_that_dies_is_started_again_alone(tmp_path, name):
+    with Running(tmp_path, ALL) as job:
+        before = pids(job.wait_for("start", "", COUNT))
+        job.kill(name)
+        again = job.wait_for("start", name, 2)[-1]
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert len(job.events("start")) == COUNT + 1
+    assert again["pid"] != before[name]
+    assert again["env"]["KARVAN_GENERATION"] == "0"
+    assert f"launcher | {name} was killed by SIGKILL; it is started again." in job.lines
+
+
+@pytest.mark.parametrize("name", ["trainer-1", "parameter-server-1"])
+def test_after_the_death_of_a_trainer_or_server_all_trainers_begin_a_new_generation(tmp_path, name):
+    with Running(tmp_path, ALL) as job:
+        before = pids(job.wait_for("start", "", COUNT))
+        first = job.events("start", "trainer")[0]["env"]["MASTER_PORT"]
+        job.kill(name)
+        trainers = job.wait_for("start", "trainer", 4)[2:]
+        servers = job.wait_for("start", "parameter-server", 2 + ("server" in name))[2:]
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert sorted(each["name"] for each in trainers) == ["trainer-0", "trainer-1"]
+    assert {each["env"]["KARVAN_GENERATION"] for each in (*trainers, *servers)} == {"1"}
+    assert len({each["env"]["MASTER_PORT"] for each in trainers} - {first}) == 1
+    assert [each["name"] for each in servers] == ([name] if "server" in name else [])
+    assert all("KARVAN_RELOAD" not in each["env"] for each in servers)
+    assert not is_alive(before["trainer-0"])
+    assert len(job.events("start", "loader")) == len(job.events("start", "embedding")) == 1
+    assert job.events("asked", "trainer") == []  # they were killed
+
+
+def test_a_lost_server_takes_its_rows_as_they_were_saved_if_asked(tmp_path):
+    with Running(tmp_path, ALL, on_server_loss="reload") as job:
+        job.wait_for("start", "", COUNT)
+        job.kill("parameter-server-0")
+        again = job.wait_for("start", "parameter-server-0", 2)[-1]
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert again["env"]["KARVAN_RELOAD"] == "1"
+    assert again["env"]["KARVAN_GENERATION"] == "0"
+    assert len(job.events("start")) == COUNT + 1
+
+
+def test_a_loader_that_is_done_is_wanted_once_more_after_a_rollback(tmp_path):
+    with Running(tmp_path, {"loaders": 1}) as job:
+        job.wait_for("start", "", 3)
+        job.order("end-loader", 0)
+        wait_until(lambda: "launcher | loader-0 is done." in job.lines)
+        assert len(job.events("start", "loader")) == 1
+        job.kill("trainer-0")
+        job.wait_for("start", "loader", 2)
+        job.wait_for("start", "trainer", 2)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+
+
+def test_too_many_deaths_fail_the_job_and_show_the_last_lines(tmp_path):
+    with Running(tmp_path, {"loaders": 1}, max_restarts=2) as job:
+        job.order("end-loader", 7)
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert outcome.failure.startswith("loader-0 ended with code 7, after 2 restarts within 600 seconds.")
+    assert outcome.failure.endswith("loader-0 was here")
+    assert len(job.events("start", "loader")) == 3
+
+
+def test_deaths_long_ago_do_not_count(tmp_path):
+    with Running(tmp_path, {"loaders": 1}, max_restarts=1, restart_window=1e-9) as job:
+        for times in range(1, 4):
+            job.wait_for("start", "loader", times)
+            job.kill("loader-0")
+        job.wait_for("start", "loader", 4)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+
+
+@pytest.mark.parametrize(("role", "code"), [("trainer", 2), ("trainer", 3), ("parameter-server", 2)])
+def test_wrong_usage_and_missing_data_are_not_tried_again(tmp_path, role, code):
+    with Running(tmp_path, {}) as job:
+        job.order(f"end-{role}", code)
+        outcome = job.outcome()
+    assert outcome.code == code
+    assert f"{role}-0 ended with code {code}, which is not tried again" in outcome.failure
+    assert len(job.events("start", role)) == 1
+
+
+@pytest.mark.parametrize(("name", "trainers"), [("loader-0", 1), ("trainer-0", 2)])
+def test_a_process_that_is_not_healthy_is_killed_and_dies(tmp_path, name, trainers):
+    with Running(tmp_path, {"loaders": 1}) as job:
+        old = pids(job.wait_for("start", "", 3))[name]
+        job.registry.sick.add(name)
+        wait_until(lambda: not is_alive(old))
+        job.registry.sick.clear()
+        job.wait_for("start", name, 2)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert f"launcher | {name} does not answer any more; it is killed." in job.lines
+
+
+def test_a_process_is_not_judged_before_it_has_settled(tmp_path):
+    with Running(tmp_path, {"loaders": 1}, Timing(check=0.001, settle=1000.0)) as job:
+        job.registry.sick.update({"loader-0", "trainer-0"})
+        job.wait_for("start", "", 3)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert len(job.events("start")) == 3
+
+
+def test_what_a_role_has_started_ends_with_it(tmp_path):
+    job = Running(tmp_path, {})
+    job.order("parent")
+    with job:
+        [trainer] = job.wait_for("start", "trainer")
+        [server] = job.wait_for("start", "parameter-server")
+        job.kill("trainer-0")
+        job.wait_for("start", "trainer", 2)
+        wait_until(lambda: not is_alive(trainer["child"]))
+        assert is_alive(server["child"])
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert not is_alive(server["child"])
+
+
+def test_who_does_not_stop_in_time_is_killed(tmp_path):
+    with Running(tmp_path, {}, grace=0.1) as job:
+        job.order("stubborn")
+        job.wait_for("start", "", 2)
+        job.job.interrupt(signal.SIGTERM)
+        assert job.outcome().code == 143
+    assert [each["name"] for each in job.events("asked")] == ["trainer-0", "parameter-server-0"]
+    assert not any(map(is_alive, pids(job.events("start")).values()))
+
+
+def test_a_program_that_is_not_there_is_told(tmp_path):
+    nothing = dict.fromkeys(["trainer", "parameter-server"], ("/nowhere/python",))
+    with Running(tmp_path, {}, commands=nothing, max_restarts=0) as job:
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert "/nowhere/python: No such file or directory." in outcome.failure

@@ -1,0 +1,99 @@
+"""Merged logs: whole lines with names."""
+
+import io
+import sys
+
+import pytest
+from launch_helpers import wait_until
+
+from karvan.launch.engine import Process
+from karvan.launch.local import LocalEngine
+from karvan.launch.logs import Logs
+
+# Writes every line in two pieces, to both streams in turn.
+TALKER = """
+import os, sys
+for number in range(300):
+    os.write(1 + number % 2, b"%s begins" % sys.argv[1].encode())
+    os.write(1 + number % 2, b" and ends %d\\n" % number)
+os.write(1, b"without an end")
+"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def run_all(engine, *processes):
+    ended = []
+    for process in processes:
+        engine.start(process, lambda process, code: ended.append(code))
+    wait_until(lambda: len(ended) == len(processes))
+    assert set(ended) == {0}
+
+
+def talker(index):
+    return Process("loader", index, (sys.executable, "-c", TALKER, f"loader-{index}"), {})
+
+
+def test_lines_of_processes_are_never_mixed(tmp_path):
+    stream = io.StringIO()
+    logs = Logs(folder=tmp_path / "logs", stream=stream)
+    run_all(LocalEngine(logs.write), *map(talker, range(4)))
+    logs.close()
+    for index in range(4):
+        name = f"loader-{index}"
+        expected = [*(f"{name} begins and ends {number}" for number in range(300)), "without an end"]
+        found = [line for line in stream.getvalue().splitlines() if line.startswith(f"{name} | ")]
+        assert found == [f"{name} | {line}" for line in expected]
+        assert (tmp_path / "logs" / f"{name}.log").read_text().splitlines() == expected
+    assert len(stream.getvalue().splitlines()) == 4 * 301
+    assert logs.tail("loader-3")[-1] == "without an end"
+
+
+def test_lines_that_are_too_long_or_no_text_are_shown_as_well_as_can_be():
+    stream = io.StringIO()
+    program = "import os; os.write(1, b'x' * 70_000 + b'\\n\\xff\\n')"
+    run_all(LocalEngine(Logs(stream=stream).write), Process("loader", 0, (sys.executable, "-c", program), {}))
+    lines = [line.removeprefix("loader-0 | ") for line in stream.getvalue().splitlines()]
+    assert "".join(lines[:-1]) == "x" * 70_000
+    assert lines[-1] == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_on_a_terminal_every_process_has_its_colour(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    logs = Logs(["loader-0", "trainer-10"], stream=stream)
+    logs.write("loader-0", "[bold]as it is[/bold]")
+    logs.write("trainer-10", "x")
+    first, second = stream.getvalue().splitlines()
+    assert "loader-0   │ " in first
+    assert first.endswith("[bold]as it is[/bold]")
+    assert "trainer-10 │ " in second
+    assert first.split("loader")[0] != second.split("trainer")[0]
+
+
+@pytest.mark.parametrize("line", ["", "a | b", "  indented"])
+def test_a_line_stays_as_it_is(line):
+    stream = io.StringIO()
+    Logs(stream=stream).write("trainer-0", line)
+    assert stream.getvalue() == f"trainer-0 | {line}\n"
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_stop_the_lines(tmp_path):
+    stream = io.StringIO()
+    logs = Logs(folder=tmp_path, stream=stream)
+    (tmp_path / "trainer-0.log").mkdir()
+    for line in "ab":
+        logs.write("trainer-0", line)
+    first, told, second = stream.getvalue().splitlines()
+    assert (first, second) == ("trainer-0 | a", "trainer-0 | b")
+    assert told.startswith(f"launcher | logs are no longer written to {tmp_path}")
+
+
+def test_characters_that_the_stream_does_not_have_are_replaced():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Logs(stream=stream).write("trainer-0", "café")
+    assert stream.buffer.getvalue() == b"trainer-0 | caf?\n"

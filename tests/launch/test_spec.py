@@ -1,0 +1,145 @@
+"""What a job.yaml may say, and `karvan launch` as far as it starts nothing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from karvan.cli.main import main
+from karvan.launch import environment
+from karvan.launch.commands import commands_of
+from karvan.launch.spec import JobSpec, read_spec
+
+WRONG = {
+    "an unknown key": ("mod: sync", "unknown key 'mod'; there are: name, entry"),
+    "an unknown role": ("roles: {masters: 1}", "roles: unknown key 'masters'; there are: trainers"),
+    "a role's unknown key": ("roles: {trainers: {replica: 1}}", "roles.trainers: unknown key 'replica'"),
+    "a port of a loader": ("roles: {loaders: {port: 1}}", "roles.loaders: unknown key 'port'"),
+    "no trainer": ("roles: {trainers: 0}", "roles.trainers.replicas: input should be greater"),
+    "no server": ("roles: {parameter_servers: 0}", "roles.parameter_servers.replicas: input should be"),
+    "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
+    "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
+    "a stale sync": ("mode: sync\nstaleness: 2", "mode sync has staleness 1, got 2"),
+    "no staleness": ("staleness: 0", "staleness: input should be greater than or equal to 1, got 0"),
+    "an unknown wire": ("wire: int8", "wire: input should be 'float32', 'bfloat16' or 'float16'"),
+    "a name with a blank": ("name: my job", "name: string should match pattern"),
+    "no program": ("entry: train.sh", "entry: expected a FILE.py, got 'train.sh'"),
+    "a program of no loaders": ("loader_entry: load.py", "roles.loaders has no replicas"),
+    "an environment that is ours": (
+        "roles: {trainers: {env: {KARVAN_ROLE: x}}}",
+        "roles.trainers.env: the launcher sets KARVAN_ROLE",
+    ),
+    "an open host": ("host: 0.0.0.0", "only loopback hosts are allowed, such as 127.0.0.1"),
+    "an open host by name": ("host: example.org", "only loopback hosts are allowed"),
+    "an open host with TLS for all": ("host: '::'\ntls: {cert: c, key: k}", "needs a token_file or tls with"),
+    "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs the ca"),
+    "half of TLS": ("tls: {cert: c}", "'tls.key' is missing"),
+    "a key twice": ("mode: sync\nmode: sync", "the key 'mode' is there twice"),
+}
+
+
+@pytest.fixture
+def run(capfd, tmp_path, monkeypatch):
+    """`run("job.yaml")` is `karvan launch job.yaml`, in a folder with train.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def launch(*arguments):
+        code = main(["launch", *arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in err
+        return code, out, err
+
+    return launch
+
+
+def job_text(text):
+    """A job that says this, and what every job must say."""
+    usual = {"name": "name: test", "entry": "entry: train.py"}
+    needed = [line for key, line in usual.items() if not text.startswith(key)]
+    return "\n".join([*needed, text])
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_job_is_told_by_key_and_exits_with_2(run, tmp_path, case):
+    text, said = WRONG[case]
+    (tmp_path / "job.yaml").write_text(job_text(text))
+    code, out, err = run("job.yaml", "--check")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: job.yaml")
+    assert said in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_the_example_is_a_job(run, tmp_path):
+    code, out, _ = run("--example")
+    assert code == 0
+    (tmp_path / "job.yaml").write_text(out)
+    spec = read_spec(tmp_path / "job.yaml", {})
+    assert spec.roles.trainers.args == ["--epochs", "2"]
+    assert all(f"\n{key}:" in out or f"\n# {key}:" in out for key in JobSpec.model_fields)
+    assert run("job.yaml", "--check")[0] == 0
+
+
+def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    (tmp_path / "job.yaml").write_text(job_text("roles: {trainers: {replicas: 2, args: [--lr, 1e-3, true]}}"))
+    code, out, _ = run("job.yaml", "--check", "--set", "roles.loaders=3")
+    assert code == 0
+    assert "Job test: mode hybrid, staleness 4, wire float32" in out
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
+    assert rows["trainer"] == f"2 {sys.executable} train.py --lr 0.001 true"
+    assert rows["parameter-server"] == f"1 {sys.executable} -m karvan role parameter-server"
+    assert rows["loader"] == f"3 {sys.executable} -m karvan role loader"
+    assert "embedding-worker" not in rows
+    assert not (tmp_path / "ran").exists()
+
+
+def test_loaders_run_a_program_of_the_job_if_it_has_one():
+    spec = JobSpec.model_validate(
+        {
+            "name": "a",
+            "entry": "t.py",
+            "loader_entry": "l.py",
+            "roles": {"loaders": {"replicas": 1, "args": [7]}},
+        }
+    )
+    assert commands_of(spec)["loader"] == (sys.executable, "l.py", "7")
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [("entry: none.py", "none.py"), ("token_file: none", "none"), ("tls: {cert: train.py, key: no}", "no")],
+)
+def test_files_that_are_not_there_exit_with_3(run, tmp_path, text, missing):
+    (tmp_path / "job.yaml").write_text(job_text(text))
+    code, _, err = run("job.yaml", "--check")
+    assert code == 3
+    assert f"there is no file {missing}." in err
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [("sync", 1), ("hybrid", 4), ("async", 4)])
+def test_staleness_follows_the_mode(mode, staleness):
+    assert JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": mode}).staleness == staleness
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"host": "localhost"},
+        {"host": "127.0.0.2"},
+        {"host": "::1"},
+        {"host": "0.0.0.0", "token_file": "token"},
+        {"host": "10.0.0.1", "tls": {"cert": "c", "key": "k", "ca": "a", "mutual": True}},
+    ],
+)
+def test_hosts_that_are_allowed(more):
+    assert JobSpec.model_validate({"name": "a", "entry": "t.py", **more}).host == more["host"]
+
+
+def test_the_page_lists_every_key_and_every_name_of_the_environment():
+    page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    keys = [name for name in JobSpec.model_fields if name != "roles"]
+    keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
+    names = [*environment.NAMES, *environment.TORCH_NAMES]
+    assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
