@@ -394,8 +394,11 @@ class Board:
     def join(self, places: Sequence[tuple[int, int]]) -> None: ...
     def exchange(self, send: int, to: Sequence[int], receive: int, of: Sequence[int], seconds: float) -> str:
         """
-        Bytes to and from each rank; done, late, or lost if the process of another rank has ended.
+        Bytes to and from each rank; done, late, lost if the process of another rank has ended, or left.
         """
+
+    def leave(self) -> None:
+        """Ends an exchange that another thread waits in, and all later ones."""
 
     @property
     def missing(self) -> int:

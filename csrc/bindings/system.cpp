@@ -78,10 +78,12 @@ void bind_system(nb::module_& m) {
              nb::gil_scoped_release release;
              const Board::Outcome outcome = b.exchange(reinterpret_cast<const char*>(send), to,
                                                        reinterpret_cast<char*>(receive), of, seconds);
-             return std::string(outcome == Board::Outcome::done ? "done" : outcome == Board::Outcome::late ? "late" : "lost");
+             const char* const names[] = {"done", "late", "lost", "left"};
+             return std::string(names[static_cast<int>(outcome)]);
            },
            "send"_a, "to"_a, "receive"_a, "of"_a, "seconds"_a,
-           "Bytes to and from each rank; done, late, or lost if the process of another rank has ended.")
+           "Bytes to and from each rank; done, late, lost if the process of another rank has ended, or left.")
+      .def("leave", &Board::leave, "Ends an exchange that another thread waits in, and all later ones.")
       .def_prop_ro("missing", &Board::missing, "The rank because of which it was not done.");
   static PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
   nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots),

@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSpins = 2000;
-constexpr auto kNap = std::chrono::milliseconds(50);  // between two looks whether the other process lives
+constexpr auto kNap = std::chrono::milliseconds(50);  // between two looks whether the other process lives, or this one leaves
 constexpr uint64_t kLeast = 1 << 20;
 
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -129,6 +129,7 @@ Board::Outcome Board::wait(Peer& peer, double seconds) {
   }
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
   while (!there()) {
+    if (left_) return Outcome::left;
     const uint32_t seen = counted.load(std::memory_order_acquire);
     if (static_cast<int32_t>(seen - count_) >= 0) break;
     const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
@@ -161,6 +162,7 @@ Board::Outcome Board::exchange(const char* send, std::span<const uint64_t> to, c
                                std::span<const uint64_t> of, double seconds) {
   if (to.size() != ranks_ || of.size() != ranks_ || peers_.size() != ranks_)
     throw std::invalid_argument("Expected sizes for each rank, after all have joined.");
+  if (left_) return Outcome::left;
   ++count_;
   std::vector<uint64_t> from(ranks_ + 1, 0), place(ranks_ + 1, 0);
   place[0] = sizeof(uint64_t) * (ranks_ + 1);

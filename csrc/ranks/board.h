@@ -7,6 +7,7 @@
 //
 // The memory has no name: a rank opens another's by process and file number (/proc), and it is gone when all of them are.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -21,7 +22,7 @@ class Board {
     int64_t process = 0;
     int file = -1;
   };
-  enum class Outcome { done, late, lost };  // lost: the process of another rank has ended
+  enum class Outcome { done, late, lost, left };  // lost: the process of another rank has ended
 
   Board(uint32_t rank, uint32_t ranks);
   ~Board();
@@ -35,6 +36,7 @@ class Board {
   // sides must agree on the sizes: std::invalid_argument. After another outcome than done, the board is of no more use.
   Outcome exchange(const char* send, std::span<const uint64_t> to, char* receive, std::span<const uint64_t> of,
                    double seconds);
+  void leave() { left_ = true; }  // ends an exchange that another thread waits in, and all later ones: left
   uint32_t missing() const { return missing_; }  // the rank because of which an exchange was late or lost
 
  private:
@@ -47,6 +49,7 @@ class Board {
   const char* message(Peer& peer);
 
   uint32_t rank_, ranks_, missing_ = 0, count_ = 0;
+  std::atomic<bool> left_{false};
   std::unique_ptr<Mapping> head_, areas_[2];
   std::vector<std::unique_ptr<Peer>> peers_;
 };

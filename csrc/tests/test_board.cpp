@@ -88,6 +88,15 @@ TEST(sizes_that_do_not_agree_and_ranks_that_do_not_come_are_told) {
   CHECK_EQ(all[0]->missing(), 1u);
 }
 
+TEST(one_who_leaves_waits_for_nobody) {
+  const std::vector<uint64_t> none{0, 0};
+  const auto all = boards(2);
+  std::thread waits([&] { CHECK(all[0]->exchange(nullptr, none, nullptr, none, 60) == Board::Outcome::left); });
+  all[0]->leave();
+  waits.join();
+  CHECK(all[0]->exchange(nullptr, none, nullptr, none, 60) == Board::Outcome::left);
+}
+
 #if !KARVAN_TSAN  // which does not follow threads into a forked child
 
 TEST(processes_exchange_and_one_that_dies_is_noticed) {

@@ -123,7 +123,6 @@ class Writing:
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
         prune: runs last, on rank 0.
         """
-        global _under_way
         pace = Pace()
         writers = None
 
@@ -140,8 +139,8 @@ class Writing:
                 self.close()
 
         try:
-            if self._connection.world > 1 and _under_way is not None:
-                _under_way.join()  # two saves would mix up what they tell each other
+            if self._connection.under_way is not None:
+                self._connection.under_way.join()  # two saves would mix up what they tell each other
             writers = Writers()
             pending = Pending(self.step, work, pace)
         except BaseException:  # no thread to be had
@@ -149,7 +148,8 @@ class Writing:
                 writers.end()
             self.close()
             raise
-        _under_way = pending if self._connection.world > 1 else None
+        if self._connection.settings.kind != "memory":
+            self._connection.under_way = pending
         return pending
 
     def _write(
@@ -274,10 +274,6 @@ def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:
             one.close()
         raise
     return made[0]
-
-
-# Of a job of several ranks: the lane of saves is for one at a time.
-_under_way: Pending | None = None
 
 
 def check_target(target: Path) -> None:

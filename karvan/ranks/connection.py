@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -11,15 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
-from karvan.ranks.lane import BoardLane, GlooLane, Lane
+from karvan.ranks.errors import RankError
+from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
 from karvan.ranks.watch import Watch
 
@@ -48,6 +50,13 @@ class Settings:
     staleness: int = 1
 
 
+class Joined(Protocol):
+    """Something that can be waited for."""
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+
+
 class Connection:
     """This process among those that train together: `rank` of `world`, and a lane for each thread."""
 
@@ -57,6 +66,7 @@ class Connection:
         self.rank = 0
         self.world = 1
         self.servers: Servers | None = None
+        self.under_way: Joined | None = None  # a save, which needs its lane
 
     @property
     def main(self) -> Lane:
@@ -96,8 +106,17 @@ class Connection:
         }
         self.servers = find_servers(servers, hello, self.settings.timeout)
 
+    def fail(self, lane: str, error: BaseException) -> None:
+        """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of torch's own collectives: a RankError, if a rank is the reason."""
+        return error
+
     def close(self) -> None:
-        """Leave; the process group stays."""
+        """Leave, once nothing is under way any more; the process group stays."""
+        if self.under_way is not None:
+            self.under_way.join()
         if self.servers is not None:
             self.servers.close()
 
@@ -114,7 +133,10 @@ class SharedConnection(Connection):
                     'connect("sharded") expects a process that torchrun has started, or an initialised '
                     "process group, got neither: torchrun --nproc-per-node=2 train.py"
                 )
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            backend = "gloo"
+            if torch.cuda.is_available():
+                backend = "cpu:gloo,cuda:nccl"
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
             store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
             name = meet(store, rank, world, settings.timeout)
             dist.init_process_group(
@@ -141,6 +163,7 @@ class SharedConnection(Connection):
             raise RuntimeError(
                 "transport 'memory' expects ranks on one machine that see each other's memory."
             )
+        atexit.register(self._watch.close)
 
     def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
         """Memory that all ranks share, for each lane; None if one of them cannot have it."""
@@ -169,6 +192,21 @@ class SharedConnection(Connection):
         """See `Connection.close`."""
         super().close()
         self._watch.close()
+        atexit.unregister(self._watch.close)
+
+    def fail(self, lane: str, error: BaseException) -> None:
+        """See `Connection.fail`."""
+        self._watch.tell(error)
+        self.lanes[lane].leave()
+        if dist.is_initialized():
+            keep_forever(_get_default_group())  # gradients may be on their way
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """See `Connection.explained`."""
+        of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if of_torch and not isinstance(error, RankError):
+            return self._watch.explain("main", None, error)
+        return error
 
     def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
         return self._watch.explain(lane.name, lost, error)
@@ -247,7 +285,10 @@ def connect(
 
 
 def disconnect() -> None:
-    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun."""
+    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun.
+
+    A save that is under way is waited for.
+    """
     connect("memory")
     if _owned and dist.is_initialized():
         dist.destroy_process_group()

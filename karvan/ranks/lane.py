@@ -6,8 +6,11 @@ memory, never pickles. A process that is alone has lanes, too: nothing is sent, 
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from karvan import _native
+from karvan.ranks.errors import RankError
+
+_LOOK = timedelta(seconds=0.1)  # between two looks whether this rank leaves
 
 
 class Lane:
@@ -52,6 +58,12 @@ class Lane:
         """Pieces of a flat tensor to all ranks: to[r] elements go to rank r, of[r] come from there."""
         return send
 
+    def leave(self) -> None:
+        """End what another thread of this process waits for here, and all that is asked of the lane later.
+
+        Those get a RankError. Other ranks do not hear of it, and the lane is of no more use.
+        """
+
 
 # What to raise for a lane whose collective has failed, the rank that was lost, if that is known, and why.
 Explain: TypeAlias = Callable[[Lane, int | None, Exception], Exception]
@@ -66,11 +78,12 @@ class GlooLane(Lane):
         self.world = dist.get_world_size(group)
         self._group = group
         self._explain = explain
+        self._left = False
 
     def sum(self, values: Tensor) -> Tensor:
         """See `Lane.sum`."""
         total = values.clone()
-        self._do(lambda: dist.all_reduce(total, group=self._group))
+        self._do(lambda: dist.all_reduce(total, group=self._group, async_op=True))
         self.bytes_sent += 2 * total.nbytes * (self.world - 1) // self.world
         return total
 
@@ -84,30 +97,52 @@ class GlooLane(Lane):
         mine[: len(data)] = _bytes(data)
         all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
         if longest:
-            self._do(lambda: dist.all_gather(all_of_them, mine, group=self._group))
+            self._do(lambda: dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
             self.bytes_sent += longest * (self.world - 1)
         return [bytes(one[:size].numpy()) for one, size in zip(all_of_them, sizes.tolist(), strict=True)]
 
     def swap(self, numbers: Tensor) -> Tensor:
         """See `Lane.swap`."""
         received = torch.empty_like(numbers)
-        self._do(lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group))
+        self._do(
+            lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group, async_op=True)
+        )
         self.bytes_sent += numbers[0].nbytes * (self.world - 1)
         return received
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
         """See `Lane.exchange`."""
         received = send.new_empty(sum(of))
-        self._do(lambda: dist.all_to_all_single(received, send, list(of), list(to), group=self._group))
+        self._do(
+            lambda: dist.all_to_all_single(
+                received, send, list(of), list(to), group=self._group, async_op=True
+            )
+        )
         self.bytes_sent += (sum(to) - to[self.rank]) * send.element_size()
         return received
 
+    def leave(self) -> None:
+        """See `Lane.leave`; the operation itself goes on inside of gloo, which cannot be stopped."""
+        self._left = True
+
     def _do(self, operation: Callable[[], Any]) -> None:
+        """Begin an operation and wait for it, never long inside of torch: see `keep_forever` for why."""
         self.operations += 1
         try:
-            operation()
+            work = None if self._left else operation()
+            while work is not None and not work.is_completed():
+                if self._left:
+                    keep_forever(self._group)
+                    work = None
+                else:
+                    with suppress(RuntimeError):  # if it is not the time that is over, it comes once more
+                        work.wait(_LOOK)
+            if work is not None:
+                work.wait()
         except (RuntimeError, ValueError) as error:
             raise self._explain(self, None, error) from error
+        if work is None:
+            raise _left(self)
 
 
 class BoardLane(Lane):
@@ -156,11 +191,31 @@ class BoardLane(Lane):
             self._timeout,
         )
         if outcome != "done":
+            if outcome == "left":
+                raise _left(self)
             if outcome == "lost":
                 raise self._explain(self, self._board.missing, ConnectionError("its process has ended"))
             raise self._explain(self, None, TimeoutError(f"nothing for {self._timeout:g} seconds"))
         self.bytes_sent += (sum(to) - to[self.rank]) * size
         return received
+
+    def leave(self) -> None:
+        """See `Lane.leave`."""
+        self._board.leave()
+
+
+def keep_forever(group: dist.ProcessGroup) -> None:
+    """Let nobody end a process group with an operation that never ends; whoever did would wait for it.
+
+    The interpreter does so at its end, too. And it ends a thread that comes back from a native call after
+    that by force, which C++ takes for the end of the whole program ("terminate called"). So threads must not
+    be inside of operations then, and groups that still are must stay.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _left(lane: Lane) -> RankError:
+    return RankError(f"This rank has left lane '{lane.name}' after an error, and cannot use it any more.")
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,14 @@ class Servers:
 
     def __init__(
         self,
-        find: Sequence[Callable[[], str]],
+        directory: Addresses,
+        count: int,
         security: Security,
         hello: Mapping[str, Any],
         timeout: float,
     ) -> None:
-        self._find = find
+        self._directory = directory
+        self._count = count
         self._security = security
         self._hello = hello
         self._timeout = timeout
@@ -36,7 +38,7 @@ class Servers:
         self._stores = 0
 
     def __len__(self) -> int:
-        return len(self._find)
+        return self._count
 
     def new_store(self) -> int:
         """A number for one more store, the same on all trainers if they make the same ones."""
@@ -50,7 +52,7 @@ class Servers:
             if key not in self._peers:
                 self._peers[key] = Peer(
                     f"parameter server {server}",
-                    self._find[server],
+                    partial(self._directory.find, SERVER, server, _FOUND_WITHIN),
                     self._security,
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
@@ -81,6 +83,7 @@ class Servers:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             peer.close()
+        self._directory.close()
 
 
 def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Servers:
@@ -99,5 +102,4 @@ def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], time
             )
         directory, count = StaticDirectory({SERVER: listed}), len(listed)
     told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
-    find = [partial(directory.find, SERVER, server, _FOUND_WITHIN) for server in range(count)]
-    return Servers(find, security, told, timeout)
+    return Servers(directory, count, security, told, timeout)

@@ -31,11 +31,21 @@ class Watch:
         self._beats = 0
         self._ended = threading.Event()
         self._beat()
-        threading.Thread(target=self._run, name="karvan-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="karvan-watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """No more signs of life."""
         self._ended.set()
+        self._thread.join(_BEAT)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the others, who will miss this rank, what has happened to it."""
+        if isinstance(error, RankError):  # of another rank, which `explain` has told
+            return
+        name = _name(self._rank, {"pid": os.getpid(), "host": os.uname().nodename})
+        with suppress(RuntimeError):
+            self._say("failed", f"{name} has failed with {type(error).__name__}: {_short(error)}")
 
     def explain(self, lane: str, lost: int | None, error: Exception) -> RankError:
         """An error that names the rank because of which a collective on a lane has failed.
@@ -57,24 +67,28 @@ class Watch:
     def _missing(self, lane: str) -> str | None:
         try:
             before = self._all("alive")
-            time.sleep(_LOST)
+            if not self._told(self._all("failed")):
+                time.sleep(_LOST)
             after, failed = self._all("alive"), self._all("failed")
         except (RuntimeError, ValueError):
-            return "The process that introduced the ranks to each other is gone"
+            return "The process that introduced the ranks to each other (rank 0, or torchrun) is gone"
+        if told := self._told(failed):
+            return told
         others = [rank for rank in range(self._world) if rank != self._rank]
-        silent = [r for r in others if after.get(r) == before.get(r) and r not in failed]
+        silent = [r for r in others if after.get(r) == before.get(r)]
         if silent:
             where = ", ".join(_name(rank, after.get(rank)) for rank in silent)
             return f"{where} {'has' if len(silent) == 1 else 'have'} died or stopped"
-        told = sorted(failed.items() - {(self._rank, failed.get(self._rank))})
-        if told:
-            return str(told[0][1])
         here = self._progress().get(lane, 0)
         slow = [r for r in others if after.get(r, {}).get("at", {}).get(lane, 0) < here]
         if slow:
             where = ", ".join(_name(rank, after.get(rank)) for rank in slow)
             return f"{where} {'does' if len(slow) == 1 else 'do'} not get to operation {here} of '{lane}'"
         return None
+
+    def _told(self, failed: Mapping[int, Any]) -> str | None:
+        """What others have found out."""
+        return next((str(failed[rank]) for rank in sorted(failed) if rank != self._rank), None)
 
     def _all(self, what: str) -> dict[int, Any]:
         keys = {rank: f"karvan/{what}/{rank}" for rank in range(self._world)}
@@ -102,5 +116,5 @@ def _name(rank: int, alive: Any) -> str:
     return f"Rank {rank} (process {alive['pid']} on {alive['host']})" if alive else f"Rank {rank}"
 
 
-def _short(error: Exception) -> str:
+def _short(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -66,6 +66,7 @@ class Feed(Iterator[Fed]):
         self._stopped = stopped
         self._last = position_of(data)
         self._closed = False
+        self._abandoned = False
         self.reason: str | None = None  # why all ranks stop, known when the last batch was handed out
 
     def __next__(self) -> Fed:
@@ -94,17 +95,19 @@ class Feed(Iterator[Fed]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and kind is not GeneratorExit:
-            self.abandon()
+        if error is not None and kind is not GeneratorExit:
+            self.abandon(error)
         self.close()
 
-    def abandon(self) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Something has failed on this rank: close, and do not wait for others, who may wait for this one."""
-        if not self._taker.alone:
-            self._abandon()
+        if not self._taker.alone and not self._abandoned:
+            self._abandoned = True
+            self._abandon(error)
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         self._closed = True
+        self._taker.fail(error)
         self._taker.close()
 
 
@@ -122,7 +125,6 @@ class AheadFeed(Feed):
         self._changed = threading.Condition()
         self._waiting: deque[Fed | BaseException] = deque()
         self._complete = False  # nothing more will come
-        self._abandoned = False
         self._stop: tuple[int, str] | None = None  # the first batch that may say so, and why to stop
         (self._thread,) = start([self._fill])
 
@@ -154,10 +156,12 @@ class AheadFeed(Feed):
         elif self._taken > self._given or self._taker.cut:
             move_back(self._data, self._last)
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         with self._changed:
-            self._closed = self._abandoned = True
+            self._closed = True
             self._changed.notify_all()
+        self._taker.fail(error)
+        self._thread.join(_END)  # no thread may be in a collective when the interpreter ends
 
     def _stops(self) -> bool:
         """Whether to stop here; several ranks do so when a batch says it that none has begun to take."""

@@ -86,9 +86,9 @@ class Fit:
         """An error leaves the feed at once: its thread would wait for ranks that wait for this one."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._feed is not None:
-                self._feed.abandon()
+                self._feed.abandon(error)
             raise
 
     def _begin(self, stack: ExitStack) -> None:

@@ -6,8 +6,8 @@ stays as it is: checkpoints, callbacks and evaluations see the bare one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ class Parallel:
 class Averaged(Parallel):
     """Parameters begin as those of rank 0; after a step's last pass they have the mean of all gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, connection: Connection) -> None:
         super().__init__(model)
+        self._connection = connection
         self._shared = DistributedDataParallel(_Rehearsed(model))
         # Torch lays gradients out anew after the first pass, in the order in which they came, and the bits of
         # sums depend on places. After a rehearsal, a fit that goes on has the sums of one that never stopped.
@@ -56,9 +57,17 @@ class Averaged(Parallel):
         """See `Parallel.begin`; torch expects that a head takes part even if no loss meets it."""
         return loss + nothing_of(output) if isinstance(output, Mapping) and len(output) > 1 else loss
 
-    def passing(self, last: bool) -> AbstractContextManager[Any]:
-        """See `Parallel.passing`."""
-        return nullcontext() if last else self._shared.no_sync()
+    @contextmanager
+    def passing(self, last: bool) -> Iterator[None]:
+        """See `Parallel.passing`; an error of torch's collectives names the rank that is missing."""
+        try:
+            with nullcontext() if last else self._shared.no_sync():
+                yield
+        except RuntimeError as error:
+            explained = self._connection.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
 
 
 class _Rehearsed(nn.Module):
@@ -79,4 +88,4 @@ class _Rehearsed(nn.Module):
 def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
     """What a model of these ranks needs; a collective."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    return Averaged(model) if connection.world > 1 and trained else Parallel(model)
+    return Averaged(model, connection) if connection.world > 1 and trained else Parallel(model)

@@ -121,6 +121,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def exact_device(device: torch.device | str) -> torch.device:
+    """The same device with its number: other threads have their own current GPU, which is the first."""
+    exact = torch.device(device)
+    if exact.type == "cuda" and exact.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return exact
+
+
 def _host_columns(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         if isinstance(module, EmbeddingEngine):

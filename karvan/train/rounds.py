@@ -109,6 +109,11 @@ class SharedTaker(Taker):
             with self._rounds.connection.on(self._rounds.lane) as lane:
                 self._end(lane)
 
+    def fail(self, error: BaseException) -> None:
+        """See `Taker.fail`."""
+        if not self._over:
+            self._rounds.connection.fail(self._rounds.lane, error)
+
     def close(self) -> None:
         """See `Taker.close`."""
         getattr(self._batches, "close", lambda: None)()

@@ -47,6 +47,9 @@ class Taker:
     def leave(self) -> None:
         """Nobody wants more."""
 
+    def fail(self, error: BaseException) -> None:
+        """Something has failed on this rank, and others may wait for it."""
+
     def close(self) -> None:
         """Let go of the data."""
         self._taken.close()

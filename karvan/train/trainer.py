@@ -20,7 +20,7 @@ from karvan.train.goal import Goal
 from karvan.train.logs import Log, Logs
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
-from karvan.train.placement import device_of, make_placement
+from karvan.train.placement import device_of, exact_device, make_placement
 from karvan.train.precision import make_precision
 from karvan.train.progress import NoProgress, make_progress
 from karvan.train.results import Counts, FitResult, Window
@@ -44,7 +44,7 @@ class Trainer:
     progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an object.
     checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
     checkpoint_seconds, and at the end; with keep_best also after every evaluation.
-    device is where the model is to be; without it, where it is. ahead batches are taken from the data while
+    device is where the model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data while
     one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
     engines group the ids that are in it already.
 
@@ -85,8 +85,8 @@ class Trainer:
         if ahead < 0:
             raise ValueError(f"ahead must not be negative, got {ahead}.")
         ahead = max(ahead, ranks.current().ahead) if ahead else 0
-        self.model = model if device is None else model.to(device)
-        self.device = device_of(model) if device is None else torch.device(device)
+        self.device = device_of(model) if device is None else exact_device(device)
+        self.model = model if device is None else model.to(self.device)
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.accumulate = accumulate

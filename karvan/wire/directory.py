@@ -54,6 +54,9 @@ class Addresses(Protocol):
     def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
         """The addresses of the first `count` of a role."""
 
+    def close(self) -> None:
+        """Nobody is looked for any more."""
+
 
 class Directory:
     """Asks the registry at an address "host:port"; waits for those that are not there yet, or are lost."""
@@ -134,6 +137,11 @@ class StaticDirectory:
         for role in addresses:
             _check_role(role)
         self._addresses = {role: list(each) for role, each in addresses.items()}
+        for listed in self._addresses.values():
+            for address in listed:
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdigit():
+                    raise ValueError(f"An address must be host:port, got {address!r}.")
 
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""

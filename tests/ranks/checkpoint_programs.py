@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import torch
@@ -156,7 +157,14 @@ def trouble(place):
     report = kv.checkpoint.warm_start(warm, folder / "two", tables="item")
     seen["warm"] = (report.rows, warm.content(), second.content())
     seen["summary"] = [(t.name, t.rows) for t in kv.checkpoint.summary(folder / "two").tables]
+
+    # A save that is under way is waited for.
+    go, write = threading.Event(), writing_module.write_arrays
+    writing_module.write_arrays = lambda *arguments: go.wait() and write(*arguments)
+    pending = kv.checkpoint.start(folder / "last", {}, model, step=21)
+    threading.Timer(0.3, go.set).start()
     ranks.disconnect()
+    seen["waited for"] = pending.done() and pending.wait().step
     seen["disconnected"] = error_of(lambda: kv.checkpoint.save(folder / "three", {}, model))
     return seen
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -11,7 +12,8 @@ from karvan import ranks
 
 def talk(transport):
     """All collectives, with numbers that tell who sent what."""
-    lane = ranks.connect("sharded", transport=transport).main
+    connection = ranks.connect("sharded", transport=transport)
+    lane = connection.main
     rank, world = lane.rank, lane.world
     given = torch.tensor([rank + 1.0, 10.0])
     return {
@@ -28,7 +30,26 @@ def talk(transport):
             [rank] * world,
         ),
         "operations": lane.operations,
+        "left": [] if rank else left(connection.lanes["evaluate"]),
     }
+
+
+def left(lane):
+    """What a thread hears that waits on a lane for others, who never come, until this rank leaves it."""
+    heard = []
+
+    def wait():
+        try:
+            lane.barrier()
+        except ranks.RankError as error:
+            heard.append(str(error))
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    lane.leave()
+    waits.join()
+    wait()
+    return heard
 
 
 def lose(how, timeout, transport, victim=1):

@@ -86,9 +86,18 @@ def train(
     evict=None,
     passes=1,
     batches=None,
+    servers=None,
+    staleness=1,
 ):
     """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters."""
-    connection = ranks.connect("sharded", wire=wire, grad_reduce=grad_reduce) if shared else ranks.current()
+    if servers:
+        connection = ranks.connect(
+            "remote", servers=servers, staleness=staleness, wire=wire, grad_reduce=grad_reduce
+        )
+    elif shared:
+        connection = ranks.connect("sharded", wire=wire, grad_reduce=grad_reduce)
+    else:
+        connection = ranks.current()
     rank, world = connection.rank, connection.world
     options = {"dtype": getattr(torch, dtype)}
     if admit:
@@ -107,7 +116,7 @@ def train(
                 batch = part_of(whole, rank, world - idle)
             if prepare:
                 with connection.on("fit"):
-                    assert engine.prepare(batch)
+                    assert engine.prepare(batch, training=True)
             # Gradients are averaged over ranks, so the whole batch's sum takes a factor of as many.
             loss_of(engine(batch), used, world if grad_reduce == "mean" else 1.0).backward()
         sparse.step()

@@ -109,6 +109,7 @@ def test_trouble_on_one_rank_is_an_error_on_all_and_harms_nothing(tmp_path):
     assert rows[0] == rows[1] == {"item": len(given["item"][0])}
     assert all(np.array_equal(taken["item"][i], given["item"][i]) for i in range(4))
     assert dict(first["summary"]) == {name: len(rows[0]) for name, rows in given.items()}
+    assert [r["waited for"] for r in results] == [21, 21]
     for r in results:
         assert "make engines after kv.connect" in r["disconnected"]
     _check_odd_manifests(tmp_path / "two", given)

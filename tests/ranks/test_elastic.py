@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ranks_helpers import free_port
 
 import karvan as kv
 
@@ -39,11 +41,11 @@ def torchrun(job, ranks, pause, *options):
     command = [torchrun, *options, f"--nproc-per-node={ranks}", HERE / "elastic_program.py"]
     folders = [job / "data", job / "checkpoints", job / "notes"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    log = (job / f"log-{time.monotonic_ns()}").open("wb")
+    output = (job / f"log-{time.monotonic_ns()}").open("wb")
     return subprocess.Popen(
         [*map(str, command), *map(str, folders), str(pause)],
         env=environment,
-        stdout=log,
+        stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
@@ -110,3 +112,50 @@ def test_other_numbers_of_ranks_go_on_where_a_killed_job_was(job):
                         os.kill(pid, signal.SIGKILL)
                 process.wait()
     assert_each_record_once(job)
+
+
+def end(agent):
+    """Kill an agent and its ranks, each of which leads a session of its own."""
+    if agent.poll() is None:
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for pid in [agent.pid, *map(int, children)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+@pytest.mark.slow
+def test_agents_join_and_leave_while_the_job_goes_on(job, monkeypatch):
+    # Torch's first agent tells the place of the store that all share to those only that begin with it.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = [
+        "--nnodes=1:2",
+        "--max-restarts=3",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=caravan",
+        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "--monitor-interval=0.2",
+        "--local-addr=127.0.0.1",
+    ]
+    agents = [torchrun(job, 1, 0.3, *options)]
+    try:
+        wait_for(lambda: process_of(job, 1, 0, 12))
+        alone = newest_step(job)
+        agents.append(torchrun(job, 1, 0.3, *options))
+        wait_for(lambda: process_of(job, 2, 0, alone + 10) and process_of(job, 2, 1, alone + 10))
+        assert newest_step(job) > alone
+        end(agents[1])
+        (job / "notes" / "hurry").touch()
+        assert agents[0].wait(120) == 0, logs(job)
+    finally:
+        for agent in agents:
+            end(agent)
+    generations = [note.name.rsplit("-", 1)[0] for note in (job / "notes").glob("*-*")]
+    assert set(generations) == {"1-0", "2-0", "2-1"}
+    assert generations.count("1-0") >= 2  # before and after
+    assert_each_record_once(job)
+
+
+def newest_step(job):
+    return kv.Checkpoints(job / "checkpoints").latest().step

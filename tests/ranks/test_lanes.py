@@ -23,6 +23,8 @@ def test_collectives_bring_everything_to_its_place(transport):
         assert result["swap"].tolist() == [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(world)]
         assert result["exchange"].tolist() == [10 * r + rank for r in range(world) for _ in range(rank)]
         assert result["operations"] == results[0]["operations"]
+    assert len(results[0]["left"]) == 2
+    assert all("left lane 'evaluate'" in message for message in results[0]["left"])
 
 
 def test_one_who_is_alone_hears_herself():

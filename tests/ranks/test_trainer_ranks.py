@@ -70,17 +70,17 @@ def whole_table(results, name):
     return rows
 
 
-def assert_trained_the_same(results, expected, counts=True):
+def assert_trained_the_same(results, expected, counts=True, tolerance=1e-5):
     for result in results:
         assert result["dense"].keys() == expected["dense"].keys()
         for name, value in expected["dense"].items():
-            torch.testing.assert_close(result["dense"][name], value, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(result["dense"][name], value, rtol=tolerance, atol=tolerance)
     for name in expected["tables"]:
         received, wanted = whole_table(results, name), whole_table([expected], name)
         assert received.keys() == wanted.keys()
         for key, (vector, state, count, last) in wanted.items():
-            np.testing.assert_allclose(received[key][0], vector, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(received[key][1], state, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(received[key][0], vector, rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(received[key][1], state, rtol=tolerance, atol=tolerance)
             if counts:
                 assert received[key][2:] == [count, last]
 

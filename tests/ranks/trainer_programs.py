@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -297,6 +298,60 @@ def failures(world):
     except (OSError, ranks.RankError) as error:
         made["error"] = str(error)
     return made
+
+
+class Failing(nn.Module):
+    """A loss, and a callback, of which one fails on one rank in the third step."""
+
+    def __init__(self, where, victim):
+        super().__init__()
+        self.where, self.victim, self.steps = where, victim, 0
+        self.loss = kv.losses.BinaryCrossEntropy()
+
+    def forward(self, output, batch):
+        self.fail_in("loss", self.steps + 1)
+        return self.loss(output, batch)
+
+    def fail_in(self, where, step):
+        if (where, step) == (self.where, 3) and ranks.current().rank == self.victim:
+            raise ZeroDivisionError(f"the {where} fails")
+
+    def called(self):
+        failing = self
+
+        class Called(kv.train.Callback):
+            def on_step_end(self, trainer, logs):
+                failing.steps = logs.step
+                failing.fail_in("callback", logs.step)
+                if logs.step == 3:  # the other rank's feed gets a batch ahead, and waits for this one
+                    time.sleep(0.7)
+
+        return Called()
+
+
+class LongEnd:
+    """Its process takes a while to end, in which messages arrive for threads that nobody has ended."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+
+def fail(where, transport, victim):
+    """A fit that fails on one rank and waits on the other; the error ends the process."""
+    torch.set_num_threads(1)
+    kv.connect("sharded", transport=transport, timeout=60)
+    if ranks.current().rank == victim:
+        PROGRAMS["long end"] = LongEnd()
+    failing = Failing(where, victim)
+    trainer_of(net_of(), loss=failing, callbacks=[failing.called()], metrics={}).fit(loader(rows=400))
+
+
+def fail_and_disconnect(**arguments):
+    try:
+        fail(**arguments)
+    except (ZeroDivisionError, ranks.RankError) as error:
+        ranks.disconnect()
+        return f"{type(error).__name__}: {error}"
 
 
 PROGRAMS = {
