@@ -401,4 +401,7 @@ class Peer:
 
 def _same(error: Exception) -> Exception:
     """A copy, for each who gets it: a traceback belongs to one thread."""
-    return type(error)(*error.args)
+    try:
+        return type(error)(*error.args)
+    except Exception:  # of a kind that is made in another way
+        return error
