@@ -157,6 +157,7 @@ class Membership:
 
     Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that does
     not want this process a RefusedError. Later on a registry that is gone is waited for.
+    beat: seconds between two signs of life.
     """
 
     def __init__(
@@ -169,7 +170,9 @@ class Membership:
         generation: int = 0,
         *,
         patience: float = 30.0,
+        beat: float = BEAT,
     ) -> None:
+        self._beat = beat
         self.generation = generation  # of this process; may be set, and is told with the next sign of life
         self.job_generation = generation  # as the registry has last said
         self.replaced = False  # whether another process has taken this place
@@ -217,7 +220,7 @@ class Membership:
 
     def _run(self) -> None:
         trouble = ""
-        while not self._ended.wait(BEAT):
+        while not self._ended.wait(self._beat):
             try:
                 said = self._call("beat", _DEADLINE)
                 if said["replaced"]:

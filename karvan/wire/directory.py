@@ -167,7 +167,7 @@ class StaticDirectory:
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
 ) -> Directory | StaticDirectory:
-    """As KARVAN_REGISTRY says, or else KARVAN_PARAMETER_SERVERS, _EMBEDDING_WORKERS and _LOADERS.
+    """As KARVAN_REGISTRY says, or else the variables of `STATIC`.
 
     The first is the registry's "host:port"; the others are lists of them, separated by commas.
     """

@@ -21,23 +21,13 @@ from karvan.wire.errors import RefusedError
 Array: TypeAlias = NDArray[Any]
 
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
-DTYPES = (
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "float16",
-    "float32",
-    "float64",
-)
+_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
 MOST_BYTES = 2**30  # of a message
+LARGE = 2**24  # bytes of an answer that is announced, since it may take a while
 _MOST_HEAD = 2**24
 _MOST_ARRAYS = 1024
+_MOST_DIMENSIONS = 32
 
 
 class Message(NamedTuple):
@@ -52,14 +42,39 @@ class Message(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
 
-def write(writer: Any, message: Message) -> None:
-    """Write a message to a Flight stream."""
-    described = [[str(array.dtype), list(array.shape)] for array in message.arrays]
-    head = json.dumps({**message.head, "arrays": described}, separators=(",", ":")).encode()
-    if not message.arrays:
+class Packed(NamedTuple):
+    """A message that is known to be fit for the wire."""
+
+    head: str  # JSON
+    arrays: Sequence[Array]
+
+
+def pack(message: Message, most: int = MOST_BYTES) -> Packed:
+    """A message ready to be written; a ValueError or TypeError if it cannot be."""
+    if len(message.arrays) > _MOST_ARRAYS or message.bytes > most:
+        raise ValueError(
+            f"A message expects up to {_MOST_ARRAYS} arrays and {most} bytes, "
+            f"got {len(message.arrays)} and {message.bytes}."
+        )
+    described = []
+    for array in message.arrays:
+        if str(array.dtype) not in DTYPES or array.ndim > _MOST_DIMENSIONS:
+            raise TypeError(
+                f"A message expects arrays of {', '.join(DTYPES)} with up to {_MOST_DIMENSIONS} dimensions, "
+                f"got {array.dtype} with {array.ndim}."
+            )
+        described.append([str(array.dtype), list(array.shape)])
+    return Packed(json.dumps({**message.head, "arrays": described}, separators=(",", ":")), message.arrays)
+
+
+def write(writer: Any, packed: Packed, **numbers: int) -> None:
+    """Write a message to a Flight stream; numbers are added to its head."""
+    more = "".join(f',"{name}":{value}' for name, value in numbers.items())
+    head = f"{packed.head[:-1]}{more}}}".encode()
+    if not packed.arrays:
         writer.write_metadata(head)
         return
-    for number, array in enumerate(message.arrays):
+    for number, array in enumerate(packed.arrays):
         batch = _wrapped(array)
         if number == 0:
             writer.write_with_metadata(batch, head)
@@ -95,14 +110,19 @@ def _wrapped(array: Array) -> pa.RecordBatch:
 def _unwrapped(batch: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     if batch is None or not batch.schema.equals(SCHEMA):
         received = "none" if batch is None else str(batch.schema).strip()
-        raise RefusedError(f"expected one column of bytes for an array, got {received}.")
-    size = math.prod(shape) * dtype.itemsize
-    if batch.num_rows != size or batch.column(0).null_count:
+        raise RefusedError(f"expected one column of bytes for an array, got {received[:200]}.")
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    column = batch.column(0)
+    try:
+        column.validate()  # that its buffers are as large as it says
+    except pa.ArrowInvalid as error:
+        raise RefusedError(f"expected an array, got one that is damaged: {error}") from error
+    if batch.num_rows != size or column.null_count:
         raise RefusedError(f"expected {size} bytes for an array {dtype} {shape}, got {batch.num_rows}.")
     if size == 0:
         return np.empty(shape, dtype)
-    column = batch.column(0)
-    array = np.frombuffer(column.buffers()[1], dtype, math.prod(shape), offset=column.offset).reshape(shape)
+    array = np.frombuffer(column.buffers()[1], dtype, count, offset=column.offset).reshape(shape)
     return array if array.ctypes.data % dtype.itemsize == 0 else array.copy()
 
 
@@ -126,7 +146,7 @@ def _expected(head: Mapping[str, Any], most: int) -> list[tuple[np.dtype[Any], t
     expected = []
     for each in described:
         match each:
-            case [str(name), [*shape]] if name in DTYPES and all(type(n) is int and n >= 0 for n in shape):
+            case [str(name), [*shape]] if name in DTYPES and _is_shape(shape):
                 expected.append((np.dtype(name), tuple(shape)))
             case _:
                 raise RefusedError(f"expected a dtype and a shape for an array, got {str(each)[:100]}.")
@@ -134,3 +154,9 @@ def _expected(head: Mapping[str, Any], most: int) -> list[tuple[np.dtype[Any], t
     if size > most:
         raise RefusedError(f"expected a message of up to {most} bytes, got one of {size}.")
     return expected
+
+
+def _is_shape(shape: Sequence[Any]) -> bool:
+    if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+        return False
+    return bool(math.prod(max(size, 1) for size in shape) < 2**48)  # also where another size is 0

@@ -1,12 +1,15 @@
 """`Peer`: calls to a service. Many may be under way; they are done and answered in order, each once.
 
-Two threads serve a connection: one sends, one receives. When it breaks, or is silent for too long although
-an answer is due, they begin another, with the calls that have not been answered.
+Three threads serve a connection: one sends, one receives, one watches the time. When it breaks, or is silent
+for too long although an answer is due, it is cancelled, and the first thread begins another one with the
+calls that have not been answered. The service knows those that it has done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import random
 import secrets
 import threading
@@ -16,23 +19,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.flight as flight
 
+from karvan.wire.connection import Connection, short
 from karvan.wire.errors import PeerLostError, RefusedError, WireError
-from karvan.wire.message import SCHEMA, Array, Message, read, write
+from karvan.wire.leaving import close_at_exit, closed
+from karvan.wire.message import Array, Message, Packed, pack
 from karvan.wire.security import Security
 from karvan.wire.server import TOLD
 
-_LONGEST_PAUSE = 2.0  # seconds between two attempts to connect
-_GOODBYE = 1.0  # seconds for a service to hang up
+_log = logging.getLogger("karvan.wire")
+
+_CONNECT = 5.0  # seconds for one attempt to connect
+_LONGEST_PAUSE = 2.0  # seconds between two of them
+_GOODBYE = 1.0  # seconds until a peer is left without a good-bye
+_SLOWEST = 8e6  # bytes per second: more patience for more bytes
 
 
 class Reply:
     """The answer to a call, once it is there."""
 
-    def __init__(self, peer: Peer, call: Message, deadline: float) -> None:
+    def __init__(self, peer: Peer, method: str, call: Packed, deadline: float) -> None:
         self._peer = peer
+        self.method = method
         self.call = call
+        self.bytes = sum(array.nbytes for array in call.arrays)
         self.deadline = deadline
         self._done = threading.Event()
         self._answer: Message | None = None
@@ -43,9 +53,10 @@ class Reply:
 
     def wait(self) -> Message:
         """The answer; what went wrong at the peer, or on the way to it, is raised here."""
+        self._peer.check_process()
         self._done.wait()
         if self._error is not None:
-            raise self._error
+            raise _same(self._error)
         assert self._answer is not None
         return self._answer
 
@@ -70,10 +81,13 @@ class Reply:
             self._error = answer
         else:
             self._answer = answer
-        self.call = Message({})  # what it holds is not needed any more
+        self.call = Packed("{}", ())  # what it holds is not needed any more
         self._done.set()
         if self._then is not None:
-            self._then(self)
+            try:
+                self._then(self)
+            except Exception:
+                _log.exception("What was to be done after %r of %s failed", self.method, self._peer.name)
 
 
 class Peer:
@@ -99,25 +113,30 @@ class Peer:
         self.name = name
         self._find = find if callable(find) else lambda: find
         self._security = security or Security()
-        self._hello = dict(hello or {})
+        self._session = secrets.token_hex(16)
+        self._hello = {**(hello or {}), "session": self._session, "patience": patience}
         self._deadline = deadline
         self._patience = patience
         self._forgetful = forgetful
-        self._session = secrets.token_hex(16)
+        self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Reply] = deque()  # calls without an answer, the oldest first
         self._sent = 0  # how many of them were sent on this connection
+        self._sent_bytes = 0  # theirs
         self._answered = 0  # number of the last call that was answered
+        self._numbered = 0  # the highest number that a call was sent with
         self._broken: Exception | None = None  # why this connection is not good any more
         self._heard = 0.0  # when something came, or was first waited for
         self._failure: Exception | None = None  # why there are no more calls
-        self._closing = False
+        self._closing = 0.0  # since when
         self.bytes_sent = 0
         self.bytes_received = 0
         self.connections = 0
         self.welcome: dict[str, Any] = {}  # what the service said when it was met
+        self._receiver: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"karvan-peer {name}", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     def begin(
         self,
@@ -132,12 +151,14 @@ class Peer:
 
         then: called with the reply once it is there, on a thread of the peer, so it must not wait.
         """
-        message = Message({**(head or {}), "method": method}, arrays)
-        reply = Reply(self, message, time.monotonic() + (deadline or self._deadline))
+        self.check_process()
+        call = pack(Message({**(head or {}), "method": method}, arrays))
+        seconds = self._deadline if deadline is None else deadline
+        reply = Reply(self, method, call, time.monotonic() + seconds)
         reply._then = then
         with self._changed:
             if self._failure is not None:
-                raise self._failure
+                raise _same(self._failure)
             if self._closing:
                 raise WireError(f"{self.name} was left, got a call of {method!r}.")
             self._waiting.append(reply)
@@ -157,26 +178,50 @@ class Peer:
 
     def close(self) -> None:
         """Leave; calls without an answer fail."""
+        if os.getpid() != self._process:
+            return
+        self.begin_closing()
+        if threading.current_thread() not in (self._thread, self._receiver):
+            self._thread.join(_CONNECT + 2 * _GOODBYE)
+            self._give_up(WireError(f"{self.name} was left before it had answered."))
+
+    def begin_closing(self) -> None:
+        """Take no more calls, and say good-bye; `close` waits for that."""
+        closed(self)
         with self._changed:
-            self._closing = True
+            self._closing = self._closing or time.monotonic()
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(self._patience)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked: the threads are in the one it came from."""
+        if os.getpid() != self._process:
+            raise RuntimeError(f"{self.name} expects calls of the process that made the peer, got a fork's.")
 
     def _run(self) -> None:
         attempt = 0
-        problem = "no answer"
         while self._wait_for_calls():
             connections = self.connections
             try:
                 self._talk()
-            except (PeerLostError, RefusedError) as error:
+                problem = "it was left"
+            except WireError as error:
+                if isinstance(error, PeerLostError):
+                    self._give_up(error)
+                    return
+                problem = str(error)
+            except (pa.ArrowException, OSError, StopIteration) as error:
+                problem = short(error)
+            except Exception as error:  # refused, or a mistake in what was asked for
                 self._give_up(error)
                 return
-            except (pa.ArrowException, OSError, StopIteration) as error:
-                problem = str(error).partition(". gRPC client debug")[0].partition("\n")[0] or "it hung up"
             attempt = 0 if self.connections > connections else attempt + 1
-            if not self._closing and not self._pause(attempt, problem):
+            if not self._pause(attempt, problem):
                 return
         self._give_up(WireError(f"{self.name} was left before it had answered."))
 
@@ -188,128 +233,155 @@ class Peer:
     def _pause(self, attempt: int, problem: str) -> bool:
         """Wait before the next attempt; whether there is to be one."""
         with self._changed:
-            due = self._waiting[0].deadline if self._waiting else time.monotonic() + _LONGEST_PAUSE
-            pause = min(_LONGEST_PAUSE, 0.02 * 2**attempt) * random.uniform(0.5, 1)
-            self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, due - time.monotonic())))
-        if time.monotonic() < due:
+            pause = min(_LONGEST_PAUSE, 0.02 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1)
+            left = self._due() - time.monotonic()
+            self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, left)))
+            now = time.monotonic()
+            late = next((each for each in self._waiting if now >= each.deadline), None)
+        if late is None:
             return True
-        self._give_up(self._late(problem))
+        seconds = late.deadline - late.begun
+        expected = f"{self.name} expected to answer {late.method!r} within {seconds:.3g} s"
+        self._give_up(WireError(f"{expected}, got: {problem.removesuffix('.')}."))
         return False
 
-    def _late(self, problem: str) -> WireError:
-        waiting = self._waiting[0]
-        method = waiting.call.head.get("method")
-        seconds = waiting.deadline - waiting.begun
-        return WireError(f"{self.name} expected to answer {method!r} within {seconds:.0f} s, got: {problem}.")
+    def _due(self) -> float:
+        return min((each.deadline for each in self._waiting), default=float("inf"))
 
     def _give_up(self, error: Exception) -> None:
+        closed(self)
         with self._changed:
-            self._failure = error
+            self._failure = self._failure or error
             waiting, self._waiting = list(self._waiting), deque()
+            self._sent = self._sent_bytes = 0
         for reply in waiting:
             reply.set(error)
 
     def _talk(self) -> None:
         """One connection, until it breaks or is not needed any more."""
-        client, writer, reader = self._connect()
-        receiver = threading.Thread(
-            target=self._receive, args=(reader,), name=f"karvan-answers {self.name}", daemon=True
+        with self._changed:
+            self._broken = None
+            limit = max(0.1, min(_CONNECT, self._patience, self._due() - time.monotonic()))
+        connection = Connection(self._find(), self._security, limit)
+        over = threading.Event()
+        watcher = threading.Thread(
+            target=self._watch, args=(connection, over, time.monotonic() + limit), daemon=True
         )
+        watcher.start()
         try:
-            receiver.start()
-            self._send(writer)
-            receiver.join(_GOODBYE)
-        finally:
-            with contextlib.suppress(pa.ArrowException, OSError):
-                reader.cancel()
-            receiver.join()
-            for each in (writer, client):
-                with contextlib.suppress(pa.ArrowException, OSError):
-                    each.close()
-
-    def _connect(self) -> tuple[Any, Any, Any]:
-        host, _, port = self._find().rpartition(":")
-        location = self._security.location(host, int(port))
-        client = flight.FlightClient(location, **self._security.client_options())
-        try:
-            options = flight.FlightCallOptions(headers=self._security.headers())
-            writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b"karvan"), options)
-            timer = threading.Timer(self._patience, reader.cancel)
-            timer.daemon = True
-            timer.start()
             try:
-                writer.begin(SCHEMA)
-                write(writer, Message({**self._hello, "method": "hello", "session": self._session}))
-                said = read(reader.read_chunk).head
-            finally:
-                timer.cancel()
+                said = connection.meet(self._hello)
+            except RefusedError as error:
+                raise RefusedError(f"{self.name} refused: {error}.") from error
             self._meet(said)
-        except flight.FlightUnauthenticatedError as error:
-            client.close()
-            raise RefusedError(
-                f"{self.name} refused: expected the job's token, got none or another."
-            ) from error
-        except BaseException:
-            client.close()
-            raise
-        return client, writer, reader
+            self._receiver = threading.Thread(
+                target=self._receive, args=(connection,), name=f"karvan-answers {self.name}", daemon=True
+            )
+            self._receiver.start()
+            try:
+                self._send(connection)
+            except (pa.ArrowException, OSError) as error:
+                raise self._why(error) from error
+        finally:
+            over.set()
+            connection.cancel()
+            watcher.join()
+            if self._receiver is not None:
+                self._receiver.join()
+                self._receiver = None
+            connection.close()
 
     def _meet(self, said: dict[str, Any]) -> None:
         if "error" in said:
             raise RefusedError(f"{self.name} refused: {said.get('text')}")
+        incarnation, last = said.get("incarnation"), said.get("last")
+        if not isinstance(incarnation, str) or type(last) is not int:
+            raise RefusedError(f"{self.name} expected to be a service of Karvan, got something else.")
         with self._changed:
-            again = self._answered > 0 and said.get("last") == 0
-            if again and not self._forgetful:
+            anew = incarnation != self.welcome.get("incarnation", incarnation)
+            forgotten = anew or last < self._answered
+            unsure = self._numbered > (0 if anew else self._answered)
+            if forgotten and unsure and not self._forgetful:
                 raise PeerLostError(f"{self.name} has begun anew: what it held is lost.")
-            if again:
-                self._answered = 0  # the service counts from 1 again
+            if forgotten:
+                self._answered = self._numbered = 0  # the service counts from 1 again
             self.welcome = said
-            self._broken, self._sent = None, 0
+            self._sent = self._sent_bytes = 0
             self._heard = time.monotonic()
             self.connections += 1
 
-    def _send(self, writer: Any) -> None:
+    def _send(self, connection: Connection) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._something_to_do, 0.5)
+                self._changed.wait_for(self._something_to_do)
                 if self._broken is not None:
                     raise self._broken
                 if self._closing:
                     break
-                now = time.monotonic()
-                if self._waiting and now > self._waiting[0].deadline:
-                    raise WireError("no answer in time")
-                if self._sent and now > self._heard + self._patience:
-                    raise WireError(f"silence for {self._patience:.0f} s")
-                if self._sent == len(self._waiting):
-                    continue
+                reply = self._waiting[self._sent]
                 if self._sent == 0:
-                    self._heard = now
-                call = self._waiting[self._sent].call
+                    self._heard = time.monotonic()
                 self._sent += 1
-                numbered = {"number": self._answered + self._sent, "received": self._answered}
-            message = Message({**call.head, **numbered}, call.arrays)
-            write(writer, message)
-            self.bytes_sent += message.bytes
+                self._sent_bytes += reply.bytes
+                number, received = self._answered + self._sent, self._answered
+                self._numbered = max(self._numbered, number)
+                call = reply.call
+            connection.write(call, number=number, received=received)
+            self.bytes_sent += reply.bytes
         with contextlib.suppress(pa.ArrowException, OSError):
-            write(writer, Message({"method": "bye"}))  # it hangs up then
+            connection.write(pack(Message({"method": "bye"})))
+            with self._changed:  # the service hangs up once it has read that, which is after its calls
+                self._changed.wait_for(lambda: self._broken is not None, 0.05 if self._sent else _GOODBYE)
+
+    def _why(self, error: Exception) -> Exception:
+        """Why a write failed: the other threads know more, such as what the service has said at last."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None, 0.5)
+            return self._broken or error
 
     def _something_to_do(self) -> bool:
-        return self._broken is not None or self._closing or self._sent < len(self._waiting)
+        return self._broken is not None or bool(self._closing) or self._sent < len(self._waiting)
 
-    def _receive(self, reader: Any) -> None:
+    def _watch(self, connection: Connection, over: threading.Event, meet_by: float) -> None:
+        """Cancel a connection that takes too long for anything."""
+        before = self.connections
+        while not over.wait(min(0.5, self._patience / 4)):
+            with self._changed:
+                now = time.monotonic()
+                problem = self._overdue(now)
+                if self.connections == before and (now > meet_by or self._closing):
+                    problem = "no answer to hello"
+                if problem and self._broken is None:
+                    self._broken = WireError(problem)
+                    self._changed.notify_all()
+            if problem:
+                connection.cancel()
+
+    def _overdue(self, now: float) -> str:
+        if self._closing:
+            return "it was left" if now > self._closing + _GOODBYE else ""
+        if now > self._due():
+            return "no answer in time"
+        patience = self._patience + self._sent_bytes / _SLOWEST
+        if self._sent and now > self._heard + patience:
+            return f"silence for {patience:.3g} s"
+        return ""
+
+    def _receive(self, connection: Connection) -> None:
         try:
             while True:
-                self._take(read(reader.read_chunk))
-        except (pa.ArrowException, OSError, StopIteration, RefusedError) as error:
+                self._take(connection.read())
+        except Exception as error:
             with self._changed:
-                self._broken = error if not isinstance(error, StopIteration) else WireError("it hung up")
+                if self._broken is None:
+                    self._broken = WireError("it hung up") if isinstance(error, StopIteration) else error
                 self._changed.notify_all()
 
     def _take(self, answer: Message) -> None:
         with self._changed:
             self._heard = time.monotonic()
             if "busy" in answer.head:
+                self._heard += answer.head.get("bytes", 0) / _SLOWEST
                 return
             if answer.head.get("fatal"):
                 raise RefusedError(f"{self.name} refused: {answer.head.get('text')}")
@@ -317,6 +389,7 @@ class Peer:
                 raise RefusedError(f"{self.name} gave an answer that was not asked for.")
             reply = self._waiting.popleft()
             self._sent -= 1
+            self._sent_bytes -= reply.bytes
             self._answered += 1
             self.bytes_received += answer.bytes
         if "error" in answer.head:
@@ -324,3 +397,11 @@ class Peer:
             reply.set(kind(f"{self.name}: {answer.head.get('text')}"))
         else:
             reply.set(answer)
+
+
+def _same(error: Exception) -> Exception:
+    """A copy, for each who gets it: a traceback belongs to one thread."""
+    try:
+        return type(error)(*error.args)
+    except Exception:  # of a kind that is made in another way
+        return error

@@ -6,9 +6,12 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+# What gRPC says by itself about failed connections our errors tell already. It reads this when it starts.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import pyarrow.flight as flight
 
@@ -23,10 +26,10 @@ class Security:
     that signed them, which callers trust. mutual: callers need a certificate of that authority, too.
     """
 
-    token: str = ""
-    cert: bytes = b""
-    key: bytes = b""
-    ca: bytes = b""
+    token: str = field(default="", repr=False)
+    cert: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = field(default=b"", repr=False)
     mutual: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +50,11 @@ class Security:
                 f"A service without TLS and a token expects a loopback address such as 127.0.0.1, got {host}."
             )
 
+    def check_target(self, host: str) -> None:
+        """Raise if a caller would show its token to everybody on the way to another machine."""
+        if self.token and not self.tls and not is_loopback(host):
+            raise ValueError(f"A token expects TLS or a service on this machine, got {host} without TLS.")
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Security:
         """As KARVAN_TOKEN_FILE, KARVAN_TLS_CERT, _KEY, _CA (files) and _MUTUAL (1) say."""
@@ -54,14 +62,22 @@ class Security:
 
         def content(name: str) -> bytes:
             path = given.get(name, "")
-            return Path(path).read_bytes() if path else b""
+            if not path:
+                return b""
+            read = Path(path).read_bytes()
+            if not read.strip():  # a job that was meant to be closed must not be open
+                raise ValueError(f"{name} expects a file with something in it, got {path}, which is empty.")
+            return read
 
+        mutual = given.get("KARVAN_TLS_MUTUAL", "").strip()
+        if mutual not in ("", "0", "1"):
+            raise ValueError(f"KARVAN_TLS_MUTUAL expects 0 or 1, got {mutual!r}.")
         return cls(
             token=content("KARVAN_TOKEN_FILE").decode().strip(),
             cert=content("KARVAN_TLS_CERT"),
             key=content("KARVAN_TLS_KEY"),
             ca=content("KARVAN_TLS_CA"),
-            mutual=given.get("KARVAN_TLS_MUTUAL", "") == "1",
+            mutual=mutual == "1",
         )
 
     def server_options(self) -> dict[str, Any]:
@@ -88,7 +104,7 @@ class Security:
 
     def location(self, host: str, port: int) -> str:
         """The address in Flight's words."""
-        return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{host}:{port}"
+        return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{join_address(host, port)}"
 
 
 class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -114,3 +130,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port"."""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise ValueError(f"An address expects host:port, got {address!r}.")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,28 +1,41 @@
-"""`Server`: a service at a port. Each caller has a stream, and a thread that answers its calls in order."""
+"""`Server`: a service at a port.
+
+A caller has two streams, and so two threads here. One reads its calls and does them in order; what they write
+goes to the other stream, whose thread otherwise only says from time to time that a call takes long and is not
+lost. There are two because a caller reads and writes at the same time, which Flight allows on one stream
+except at its end, when a write that is still under way would take the caller's process down.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from karvan.wire.errors import ListenError, RefusedError
-from karvan.wire.message import MOST_BYTES, SCHEMA, Message, read, write
-from karvan.wire.security import Security
+from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.leaving import close_at_exit, closed
+from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
+from karvan.wire.security import Security, join_address
 from karvan.wire.session import Session, Sessions
 
 _log = logging.getLogger("karvan.wire")
 
 # Errors of a service that its caller gets as the same ones; others become a RuntimeError.
-TOLD = {error.__name__: error for error in (ValueError, KeyError, TypeError, RuntimeError, RefusedError)}
-BUSY_EVERY = 2.0  # seconds between signs of life while a call takes long
+TOLD = {
+    error.__name__: error
+    for error in (ValueError, KeyError, TypeError, RuntimeError, RefusedError, WireError, PeerLostError)
+}
+BUSY_EVERY = 2.0  # seconds between signs of life while a call takes long, or less for impatient callers
 
 
 class Caller(NamedTuple):
@@ -70,29 +83,32 @@ class Server:
         self.incarnation = secrets.token_hex(8)
         self.sessions = Sessions()
         self.most_bytes = most_bytes
-        self.busy: set[_Stream] = set()
+        self.connections: dict[str, _Connection] = {}
+        self._closed = False
+        self._process = os.getpid()
         try:
             self._flight = _Flight(self, security.location(host, port), security.server_options())
         except (OSError, pa.ArrowException) as error:
             told = _first_line(error)
             raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {told}") from error
-        self.address = f"{host}:{self._flight.port}"
-        self._closing = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="karvan-busy", daemon=True)
-        self._ticker.start()
+        self.address = join_address(host, self._flight.port)
+        close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
         """Take no more calls; callers that hold their streams open are waited for that long."""
-        self._closing.set()
+        if self._closed or os.getpid() != self._process:  # it belongs to the process that this one came from
+            return
+        self._closed = True
+        closed(self)
         ending = threading.Thread(target=self._flight.shutdown, name="karvan-shutdown", daemon=True)
         ending.start()
-        ending.join(grace)
-
-    def _tick(self) -> None:
-        """Tell callers whose call takes long that it is being done, and not lost."""
-        while not self._closing.wait(BUSY_EVERY):
-            for stream in list(self.busy):
-                stream.still_busy()
+        due = time.monotonic() + grace
+        while ending.is_alive() and time.monotonic() < due:
+            for connection in list(self.connections.values()):  # also those that have just come
+                connection.ended.set()
+            ending.join(0.05)
+        if ending.is_alive():
+            _do_not_wait_at_exit(self._flight)
 
     def __enter__(self) -> Server:
         return self
@@ -101,93 +117,177 @@ class Server:
         self.close()
 
 
-class _Stream:
-    """Answers on their way to a caller."""
+class _Connection:
+    """A caller's streams: where its answers go."""
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, caller: Caller, session: Session, writer: Any) -> None:
+        self.caller = caller
+        self.session = session
+        self.ended = threading.Event()
+        self.taken = False  # whether its calls have a thread
+        self._writer: Any = writer
         self._lock = threading.Lock()
-        self._since = 0.0
+        self._since = 0.0  # when the call that is being done was begun
 
-    def write(self, message: Message) -> None:
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which the caller would think that the connection is broken."""
+        told = self.caller.hello.get("patience")
+        return float(told) if isinstance(told, int | float) and told > 0 else 4 * BUSY_EVERY
+
+    def write(self, packed: Packed, **numbers: int) -> None:
         with self._lock:
-            write(self._writer, message)
+            if self._writer is None:
+                raise WireError("it hung up")
+            size = sum(array.nbytes for array in packed.arrays)
+            if size > LARGE:  # so that the caller knows why it has to wait
+                write(self._writer, pack(Message({"busy": True})), bytes=size)
+            write(self._writer, packed, **numbers)
 
-    @contextlib.contextmanager
-    def working(self, among: set[_Stream]) -> Iterator[None]:
+    def close(self) -> None:
+        """No more writes: the stream is about to end."""
+        with self._lock:
+            self._writer = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
         self._since = time.monotonic()
-        among.add(self)
         try:
             yield
         finally:
-            among.discard(self)
+            self._since = 0.0
 
-    def still_busy(self) -> None:
-        if time.monotonic() - self._since >= BUSY_EVERY / 2:
-            with contextlib.suppress(pa.ArrowException, OSError):
-                self.write(Message({"busy": True}))
+    def say_if_busy(self, every: float) -> None:
+        since = self._since
+        if since and time.monotonic() - since >= every / 2 and self._lock.acquire(blocking=False):
+            try:
+                write(self._writer, pack(Message({"busy": True})))
+            finally:
+                self._lock.release()
 
 
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, server: Server, location: str, options: Mapping[str, Any]) -> None:
         super().__init__(location, **options)
         self._server = server
+        self._name = server.service.name
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """A caller's stream: hello, then calls, each with its answer."""
+        """One of a caller's streams: its first message says which one."""
         where = context.peer()
-        writer.begin(SCHEMA)
-        stream = _Stream(writer)
         try:
-            self._talk(where, reader, stream)
+            first = read(reader.read_chunk, self._server.most_bytes).head
+            if first.get("method") == "calls":
+                self._calls(first, reader)
+            else:
+                writer.begin(SCHEMA)
+                self._answers(context, where, first, writer)
         except StopIteration:
             pass
         except RefusedError as error:
-            _log.warning("%s refused %s: %s", self._server.service.name, where, error)
-            with contextlib.suppress(pa.ArrowException, OSError):
-                stream.write(Message({"error": "RefusedError", "text": str(error), "fatal": True}))
+            _log.warning("%s refused %s: %s", self._name, where, error)
         except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends what is no Arrow
-            _log.info("%s lost %s: %s", self._server.service.name, where, _first_line(error))
+            _log.info("%s lost %s: %s", self._name, where, _first_line(error))
+        except Exception:
+            _log.exception("%s failed with %s", self._name, where)
 
-    def _talk(self, where: str, reader: Any, stream: _Stream) -> None:
+    def _answers(self, context: Any, where: str, hello: dict[str, Any], writer: Any) -> None:
         server = self._server
-        hello = read(reader.read_chunk, server.most_bytes).head
-        name = hello.get("session")
-        if hello.get("method") != "hello" or not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise RefusedError("expected hello and the name of a session as the first message.")
-        caller = Caller(name, hello, where)
-        told = server.service.welcome(caller)
-        session = server.sessions.get(name)
-        stream.write(Message({**told, "incarnation": server.incarnation, "last": session.last}))
-        while True:
-            call = read(reader.read_chunk, server.most_bytes)
-            if call.head.get("method") == "bye":
-                server.sessions.end(name)
+        try:
+            caller, key = _introduced(hello, where)
+            told = server.service.welcome(caller)
+            if server._closed:
                 return
-            stream.write(self._answer(call, caller, session, stream))
+            with server.sessions.use(caller.session) as session:
+                connection = _Connection(caller, session, writer)
+                welcome = {**told, "incarnation": server.incarnation, "last": session.last}
+                server.connections[key] = connection
+                try:
+                    connection.write(pack(Message(welcome)))
+                    self._accompany(context, connection)
+                finally:
+                    server.connections.pop(key, None)
+                    connection.close()
+        except (pa.ArrowException, OSError):
+            raise
+        except Exception as error:
+            if not isinstance(error, RefusedError):
+                _log.exception("%s could not welcome %s", self._name, where)
+            write(writer, pack(_refusal(error)))
+            if isinstance(error, RefusedError):
+                raise
 
-    def _answer(self, call: Message, caller: Caller, session: Session, stream: _Stream) -> Message:
+    def _accompany(self, context: Any, connection: _Connection) -> None:
+        """While another thread does the calls, tell the caller that they are being done."""
+        every = max(0.05, min(BUSY_EVERY, connection.patience / 4))
+        while not connection.ended.wait(every) and not context.is_cancelled():
+            connection.say_if_busy(every)
+
+    def _calls(self, first: dict[str, Any], reader: Any) -> None:
+        connection = self._server.connections.get(str(first.get("connection")))
+        if connection is None or connection.taken:
+            raise RefusedError("expected calls of a caller that has said hello.")
+        connection.taken = True
+        try:
+            while True:
+                call = read(reader.read_chunk, self._server.most_bytes)
+                if call.head.get("method") == "bye":
+                    self._server.sessions.end(connection.caller.session)
+                    return
+                with connection.working():
+                    answer, number = self._answer(call, connection)
+                connection.write(answer, number=number)
+        except RefusedError as error:
+            connection.write(pack(_refusal(error)))
+            raise
+        finally:
+            connection.ended.set()
+
+    def _answer(self, call: Message, connection: _Connection) -> tuple[Packed, int]:
         number, received = call.head.get("number"), call.head.get("received")
         if type(number) is not int or type(received) is not int:
             raise RefusedError("expected a call with its number and that of the last answer received.")
+        service, most = self._server.service, self._server.most_bytes
 
-        def do() -> Message:
-            service = self._server.service
+        def do() -> Packed:
             try:
                 if call.head.get("method") == "ping":
-                    return Message({"service": service.name, "number": number})
-                with stream.working(self._server.busy):
-                    made = service.answer(call, caller)
-                return Message({**made.head, "number": number}, made.arrays)
+                    return pack(Message({"service": service.name}))
+                return pack(service.answer(call, connection.caller), most)
             except Exception as error:
                 kind = type(error).__name__
                 if kind not in TOLD:
                     _log.exception("%s failed at %r", service.name, call.head.get("method"))
                     kind = "RuntimeError"
-                text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-                return Message({"number": number, "error": kind, "text": text})
+                return pack(Message({"error": kind, "text": _text(error)}))
 
-        return session.answer(number, received, do)
+        return connection.session.answer(number, received, do), number
+
+
+def _do_not_wait_at_exit(server: _Flight) -> None:
+    """Flight would wait for those who hold streams open, for ever, when the program ends."""
+    for each in gc.get_referents(server):
+        if isinstance(each, weakref.finalize):
+            each.atexit = False
+
+
+def _introduced(hello: dict[str, Any], where: str) -> tuple[Caller, str]:
+    name, connection = hello.get("session"), hello.get("connection")
+    if hello.get("method") != "hello" or not _is_name(name) or not _is_name(connection):
+        raise RefusedError("expected hello and the names of a session and a connection as the first message.")
+    return Caller(str(name), hello, where), str(connection)
+
+
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and 0 < len(given) <= 200
+
+
+def _refusal(error: Exception) -> Message:
+    return Message({"error": "RefusedError", "text": _text(error), "fatal": True})
+
+
+def _text(error: Exception) -> str:
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
 def _first_line(error: BaseException) -> str:

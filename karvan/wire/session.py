@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from karvan.wire.errors import RefusedError
-from karvan.wire.message import Message
+from karvan.wire.message import Packed
 
 
 class Session:
-    """What a service knows of one caller; streams of the same caller take turns."""
+    """What a service knows of one caller; connections of the same caller take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._answers: dict[int, Message] = {}
+        self._answers: dict[int, Packed] = {}
         self.last = 0  # number of the last call that was done
+        self.connections = 0
         self.used = time.monotonic()
 
-    def answer(self, number: int, received: int, do: Callable[[], Message]) -> Message:
+    def answer(self, number: int, received: int, do: Callable[[], Packed]) -> Packed:
         """The answer to a call; the caller has those up to number `received`."""
         with self._lock:
             self.used = time.monotonic()
@@ -41,7 +43,7 @@ class Session:
 
 
 class Sessions:
-    """All callers of a service, by the names they chose; those that are silent for long are forgotten."""
+    """All callers of a service, by the names that they chose; those that are away for long are forgotten."""
 
     def __init__(self, most: int = 4096, idle: float = 3600.0) -> None:
         self._most = most
@@ -49,15 +51,21 @@ class Sessions:
         self._lock = threading.Lock()
         self._known: dict[str, Session] = {}
 
-    def get(self, name: str) -> Session:
-        """The session of that name, new if it is not known."""
+    @contextmanager
+    def use(self, name: str) -> Iterator[Session]:
+        """The session of that name, new if it is not known, for one connection."""
         with self._lock:
             if name not in self._known:
                 self._forget()
                 self._known[name] = Session()
             session = self._known[name]
-            session.used = time.monotonic()
-            return session
+            session.connections += 1
+        try:
+            yield session
+        finally:
+            with self._lock:
+                session.connections -= 1
+                session.used = time.monotonic()
 
     def end(self, name: str) -> None:
         """The caller has said good-bye."""
@@ -66,7 +74,8 @@ class Sessions:
 
     def _forget(self) -> None:
         now = time.monotonic()
-        for name in [each for each, one in self._known.items() if now - one.used > self._idle]:
-            del self._known[name]
+        for name, one in list(self._known.items()):
+            if not one.connections and now - one.used > self._idle:
+                del self._known[name]
         if len(self._known) >= self._most:
             raise RefusedError(f"expected up to {self._most} callers, got one more.")

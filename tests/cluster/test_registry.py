@@ -16,7 +16,7 @@ from karvan.wire.directory import Directory, StaticDirectory, directory_from_env
 MEMBER = """
 import sys, threading
 from karvan.cluster.registry import Membership
-Membership(sys.argv[1], "parameter-server", 0, sys.argv[2])
+Membership(sys.argv[1], "parameter-server", 0, sys.argv[2], beat=0.1)
 print("there", flush=True)
 threading.Event().wait()
 """
@@ -89,7 +89,7 @@ def test_who_is_not_found_is_named_beside_those_who_are_there(registry, director
 
 
 def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place():
-    registry = Registry(lost_after=1.5)
+    registry = Registry(lost_after=0.5)
     directory = Directory(registry.address)
     process = start_member(registry, "h:1")
     try:
@@ -98,7 +98,7 @@ def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place
         wait_for(lambda: registry.healthy("parameter-server", 0) is False)
         with pytest.raises(WireError, match="no sign of life"):
             directory.find("parameter-server", 0, 0.1)
-        member = Membership(registry.address, "parameter-server", 0, "h:2")
+        member = Membership(registry.address, "parameter-server", 0, "h:2", beat=0.1)
         assert directory.find("parameter-server", 0, 5) == "h:2"
         member.leave()
     finally:
@@ -109,7 +109,7 @@ def test_a_member_that_is_killed_counts_as_lost_and_the_next_one_takes_its_place
 
 
 def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
-    first = Membership(registry.address, "loader", 0, "h:1")
+    first = Membership(registry.address, "loader", 0, "h:1", beat=0.1)
     second = Membership(registry.address, "loader", 0, "h:2")
     wait_for(lambda: first.replaced)
     assert directory.find("loader", 0, 5) == "h:2"
@@ -120,7 +120,7 @@ def test_a_stopped_member_that_was_replaced_stays_silent(registry, directory):
 
 def test_members_register_again_with_a_registry_that_was_restarted():
     registry = Registry()
-    member = Membership(registry.address, "trainer", 0, "h:1")
+    member = Membership(registry.address, "trainer", 0, "h:1", beat=0.1)
     directory = Directory(registry.address)
     assert directory.find("trainer", 0, 5) == "h:1"
     registry.close()
@@ -134,7 +134,7 @@ def test_members_register_again_with_a_registry_that_was_restarted():
 
 
 def test_generations_are_told_to_members_and_older_ones_cannot_register(registry):
-    member = Membership(registry.address, "trainer", 0, "h:1", generation=0)
+    member = Membership(registry.address, "trainer", 0, "h:1", generation=0, beat=0.1)
     registry.generation = 3
     wait_for(lambda: member.job_generation == 3)
     with pytest.raises(RefusedError, match="generation 3, got 2"):
@@ -202,7 +202,7 @@ def test_the_environment_says_where_to_look(registry, tmp_path):
 
 
 def test_a_member_that_is_stopped_for_a_while_comes_back():
-    registry = Registry(lost_after=1.5)
+    registry = Registry(lost_after=0.5)
     process = start_member(registry, "h:1")
     try:
         process.send_signal(signal.SIGSTOP)

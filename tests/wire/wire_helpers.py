@@ -1,0 +1,100 @@
+"""Services to call, in this process and in one of their own: `python wire_helpers.py [PORT]`."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from karvan.wire import Message, Server, Service
+
+
+class Counting(Service):
+    """Gives back what it gets, and counts what was done for whom, in which order."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.done = {}
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+
+    def welcome(self, caller):
+        return {"hello": caller.hello.get("who")}
+
+    def answer(self, call, caller):
+        match call.head["method"]:
+            case "echo":
+                self.done.setdefault(caller.session, []).append(call.head.get("n"))
+                return Message({"n": call.head.get("n")}, call.arrays)
+            case "sum":
+                self.done.setdefault(caller.session, []).append(call.head.get("n"))
+                return Message({"sum": int(sum(a.astype(np.int64).sum() for a in call.arrays))})
+            case "sleep":
+                time.sleep(call.head["seconds"])
+                self.done.setdefault(caller.session, []).append("sleep")
+                return Message({})
+            case "gate":
+                self.entered.set()
+                self.gate.wait(30)
+                return Message({})
+            case "big":
+                return Message({}, [np.zeros(call.head["size"], np.uint8)])
+            case "fail":
+                raise {"key": KeyError, "value": ValueError, "other": ZeroDivisionError}[call.head["kind"]](
+                    "so"
+                )
+            case "unfit":
+                return (
+                    Message({"x": object()}) if call.head["what"] == "head" else Message({}, [np.array("x")])
+                )
+        return super().answer(call, caller)
+
+
+class Process:
+    """A counting service in a process of its own."""
+
+    def __init__(self, port=0):
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.address = self._process.stdout.readline().strip()
+        self.port = int(self.address.rpartition(":")[2])
+
+    def memory(self):
+        """Resident bytes."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+    def kill(self):
+        self._process.kill()
+        return self._process.communicate()[1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+
+def wait_for(condition, seconds=20.0):
+    due = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < due, "waited in vain"
+        time.sleep(0.005)
+    return value
+
+
+if __name__ == "__main__":
+    import logging
+
+    logging.basicConfig(level=logging.INFO)
+    server = Server(Counting(), port=int(sys.argv[1]))
+    print(server.address, flush=True)
+    sys.stdin.read()
