@@ -169,6 +169,76 @@ def torchrec_sparse(features: int, rows: int, batch: int, steps: int, sharding: 
     return run
 
 
+def remote_dlrm(
+    path: str, rows: int, batch: int, epochs: int, servers: list[str], staleness: int
+) -> Callable[[], dict[str, float]]:
+    """The training job of `train.py` with its rows on parameter servers."""
+    import train
+
+    import karvan as kv
+    from karvan import ranks
+
+    connection = ranks.connect("remote", servers=servers, staleness=staleness)
+    torch.manual_seed(0)
+    model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)
+    trainer = train.karvan_trainer("fp32", model)
+    train.fill(model, rows)
+    store = model.embeddings.store
+
+    def run() -> dict[str, float]:
+        keys, moved, cpu = store.keys_asked, sum(connection.servers.bytes()), sum(os.times()[:2])
+        busy = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
+        for listed in store.seconds.values():
+            listed.clear()
+        result = trainer.fit(kv.data.read(path, batch, epochs=epochs))
+        after = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
+        made: dict[str, float] = {
+            "samples": result.samples,
+            "steps": result.step,
+            "keys": store.keys_asked - keys,
+            "bytes": sum(connection.servers.bytes()) - moved,
+            "trainer_cpu": sum(os.times()[:2]) - cpu,
+            "servers_cpu": sum(after) - sum(busy),
+            "staleness": store.window.most,
+        }
+        for name, listed in store.seconds.items():
+            for share in (50, 99):
+                made[f"{name}_p{share}"] = float(np.percentile(list(listed), share))
+        return made
+
+    return run
+
+
+def pulls(servers: list[str], rows: int, keys: int, count: int) -> Callable[[], dict[str, float]]:
+    """Lookups of distinct keys of one table, some of them under way at once: what a server can serve."""
+    import karvan as kv
+    from karvan import ranks
+
+    connection = ranks.connect("remote", servers=servers, staleness=4)
+    engine = kv.EmbeddingEngine({"table": kv.Table(DIM)}).eval()
+    for start in range(0, rows, 1 << 17):
+        ids = scramble(np.arange(start, min(start + (1 << 17), rows)))
+        engine.train()({"table": torch.from_numpy(ids)})
+    engine.eval()
+    random = np.random.default_rng(0)
+    batches = [
+        {"table": torch.from_numpy(scramble(random.choice(rows, keys, replace=False)))} for _ in range(8)
+    ]
+
+    def run() -> dict[str, float]:
+        busy = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
+        with torch.no_grad():
+            engine.prepare(batches[0], training=False)
+            for number in range(count):
+                engine.prepare(batches[(number + 1) % len(batches)], training=False)
+                engine(batches[number % len(batches)])
+        after = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
+        engine.forget_ahead()
+        return {"samples": keys * count, "servers_cpu": sum(after) - sum(busy)}
+
+    return run
+
+
 def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[], dict[str, float]]:
     """A whole training job, as in `train.py`: on one process, or on several with sharded tables."""
     import train
@@ -246,6 +316,8 @@ KINDS = {
     "karvan": karvan_sparse,
     "torchrec": torchrec_sparse,
     "dlrm": dlrm,
+    "remote_dlrm": remote_dlrm,
+    "pulls": pulls,
     "messages": messages,
     "work": work,
 }

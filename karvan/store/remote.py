@@ -56,6 +56,8 @@ class RemoteStore(RemoteTables):
         self.wire = connection.settings.wire
         self._done: deque[int] = deque()  # lookups whose plans servers need not keep
         self.keys_asked = 0  # distinct keys of batches so far
+        # Seconds from a call to its answer, of the last ones.
+        self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
 
     @property
     def synchronous(self) -> bool:
@@ -99,6 +101,7 @@ class RemoteStore(RemoteTables):
         elif not pull.begun:
             pull.begin(0)
         pull.finish()
+        self.seconds["pull"] += [reply.seconds for reply in pull.replies]
         return Plan(pull.plan, {}, pull)
 
     def send_pull(self, pull: Pull) -> list[Reply]:
@@ -165,7 +168,7 @@ class RemoteStore(RemoteTables):
             "wire": self.wire,
             "done": self._take_done(),
         }
-        pending = _Acknowledged(self.count, numbers, self.window)
+        pending = _Acknowledged(self.count, numbers, self.window, self.seconds["push"])
         self.window.sent(numbers)
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
@@ -197,7 +200,8 @@ class RemoteStore(RemoteTables):
 class _Acknowledged:
     """Waits, without a thread, until all servers have applied some batches' gradients."""
 
-    def __init__(self, servers: int, numbers: list[int], window: Window) -> None:
+    def __init__(self, servers: int, numbers: list[int], window: Window, seconds: deque[float]) -> None:
+        self._seconds = seconds
         self._left = servers
         self._numbers = numbers
         self._window = window
@@ -208,6 +212,7 @@ class _Acknowledged:
         if reply.error is not None:
             self._window.fail(reply.error)
             return
+        self._seconds.append(reply.seconds)
         with self._lock:
             self._left -= 1
             if self._left:
