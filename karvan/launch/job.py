@@ -59,6 +59,9 @@ class Registry(Protocol):
     def healthy(self, role: str, index: int) -> bool | None:
         """Whether a role does what it should; None if nothing is known of it."""
 
+    def forget(self, role: str, index: int) -> None:
+        """A process has ended; another one will take its place."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -276,6 +279,7 @@ class Job:
             meeting=self._meeting,
             reload=member.reload,
         )
+        self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)
         member.code, member.due, member.started = None, None, time.monotonic()
         member.handle = self.engine.start(

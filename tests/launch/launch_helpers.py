@@ -28,6 +28,9 @@ class Known:
     def __init__(self):
         self.sick = set()
 
+    def forget(self, role, index):
+        pass
+
     def healthy(self, role, index):
         return False if f"{role}-{index}" in self.sick else None
 

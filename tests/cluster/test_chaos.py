@@ -1,0 +1,138 @@
+"""Launched jobs whose processes are killed: the final model has every record once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import karvan as kv
+
+HERE = Path(__file__).parent
+ROWS = 2001
+
+
+class LaunchedJob:
+    """`karvan launch` in a process, with data of which every record has an id."""
+
+    def __init__(self, folder, mode, staleness, trainers=1, pause=0.02, extra=""):
+        self.folder = folder
+        for name in ("data", "notes"):
+            (folder / name).mkdir()
+        draw = np.random.default_rng(0)
+        for part, ids in enumerate(np.array_split(np.arange(ROWS), 4)):
+            columns = {
+                "record": ids,
+                "user": draw.integers(0, 50, len(ids)),
+                "label": draw.integers(0, 2, len(ids)).astype(np.float32),
+            }
+            pq.write_table(pa.table(columns), folder / "data" / f"{part}.parquet")
+        arguments = [str(folder / "data"), str(folder / "notes"), str(pause)]
+        (folder / "job.yaml").write_text(
+            f"name: chaos\nentry: {HERE / 'chaos_program.py'}\nmode: {mode}\nstaleness: {staleness}\n"
+            f"checkpoints: {folder / 'checkpoints'}\nmax_restarts: 1000\nrestart_window: 1\n"
+            f"roles:\n  trainers: {{replicas: {trainers}, args: {arguments}, threads: 1}}\n"
+            f"  parameter_servers: {{replicas: 2, threads: 1}}\n{extra}"
+        )
+        self.log = folder / "log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")],
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def step(self):
+        """How far the first trainer is; 0 if it has not begun."""
+        with suppress(OSError, ValueError):
+            pid, step = (self.folder / "notes" / "step-0").read_text().split()
+            if Path(f"/proc/{pid}").exists():
+                return int(step)
+        return 0
+
+    def pids(self, role):
+        """The processes of a role."""
+        found = []
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                values = place.read_bytes().split(b"\0")
+                checkpoints = f"KARVAN_CHECKPOINTS={self.folder / 'checkpoints'}".encode()
+                if f"KARVAN_ROLE={role}".encode() in values and checkpoints in values:
+                    found.append(int(place.parent.name))
+        return found
+
+    def kill(self, role, after):
+        """kill -9 one of a role once training has gone on for some steps."""
+        begun = None
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            step = self.step()
+            begun = step if begun is None or step < begun else begun
+            if step and step >= begun + after and (pids := self.pids(role)):
+                os.kill(random.choice(pids), signal.SIGKILL)
+                return
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.01)
+        raise TimeoutError(self.log.read_text())
+
+    def finish(self):
+        """Let it run to its end."""
+        (self.folder / "notes" / "hurry").touch()
+        assert self.process.wait(120) == 0, self.log.read_text()
+
+    def records(self):
+        """For each record what its row has gathered, and how often it was looked up."""
+        last = kv.Checkpoints(self.folder / "checkpoints").latest()
+        rows = [np.concatenate(column) for column in zip(*last.parts("record"), strict=True)]
+        order = np.argsort(rows[0])
+        np.testing.assert_array_equal(rows[0][order], np.arange(ROWS))
+        return rows[1][order][:, 0], rows[3][order]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+        self.process.kill()
+
+
+def test_a_job_outlives_a_server_and_a_trainer(tmp_path):
+    with LaunchedJob(tmp_path, "hybrid", 4) as job:
+        job.kill("parameter-server", 8)
+        job.kill("trainer", 8)
+        job.finish()
+        times, _ = job.records()
+        np.testing.assert_array_equal(times, 1)
+        assert "begins" in job.log.read_text()
+        most = int((tmp_path / "notes" / "done-0").read_text().split()[1])
+        assert most <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["parameter-server", "trainer"])
+def test_a_role_is_killed_twenty_times(tmp_path, role):
+    with LaunchedJob(tmp_path, "hybrid", 4) as job:
+        for _ in range(20):
+            job.kill(role, random.randint(1, 6))
+            time.sleep(random.uniform(0, 0.3))
+        job.finish()
+        np.testing.assert_array_equal(job.records()[0], 1)
+
+
+@pytest.mark.slow
+def test_synchronous_trainers_and_servers_are_killed(tmp_path):
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2) as job:
+        for number in range(10):
+            job.kill(("trainer", "parameter-server")[number % 2], random.randint(1, 6))
+        job.finish()
+        np.testing.assert_array_equal(job.records()[1], 1)
