@@ -10,6 +10,7 @@ been applied, and results are those of a store in memory, bit for bit.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,6 +56,7 @@ class RemoteStore(RemoteTables):
         self._store = self._servers.new_store()
         self.wire = connection.settings.wire
         self._done: deque[int] = deque()  # lookups whose plans servers need not keep
+        self._used = time.monotonic()  # when the last training lookup was
         self.keys_asked = 0  # distinct keys of batches so far
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
@@ -100,9 +102,20 @@ class RemoteStore(RemoteTables):
             self.window.need(pull)
         elif not pull.begun:
             pull.begin(0)
+        if training:
+            self._watch(pull)
         pull.finish()
         self.seconds["pull"] += [reply.seconds for reply in pull.replies]
         return Plan(pull.plan, {}, pull)
+
+    def _watch(self, pull: Pull) -> None:
+        """Tell the window whether a lookup that ran ahead was there in time."""
+        now = time.monotonic()
+        step, self._used = now - self._used, now
+        if pull.offered:
+            ready = max(reply.begun + reply.seconds for reply in pull.replies)
+            waited = not all(reply.done for reply in pull.replies)
+            self.window.used(waited, (now - ready) / step)
 
     def send_pull(self, pull: Pull) -> list[Reply]:
         """Ask the servers; for `Pull`."""

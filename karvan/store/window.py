@@ -2,6 +2,10 @@
 
 A lookup ahead waits in line until there is room. Who computes and needs one now waits only for gradients
 that are on their way: those that have not been sent may depend on it.
+
+Old vectors make worse gradients, so lookups run no further ahead than they need to: one batch further
+whenever one was not there in time, one batch less when they have been there for more than a whole step for
+some time.
 """
 
 from __future__ import annotations
@@ -22,11 +26,16 @@ class Lookup(Protocol):
         """Send it; the window's lock is held."""
 
 
+_EARLY = 8  # steps in a row for which lookups were there too early, until they run less far ahead
+
+
 class Window:
     """At most `bound` batches of this trainer are between lookup and acknowledged gradient."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
+        self._lead = min(2, bound)  # how many may be out now
+        self._early = 0
         self._changed = threading.Condition()
         self._line: deque[weakref.ref[Lookup]] = deque()
         self._out: set[int] = set()  # lookups without an acknowledged gradient
@@ -59,6 +68,17 @@ class Window:
                     self._begin(lookup)
                 else:
                     self._changed.wait()
+
+    def used(self, waited: bool, spare: float) -> None:
+        """A lookup was used: whether that had to wait for it, and for how many steps it had been there."""
+        with self._changed:
+            if waited:
+                self._lead, self._early = min(self._bound, self._lead + 1), 0
+                self._advance()
+            else:
+                self._early = self._early + 1 if spare > 1.25 else 0
+            if self._early == _EARLY:
+                self._lead, self._early = max(min(2, self._bound), self._lead - 1), 0
 
     def sent(self, numbers: Iterable[int]) -> None:
         """The gradients of these lookups are on their way."""
@@ -105,7 +125,7 @@ class Window:
                 self._out.discard(number)
 
     def _advance(self) -> None:
-        while self._line and len(self._out) < self._bound and self._failure is None:
+        while self._line and len(self._out) < self._lead and self._failure is None:
             lookup = self._line.popleft()()
             if lookup is not None and not lookup.begun:
                 self._begin(lookup)

@@ -118,7 +118,7 @@ def test_no_more_batches_are_out_than_the_bound_allows(bound):
             sparse.step()
             if (following := next(ahead, None)) is not None:
                 engine.prepare(following, training=True)
-        assert engine.store.window.most == bound
+        assert 1 <= engine.store.window.most <= bound
         assert engine.store.window.lookups == 20
 
 
