@@ -38,6 +38,7 @@ class Batches:
         self._rounds = Rounds(self._trainers, _WAIT)
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
+        self.restored = False  # whether lookups before this process's time are lost
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
@@ -97,6 +98,8 @@ class Batches:
         with self._lock:
             kept = [self._kept.get((trainer, store, int(batch))) for batch in head["batches"]]
         passes = [answered for answered in kept if answered is not None]
+        if self.restored and len(passes) != len(kept):
+            return Message({"lost": True})
         if len(passes) != len(kept) or not passes:
             raise RefusedError(f"expected gradients of batches that were looked up, got {head['batches']}.")
         if unknown := [name for name in (*rules, *head["skipped"]) if name not in passes[0].tables]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from karvan.checkpoint import Checkpoints
 from karvan.cluster.batches import Batches
 from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
@@ -59,6 +60,7 @@ class ParameterServer(Service):
                 "save",
                 "close_capture",
                 "fill",
+                "restore",
                 "describe",
             ]
         }
@@ -218,6 +220,40 @@ class ParameterServer(Service):
     def _fill(self, call: Message) -> Message:
         self._saving.fill(Path(call.head["path"]), call.head["tables"])
         return Message({})
+
+    def _restore(self, call: Message) -> Message:
+        """Another process had this place: take its rows as they were saved last, once."""
+        with self._lock:
+            batches = self._batches
+            assert batches is not None
+            if not batches.restored:
+                batches.restored = True
+                self._take_saved(call.head["tables"], call.head["folder"])
+        return Message({})
+
+    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: str) -> None:
+        for name, told in tables.items():
+            self._add_table(Message({"spec": told["spec"]}))
+            if "initial" in told:
+                self._store.set_state(name, told["initial"], fresh=False)
+        newest = Checkpoints(folder).latest()
+        if newest is None:
+            _log.warning("%s begins anew without rows: nothing was saved yet.", self.name)
+            return
+        _log.warning("%s begins anew with the rows of step %d.", self.name, newest.step)
+        saved = newest.manifest.tables
+        self._saving.fill(
+            newest.path,
+            {
+                name: {
+                    "keep": saved[name].optimizer is not None and "initial" in told,
+                    "initial": told.get("initial", []),
+                    "extra": True,
+                }
+                for name, told in tables.items()
+                if name in saved
+            },
+        )
 
     def _describe(self, call: Message) -> Message:
         """What it holds and has done, for people and benchmarks."""

@@ -15,7 +15,7 @@
 | KARVAN_THREADS | threads to use, if the role has a number; OMP_NUM_THREADS is the same then |
 | KARVAN_TOKEN_FILE | the file with the token that services ask for, if there is one |
 | KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | files of TLS, if it is used; MUTUAL is 0 or 1 |
-| KARVAN_RELOAD | 1 for a parameter server that takes its rows as they were saved while others go on |
+| KARVAN_SERVER_LOSS | reload: a server that is lost takes its rows as they were saved while others go on |
 
 Trainers have what torch wants as well: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT, which is another one in every generation.
@@ -36,7 +36,7 @@ NAMES = tuple(
     for name in (
         *("JOB", "ROLE", "INDEX", "COUNT", "REGISTRY", "GENERATION", "MODE", "STALENESS", "WIRE"),
         *("TRAINERS", "SERVERS", "WORKERS", "LOADERS", "HOST", "PORT", "CHECKPOINTS", "DATA", "THREADS"),
-        *("TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "RELOAD"),
+        *("TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
     )
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,7 +50,6 @@ def environment_of(
     registry: str,
     generation: int,
     meeting: tuple[str, int],
-    reload: bool = False,
 ) -> dict[str, str]:
     """The environment of one process; `meeting` is the host and port where trainers meet."""
     section = spec.of_role(role)
@@ -74,7 +73,7 @@ def environment_of(
         "CHECKPOINTS": spec.checkpoints,
         "DATA": None if spec.data is None else json.dumps(spec.data, default=str),
         "THREADS": section.threads,
-        "RELOAD": 1 if reload else None,
+        "SERVER_LOSS": "reload" if spec.on_server_loss == "reload" else None,
     }
     made = {**_named(values), **security_of(spec)}
     if section.threads is not None:

@@ -91,7 +91,6 @@ class _Member:
     code: int | None = None  # of its last process; None while that runs
     started: float = 0.0
     due: float | None = None  # when it is to be started again, alone
-    reload: bool = False
 
     @property
     def name(self) -> str:
@@ -201,7 +200,6 @@ class Job:
         else:
             self.logs.tell(f"{member.name} {end_text(code)}; it is started again.")
             member.due = time.monotonic() + self._delay()
-            member.reload = member.role == SERVER
 
     def _fail(self, member: _Member, code: int, text: str) -> None:
         tail = self.logs.tail(member.name)
@@ -263,10 +261,9 @@ class Job:
         self._meeting = self.engine.meeting()
         self.logs.tell(f"Generation {self.generation} begins.")
         for member in self._members:
-            if member.role in (SERVER, TRAINER) and not member.running:
-                member.reload = False
-                self._start(member)
-            elif member.role == LOADER and member.code == 0:  # what it has handed out is wanted once more
+            if (member.role in (SERVER, TRAINER) and not member.running) or (
+                member.role == LOADER and member.code == 0
+            ):
                 self._start(member)
 
     def _start(self, member: _Member) -> None:
@@ -277,7 +274,6 @@ class Job:
             registry=self.registry.address,
             generation=self.generation,
             meeting=self._meeting,
-            reload=member.reload,
         )
         self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)

@@ -48,6 +48,7 @@ class Settings:
     timeout: float = 300.0
     transport: str = "auto"
     staleness: int = 1
+    on_server_loss: str = "fail"
 
 
 class Joined(Protocol):
@@ -104,7 +105,8 @@ class Connection:
             "staleness": self.settings.staleness,
             "grad_reduce": self.settings.grad_reduce,
         }
-        self.servers = find_servers(servers, hello, self.settings.timeout)
+        reload = self.settings.on_server_loss == "reload"
+        self.servers = find_servers(servers, hello, self.settings.timeout, reload)
 
     def fail(self, lane: str, error: BaseException) -> None:
         """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
@@ -235,6 +237,7 @@ def connect(
     transport: str = "auto",
     servers: Sequence[str] | None = None,
     staleness: int | None = None,
+    on_server_loss: str | None = None,
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
 
@@ -251,6 +254,8 @@ def connect(
     servers: addresses of parameter servers, "host:port"; a launched job finds its own.
     staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
     a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
+    on_server_loss: "fail", the default unless a launched job says otherwise: a server that has begun anew is
+    an error. "reload": it takes its rows as they were saved last, and what was lost is counted.
     """
     global _current
     if kind not in KINDS:
@@ -263,13 +268,17 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    if kind != "remote" and (servers is not None or staleness is not None):
-        raise ValueError(f'servers and staleness are for connect("remote"), got "{kind}".')
+    if kind != "remote" and any(each is not None for each in (servers, staleness, on_server_loss)):
+        raise ValueError(f'servers, staleness and on_server_loss are for connect("remote"), got "{kind}".')
+    if on_server_loss is None:
+        on_server_loss = os.environ.get("KARVAN_SERVER_LOSS", "fail") if kind == "remote" else "fail"
+    if on_server_loss not in ("fail", "reload"):
+        raise ValueError(f"on_server_loss must be fail or reload, got {on_server_loss!r}.")
     if staleness is None:
         staleness = int(os.environ.get("KARVAN_STALENESS", "1")) if kind == "remote" else 1
     if staleness < 1:
         raise ValueError(f"staleness must be at least 1, got {staleness}.")
-    settings = Settings(kind, wire, grad_reduce, timeout, transport, staleness)
+    settings = Settings(kind, wire, grad_reduce, timeout, transport, staleness, on_server_loss)
     if kind == "memory" and settings != Settings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,11 @@ class Servers:
         security: Security,
         hello: Mapping[str, Any],
         timeout: float,
+        saved: str = "",
     ) -> None:
+        self._saved = saved  # the folder of checkpoints from which a lost server's rows are taken
+        self._declared: dict[str, dict[str, Any]] = {}
+        self._lost: list[Callable[[int], None]] = []
         self._directory = directory
         self._count = count
         self._security = security
@@ -56,8 +60,23 @@ class Servers:
                     self._security,
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
+                    anew=partial(self._restore, server, line) if self._saved else None,
                 )
             return self._peers[key]
+
+    def declare(self, table: str, **told: Any) -> None:
+        """What a server that begins anew must know of a table."""
+        self._declared.setdefault(table, {}).update(told)
+
+    def when_lost(self, tell: Callable[[int], None]) -> None:
+        """Whom to tell the number of a server that has begun anew."""
+        self._lost.append(tell)
+
+    def _restore(self, server: int, line: str) -> list[tuple[str, Mapping[str, Any]]]:
+        if line == "train":
+            for tell in self._lost:
+                tell(server)
+        return [("restore", {"tables": self._declared, "folder": self._saved})]
 
     def call(
         self,
@@ -86,8 +105,13 @@ class Servers:
         self._directory.close()
 
 
-def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Servers:
-    """The servers at these addresses, or those that the environment names."""
+def find_servers(
+    addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float, reload: bool
+) -> Servers:
+    """The servers at these addresses, or those that the environment names.
+
+    reload: one that has begun anew takes its rows as they were saved, instead of being an error.
+    """
     environment, security = os.environ, Security.from_environment()
     static = environment.get("KARVAN_PARAMETER_SERVERS", "")
     if addresses is None and "KARVAN_REGISTRY" in environment:
@@ -102,4 +126,7 @@ def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], time
             )
         directory, count = StaticDirectory({SERVER: listed}), len(listed)
     told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
-    return Servers(directory, count, security, told, timeout)
+    saved = environment.get("KARVAN_CHECKPOINTS", "") if reload else ""
+    if reload and not saved:
+        raise ValueError("A lost server's rows are taken from KARVAN_CHECKPOINTS, a folder, got none.")
+    return Servers(directory, count, security, told, timeout, saved)

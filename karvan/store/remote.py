@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from karvan.store.messages import floats
 from karvan.store.protocol import Plan, Prepared, Program, Rule
 from karvan.store.pull import Pull
 from karvan.store.remote_tables import RemoteTables
-from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, to_wire
 from karvan.wire import Reply
 
@@ -142,7 +142,7 @@ class RemoteStore(RemoteTables):
         mine = plan.native.reduce(list(addresses), list(strides))
         complete = plan.away.route.complete(mine)
         finite, touched = mine.finite(), mine.touched()
-        if self.synchronous and self._connection.world > 1:
+        if self._connection.world > 1:  # all make a step, or none
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)
@@ -181,11 +181,19 @@ class RemoteStore(RemoteTables):
             "wire": self.wire,
             "done": self._take_done(),
         }
-        pending = _Acknowledged(self.count, numbers, self.window, self.seconds["push"])
+        pending = _Acknowledged(self.count, numbers, self)
         self.window.sent(numbers)
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
-            self._servers.peer(server).begin("push", head, arrays, then=pending.one)
+            self._servers.peer(server).begin("push", head, arrays, then=partial(pending.one, server))
+
+    def pushed(self, server: int, reply: Reply) -> None:
+        """A server has applied gradients, or has not, because it was lost in between."""
+        self.seconds["push"].append(reply.seconds)
+        if reply.wait().head.get("lost"):
+            self.lost_updates += 1
+        else:
+            self._unsaved[server] += 1
 
     def forget(self, number: int) -> None:
         """A lookup whose gradients have been sent, or will not be."""
@@ -213,21 +221,20 @@ class RemoteStore(RemoteTables):
 class _Acknowledged:
     """Waits, without a thread, until all servers have applied some batches' gradients."""
 
-    def __init__(self, servers: int, numbers: list[int], window: Window, seconds: deque[float]) -> None:
-        self._seconds = seconds
+    def __init__(self, servers: int, numbers: list[int], store: RemoteStore) -> None:
         self._left = servers
         self._numbers = numbers
-        self._window = window
+        self._store = store
         self._lock = threading.Lock()
 
-    def one(self, reply: Reply) -> None:
+    def one(self, server: int, reply: Reply) -> None:
         """A server has answered."""
         if reply.error is not None:
-            self._window.fail(reply.error)
+            self._store.window.fail(reply.error)
             return
-        self._seconds.append(reply.seconds)
+        self._store.pushed(server, reply)
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        self._window.end(self._numbers)
+        self._store.window.end(self._numbers)

@@ -6,6 +6,7 @@ once. Whatever is asked waits for the gradients that are on their way.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from karvan.store.protocol import AwayStore, Counts, Found, Keys, Push, Rows, Ru
 from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, spec_to_json
 from karvan.wire import Message
+
+_log = logging.getLogger("karvan.store")
 
 _ROWS_AT_ONCE = 1 << 18  # of a load
 _SAVING = 24 * 3600.0  # seconds for what depends on the size of tables; signs of life come meanwhile
@@ -40,6 +43,9 @@ class RemoteTables(AwayStore):
         self.window = Window(connection.settings.staleness)
         self._dims: dict[str, int] = {}
         self._mine = range(connection.rank, self.count, connection.world)
+        self.lost_updates = 0  # of servers that have begun anew with older rows
+        self._unsaved = [0] * self.count  # updates of each server that no checkpoint has
+        self._servers.when_lost(self._note_loss)
 
     def dim(self, table: str) -> int:
         """The floats of a vector."""
@@ -54,6 +60,15 @@ class RemoteTables(AwayStore):
         """The answers of the servers that this trainer speaks for, after its gradients."""
         self.window.drain()
         return self._servers.call(method, head, of=self._mine)
+
+    def _note_loss(self, server: int) -> None:
+        lost, self._unsaved[server] = self._unsaved[server], 0
+        self.lost_updates += lost
+        _log.warning(
+            "Parameter server %d has begun anew with the rows that were saved last: %d updates are lost.",
+            server,
+            lost,
+        )
 
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
@@ -106,6 +121,7 @@ class RemoteTables(AwayStore):
         """See `Store.add_table`; each server holds an equal share of the rows that a policy allows."""
         self._servers.call("add_table", {"spec": spec_to_json(spec)}, line="train")
         self._dims[spec.name] = spec.dim
+        self._servers.declare(spec.name, spec=spec_to_json(spec))
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
@@ -113,6 +129,7 @@ class RemoteTables(AwayStore):
         self._servers.call(
             "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, line="train"
         )
+        self._servers.declare(table, initial=list(initial))
 
     def skip(self, table: str) -> None:
         """See `Store.skip`."""
@@ -220,7 +237,7 @@ class RemoteTables(AwayStore):
         if "error" in told:
             kind, text = told["error"]
             raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
-        return _Captured(self, tables, told["number"])
+        return _Captured(self, tables, told["number"], list(self._unsaved))
 
     def save_away(
         self,
@@ -243,7 +260,10 @@ class RemoteTables(AwayStore):
         while not all(reply.done for reply in replies):
             waiting()
             replies[0].pause(0.05)
-        return [reply.wait().head["shares"] for reply in replies]
+        shares = [reply.wait().head["shares"] for reply in replies]
+        for server in range(self.count):
+            self._unsaved[server] = max(0, self._unsaved[server] - capture.updates[server])
+        return shares
 
     def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """See `AwayStore.fill_away`."""
@@ -266,8 +286,9 @@ class RemoteTables(AwayStore):
 class _Captured(Capture):
     """What servers hold of one moment. They write it; nobody reads it here."""
 
-    def __init__(self, store: RemoteTables, tables: Sequence[str], number: int) -> None:
+    def __init__(self, store: RemoteTables, tables: Sequence[str], number: int, updates: list[int]) -> None:
         self._store = store
+        self.updates = updates  # of each server, since the checkpoint before
         self.number = number
         self.versions = dict.fromkeys(tables, number)
         self._open = True

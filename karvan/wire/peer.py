@@ -97,6 +97,7 @@ class Peer:
     hello: what the service should know of its caller. deadline: seconds for a call, all attempts included;
     a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
     connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
+    anew: gives the calls, each with its head, that a service which has begun anew must get before any other.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Peer:
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
+        anew: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
     ) -> None:
         self.name = name
         self._find = find if callable(find) else lambda: find
@@ -117,7 +119,8 @@ class Peer:
         self._hello = {**(hello or {}), "session": self._session, "patience": patience}
         self._deadline = deadline
         self._patience = patience
-        self._forgetful = forgetful
+        self._forgetful = forgetful or anew is not None
+        self._anew = anew
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Reply] = deque()  # calls without an answer, the oldest first
@@ -305,10 +308,19 @@ class Peer:
                 raise PeerLostError(f"{self.name} has begun anew: what it held is lost.")
             if forgotten:
                 self._answered = self._numbered = 0  # the service counts from 1 again
+                if self._anew is not None and unsure:
+                    self._waiting.extendleft(reversed([self._first(*each) for each in self._anew()]))
             self.welcome = said
             self._sent = self._sent_bytes = 0
             self._heard = time.monotonic()
             self.connections += 1
+
+    def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
+        """A call that nobody waits for; what is wrong with it ends the peer."""
+        call = pack(Message({**head, "method": method}))
+        reply = Reply(self, method, call, time.monotonic() + self._deadline)
+        reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
+        return reply
 
     def _send(self, connection: Connection) -> None:
         while True:

@@ -58,5 +58,6 @@ trainer = kv.Trainer(
     progress="none",
 )
 result = trainer.fit(kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3))
-most = max(engine.store.window.most for engine in (model.records, model.users))
-(notes / f"done-{connection.rank}").write_text(f"{result.step} {most}")
+stores = [engine.store for engine in (model.records, model.users)]
+most, lost = max(store.window.most for store in stores), sum(store.lost_updates for store in stores)
+(notes / f"done-{connection.rank}").write_text(f"{result.step} {most} {lost}")

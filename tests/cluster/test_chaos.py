@@ -91,9 +91,9 @@ class LaunchedJob:
         """For each record what its row has gathered, and how often it was looked up."""
         last = kv.Checkpoints(self.folder / "checkpoints").latest()
         rows = [np.concatenate(column) for column in zip(*last.parts("record"), strict=True)]
-        order = np.argsort(rows[0])
-        np.testing.assert_array_equal(rows[0][order], np.arange(ROWS))
-        return rows[1][order][:, 0], rows[3][order]
+        times, looked_up = np.zeros(ROWS), np.zeros(ROWS)
+        times[rows[0]], looked_up[rows[0]] = rows[1][:, 0], rows[3]
+        return times, looked_up
 
     def __enter__(self):
         return self
@@ -116,6 +116,20 @@ def test_a_job_outlives_a_server_and_a_trainer(tmp_path):
         assert "begins" in job.log.read_text()
         most = int((tmp_path / "notes" / "done-0").read_text().split()[1])
         assert most <= 4
+
+
+def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path):
+    with LaunchedJob(tmp_path, "hybrid", 4, extra="on_server_loss: reload\n") as job:
+        job.kill("parameter-server", 25)
+        job.finish()
+        times, _ = job.records()
+        log = job.log.read_text()
+        assert "begins anew with the rows of step" in log, log
+        assert "Generation" not in log, log
+        steps, _, lost = map(int, (tmp_path / "notes" / "done-0").read_text().split())
+        assert steps == -(-ROWS // 16)
+        assert set(times.tolist()) <= {0.0, 1.0}
+        assert lost or times.all()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_roles_start_in_order_and_stop_in_order_when_all_trainers_are_done(tmp_p
 
 
 def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("KARVAN_RELOAD", "1")  # of another job
+    monkeypatch.setenv("KARVAN_SERVER_LOSS", "reload")  # of another job
     monkeypatch.setenv("RANK", "9")
     roles = {
         "trainers": {"replicas": 2, "threads": 3, "env": {"MINE": 5}},
@@ -102,7 +102,7 @@ def test_after_the_death_of_a_trainer_or_server_all_trainers_begin_a_new_generat
     assert {each["env"]["KARVAN_GENERATION"] for each in (*trainers, *servers)} == {"1"}
     assert len({each["env"]["MASTER_PORT"] for each in trainers} - {first}) == 1
     assert [each["name"] for each in servers] == ([name] if "server" in name else [])
-    assert all("KARVAN_RELOAD" not in each["env"] for each in servers)
+    assert all("KARVAN_SERVER_LOSS" not in each["env"] for each in servers)
     assert not is_alive(before["trainer-0"])
     assert len(job.events("start", "loader")) == len(job.events("start", "embedding")) == 1
     assert job.events("asked", "trainer") == []  # they were killed
@@ -115,7 +115,7 @@ def test_a_lost_server_takes_its_rows_as_they_were_saved_if_asked(tmp_path):
         again = job.wait_for("start", "parameter-server-0", 2)[-1]
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
-    assert again["env"]["KARVAN_RELOAD"] == "1"
+    assert again["env"]["KARVAN_SERVER_LOSS"] == "reload"
     assert again["env"]["KARVAN_GENERATION"] == "0"
     assert len(job.events("start")) == COUNT + 1
 
