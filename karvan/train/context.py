@@ -2,7 +2,7 @@
 
 | in the loop | what happens |
 |---|---|
-| `for batch in ctx.loader(data)` | batches are taken ahead, in groups that make a step, until the epoch ends |
+| `for batch in ctx.loader(data)` | batches are taken ahead, in groups that make a step; one epoch |
 | `ctx.forward(batch)` | placed, autocast, by DistributedDataParallel where several ranks train |
 | `ctx.backward(loss)` | scaled and weighted; the last pass of a step makes it, dense and sparse, or neither |
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from inspect import GEN_CLOSED, getgeneratorstate
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -284,13 +285,13 @@ class TrainContext(Kept):
             _log.warning("Step %d was left out: %s is not finite.", self.step, what)
 
     def eval(self) -> EvalContext:
-        """A context that evaluates the model as it is now; behind it training goes on as if it had not been."""
+        """A context that evaluates the model as it is now, and changes nothing of training."""
         self._require("eval")
         return EvalContext.of(self._running, self._label)
 
     def _iteration(self) -> Generator[Any, None, None] | None:
         batches = None if self._batches is None else self._batches()
-        return None if batches is None or batches.gi_frame is None else batches
+        return None if batches is None or getgeneratorstate(batches) == GEN_CLOSED else batches
 
     def _in_loop(self) -> bool:
         return self._iteration() is not None
@@ -308,5 +309,6 @@ class TrainContext(Kept):
 
 def _incomplete(step: Step) -> RuntimeError:
     return RuntimeError(
-        f"A step of {len(step.group)} batches had {step.done} of them: expected forward and backward for each."
+        f"Of a step's {len(step.group)} batches {step.done} were trained: expected forward and backward for "
+        "each of them."
     )
