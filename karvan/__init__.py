@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from karvan.ranks import connect
     from karvan.store import MemoryStore, Rows, Store
     from karvan.threads import get_num_threads, set_num_threads
-    from karvan.train import Job, Trainer, losses, metrics
+    from karvan.train import EvalContext, InferContext, Job, TrainContext, Trainer, losses, metrics
 
 __version__ = "0.1.0"
 
@@ -42,9 +42,11 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "EmbeddingEngine",
+    "EvalContext",
     "Feature",
     "FeatureEngine",
     "HashStack",
+    "InferContext",
     "Job",
     "MemoryStore",
     "MinCount",
@@ -59,6 +61,7 @@ __all__ = [
     "Store",
     "Table",
     "TableHandle",
+    "TrainContext",
     "Trainer",
     "checkpoint",
     "connect",
@@ -86,7 +89,7 @@ _HOMES = {
     "karvan.ragged": "Batch NestedRagged Padded Ragged",
     "karvan.store": "MemoryStore Rows Store",
     "karvan.threads": "get_num_threads set_num_threads",
-    "karvan.train": "Job Trainer losses metrics",
+    "karvan.train": "EvalContext InferContext Job TrainContext Trainer losses metrics",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

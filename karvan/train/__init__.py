@@ -2,6 +2,8 @@
 
 from karvan.train import losses, metrics
 from karvan.train.callbacks import Callback, EarlyStopping
+from karvan.train.context import TrainContext
+from karvan.train.eval_context import EvalContext, InferContext
 from karvan.train.evaluation import Prediction
 from karvan.train.job import Job
 from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
@@ -14,7 +16,9 @@ __all__ = [
     "Callback",
     "CsvLog",
     "EarlyStopping",
+    "EvalContext",
     "FitResult",
+    "InferContext",
     "Job",
     "JsonLinesLog",
     "Log",
@@ -24,6 +28,7 @@ __all__ = [
     "Report",
     "StepLogs",
     "TensorBoardLog",
+    "TrainContext",
     "Trainer",
     "losses",
     "metrics",

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from karvan.data.threads import start
+from karvan.ranks import Connection
 from karvan.train.rounds import Rounds, SharedTaker, never
 from karvan.train.taking import Fed, Taker, move_back, position_of
 
@@ -32,6 +33,13 @@ _END = 5.0  # seconds that data gets to deliver a batch that nobody wants any mo
 def same(batch: Any) -> Any:
     """Prepares nothing."""
     return batch
+
+
+def ahead_of(ahead: int, connection: Connection) -> int:
+    """How many batches to take ahead: as many as lookups may run ahead, unless none."""
+    if ahead < 0:
+        raise ValueError(f"ahead must not be negative, got {ahead}.")
+    return max(ahead, connection.ahead) if ahead else 0
 
 
 def feed(

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from karvan.train import state
-from karvan.train.feed import Feed, feed
-from karvan.train.gathering import gather_state
+from karvan.train.course import Course
 from karvan.train.goal import Goal
 from karvan.train.losses import named, nothing_of, total
-from karvan.train.randomness import random_state, set_random_state
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
-from karvan.train.rounds import Rounds
 from karvan.train.stopping import Stopping
-from karvan.train.taking import Fed, merged_position, move_back, position_of
-from karvan.train.types import Positioned, rows_of
+from karvan.train.taking import Fed
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
@@ -45,13 +39,18 @@ class Fit:
         self._resume = resume
         self._counts = trainer.counts
         self._window = trainer.window
-        self._position: Any = None  # of the data, behind the last batch that was trained on
-        self._skip = 0  # batches of the data that were trained on before it was given to this fit
-        self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
-        self._random_later: Any = None  # the generators' state once the data has been skipped forward
-        self._complete = False  # whether the data has come to its end
         self._stopping = Stopping(trainer)
-        self._feed: Feed | None = None
+        self._course = Course(
+            data,
+            trainer.connection,
+            trainer.placement,
+            trainer.passes,
+            trainer.counts,
+            trainer.ahead,
+            stopped=self._stopping.asked,
+            due=trainer.saver.take_time,
+            ends=self._cut_short,
+        )
         self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
@@ -63,7 +62,7 @@ class Fit:
             stack.enter_context(trainer.signals)
             self._begin(stack)
             while not self._over():
-                with closing(self._groups()) as groups, self._failing():
+                with closing(self._course.groups(self._begin_epoch)) as groups, self._failing():
                     for group in groups:
                         self._train(group)
                         if self._counts.step % trainer.log_every == 0:
@@ -74,7 +73,7 @@ class Fit:
                             self._save()
                         if self._over():
                             break
-                if self._complete:
+                if self._course.complete:
                     self._end_epoch()
             return self._end()
 
@@ -83,12 +82,10 @@ class Fit:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error leaves the feed at once: its thread would wait for ranks that wait for this one."""
         try:
             yield
         except BaseException as error:
-            if self._feed is not None:
-                self._feed.abandon(error)
+            self._course.abandon(error)
             raise
 
     def _begin(self, stack: ExitStack) -> None:
@@ -117,76 +114,21 @@ class Fit:
         trainer.callbacks.on_fit_begin(trainer)
         self._stopping.ask_all()
 
-    def _groups(self) -> Generator[list[Fed], None, None]:
-        """The batches of each step until the end of the epoch; a request to stop ends them, too."""
-        trainer, counts = self._trainer, self._counts
-        self._complete = False
-        if counts.batches == 0:
-            for metric in trainer.metrics.values():
-                metric.reset()
-            trainer.callbacks.on_epoch_begin(trainer, counts.epoch)
-            self._stopping.ask_all()
-            self._position = position_of(self._data)
-            self._epoch_random = random_state() if self._position is None else None
-        # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
-        for _ in range(2 if isinstance(self._data, Positioned) else 1):
-            with self._begin_feed() as batches:
-                while rounds := list(islice(batches, trainer.passes.count)):
-                    if self._cut_short(batches):
-                        break
-                    if group := [fed for fed in rounds if fed.all_batches]:
-                        self._restore_random()
-                        yield group
-                    else:
-                        counts.passed += 1
-            self._restore_random()
-            if self._cut_short(batches):
-                move_back(self._data, self._position)
-                return
-            if counts.batches:
-                self._complete = True
-                return
-        raise ValueError(
-            f"Epoch {counts.epoch} must have at least one batch, but the data gave none. Something that can "
-            "be iterated only once, like a generator, is good for one epoch."
-        )
+    def _begin_epoch(self) -> None:
+        for metric in self._trainer.metrics.values():
+            metric.reset()
+        self._trainer.callbacks.on_epoch_begin(self._trainer, self._counts.epoch)
+        self._stopping.ask_all()
 
-    def _begin_feed(self) -> Feed:
-        trainer, passes = self._trainer, self._trainer.passes
-        trainer.placement.forget()  # what the feed before had taken ahead
-        begin = self._counts.step + self._counts.passed
-        rounds = Rounds(
-            trainer.connection,
-            "fit",
-            lambda number: number % passes.count < passes.mine(begin + number // passes.count),
-            trainer.saver.take_time,
-        )
-        self._feed = feed(
-            self._data,
-            partial(trainer.placement.place, training=True),
-            ahead=trainer.ahead,
-            skip=self._skip,
-            stopped=self._stopping.asked,
-            rounds=rounds,
-        )
-        self._skip = 0
-        return self._feed
-
-    def _cut_short(self, batches: Feed) -> bool:
+    def _cut_short(self, reason: str | None) -> bool:
         """Whether a request to stop has ended the batches, perhaps in the middle of a group."""
-        self._stopping.agree(batches.reason)
+        self._stopping.agree(reason)
         return self._stopping.reason is not None
-
-    def _restore_random(self) -> None:
-        """Undo what the data drew while it was skipped forward."""
-        if self._random_later is not None:
-            set_random_state(self._random_later)
-            self._random_later = None
 
     def _train(self, group: list[Fed]) -> None:
         """One optimizer step."""
         trainer, counts = self._trainer, self._counts
-        samples = sum(rows_of(fed.batch) if self._alone else fed.all_rows for fed in group)
+        samples = self._course.samples(group)
         weights, whole_weight = trainer.passes.weights(group)
         losses = Losses()
         for number, (fed, weight) in enumerate(zip(group, weights, strict=True), 1):
@@ -205,10 +147,7 @@ class Fit:
                     metric.update(output, batch)
                 losses.add(named(parts, whole), weight)
         taken = trainer.update.apply()
-        counts.step += 1
-        counts.batches += len(group)
-        counts.samples += samples
-        self._position = group[-1].position
+        self._course.trained(group, samples)
         self._trained += 1
         self._unsaved = True
         if taken:
@@ -244,9 +183,7 @@ class Fit:
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._evaluate()
         trainer.callbacks.on_epoch_end(trainer, counts.epoch)
-        counts.epoch += 1
-        counts.batches = 0
-        self._complete = False
+        self._course.end_epoch()
         self._unsaved = True
         self._stopping.ask_all()
 
@@ -287,24 +224,8 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        lane = self._trainer.connection.main
-        position = merged_position(self._data, gather_state(lane, self._position))
-        data = {"position": position, "epoch_random": self._epoch_random}
-        return {**state.take(self._trainer), **data}
+        return {**state.take(self._trainer), **self._course.state()}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         state.restore(self._trainer, saved)
-        self._position, self._epoch_random = saved["position"], saved["epoch_random"]
-        batches, random = self._counts.batches, state.random_of(self._trainer, saved)
-        if self._position is not None and isinstance(self._data, Positioned):
-            self._data.load_state_dict(self._position)
-        elif batches and not (self._alone and len(saved["ranks"]) == 1):
-            raise ValueError(
-                "The epoch was begun, and several ranks cannot skip its batches: expected data with "
-                f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."
-            )
-        else:
-            self._skip = batches
-        if batches:
-            self._random_later = random
-        set_random_state(self._epoch_random if batches and self._epoch_random else random)
+        self._course.load(saved, state.random_of(self._trainer.connection, saved))

@@ -1,50 +1,73 @@
-"""What a checkpoint of a Trainer has: all that later steps depend on, and nothing that depends on time."""
+"""What a checkpoint of training has: all that later steps depend on, and nothing that depends on time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from torch import nn
+
+from karvan.ranks import Connection
 from karvan.train.gathering import gather_state, joined
+from karvan.train.precision import Precision
 from karvan.train.randomness import random_state
+from karvan.train.results import Counts
+from karvan.train.update import Update
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
 
 
+class Trained(Protocol):
+    """What all who train have: a Trainer and a TrainContext."""
+
+    model: nn.Module
+    update: Update
+    precision: Precision
+    counts: Counts
+    connection: Connection
+
+
 def take(trainer: Trainer) -> dict[str, Any]:
     """The state of everything but the data, the same on all ranks; a collective."""
-    return {
-        "model": trainer.model.state_dict(),
-        **{f"{name}_optimizer": each.state_dict() for name, each in trainer.update.optimizers.items()},
-        "scheduler": trainer.schedule.state_dict(),
-        "scaler": trainer.precision.state_dict(),
-        "callbacks": trainer.callbacks.state_dict(),
-        "trainer": trainer.counts.state_dict(),
-        "ranks": gather_state(trainer.connection.main, _own(trainer)),
-    }
-
-
-def _own(trainer: Trainer) -> dict[str, Any]:
-    """What is another on every rank."""
-    return {
+    own = {
         "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
         "window": trainer.window.state_dict(),
-        "random": random_state(),
     }
+    return {
+        **take_trained(trainer, own),
+        "scheduler": trainer.schedule.state_dict(),
+        "callbacks": trainer.callbacks.state_dict(),
+    }
+
+
+def take_trained(trained: Trained, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of what is trained, and by what; `own` is what else is another on every rank."""
+    return {
+        "model": trained.model.state_dict(),
+        **{f"{name}_optimizer": each.state_dict() for name, each in trained.update.optimizers.items()},
+        "scaler": trained.precision.state_dict(),
+        "trainer": trained.counts.state_dict(),
+        "ranks": gather_state(trained.connection.main, {**own, "random": random_state()}),
+    }
+
+
+def restore_trained(trained: Trained, state: Mapping[str, Any]) -> None:
+    """Go back to what `take_trained` gave, apart from the random generators."""
+    trained.model.load_state_dict(state["model"])
+    for name, optimizer in trained.update.optimizers.items():
+        if f"{name}_optimizer" not in state:
+            raise ValueError(f"The checkpoint has no {name} optimizer, but there is one here.")
+        optimizer.load_state_dict(state[f"{name}_optimizer"])
+    trained.precision.load_state_dict(state["scaler"])
+    trained.counts.load_state_dict(state["trainer"])
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     """Go back to what `take` gave, apart from the random generators."""
-    trainer.model.load_state_dict(state["model"])
-    for name, optimizer in trainer.update.optimizers.items():
-        if f"{name}_optimizer" not in state:
-            raise ValueError(f"The checkpoint has no {name} optimizer, but this Trainer has one.")
-        optimizer.load_state_dict(state[f"{name}_optimizer"])
+    restore_trained(trainer, state)
     trainer.schedule.load_state_dict(state["scheduler"])
-    trainer.precision.load_state_dict(state["scaler"])
     trainer.callbacks.load_state_dict(state["callbacks"])
-    trainer.counts.load_state_dict(state["trainer"])
     rank, saved = trainer.connection.rank, state["ranks"]
     for metric in trainer.metrics.values():
         metric.reset()
@@ -60,7 +83,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.window.load_share([each["window"] for each in saved], rank)
 
 
-def random_of(trainer: Trainer, state: Mapping[str, Any]) -> Any:
+def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:
     """This rank's random generators; another number of ranks shares out those that there are."""
     saved = state["ranks"]
-    return saved[trainer.connection.rank % len(saved)]["random"]
+    return saved[connection.rank % len(saved)]["random"]

@@ -14,7 +14,7 @@ from karvan.checkpoint import Checkpoints
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.evaluation import Evaluator, Prediction
-from karvan.train.feed import same
+from karvan.train.feed import ahead_of, same
 from karvan.train.fit import Fit
 from karvan.train.goal import Goal
 from karvan.train.logs import Log, Logs
@@ -82,9 +82,7 @@ class Trainer:
     ) -> None:
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
-        if ahead < 0:
-            raise ValueError(f"ahead must not be negative, got {ahead}.")
-        ahead = max(ahead, ranks.current().ahead) if ahead else 0
+        ahead = ahead_of(ahead, ranks.current())
         self.device = device_of(model) if device is None else exact_device(device)
         self.model = model if device is None else model.to(self.device)
         self.loss = loss

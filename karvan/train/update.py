@@ -56,7 +56,7 @@ class Update:
         if sparse is not None:
             self.optimizers["sparse"] = sparse
         if not self.optimizers:
-            raise ValueError("A Trainer needs a dense_optimizer or a sparse_optimizer, got neither.")
+            raise ValueError("Training needs a dense_optimizer or a sparse_optimizer, got neither.")
         self._dense = dense
         self._sparse = sparse
         self._settings = settings

@@ -1,0 +1,314 @@
+"""`TrainContext`: training in a loop of one's own, with what the Trainer's steps are made of.
+
+| in the loop | what happens |
+|---|---|
+| `for batch in ctx.loader(data)` | batches are taken ahead, in groups that make a step; one epoch |
+| `ctx.forward(batch)` | placed, autocast, by DistributedDataParallel where several ranks train |
+| `ctx.backward(loss)` | scaled and weighted; the last pass of a step makes it, dense and sparse, or neither |
+
+Between a forward and its backward, the context remembers the pass: how much it weighs, and whether it is a
+step's last, which DistributedDataParallel must know before the forward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from inspect import GEN_CLOSED, getgeneratorstate
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.course import Course
+from karvan.train.eval_context import EvalContext, running
+from karvan.train.feed import same
+from karvan.train.kept import Kept
+from karvan.train.losses import nothing_of, total
+from karvan.train.outputs import Labels, full, labels_of
+from karvan.train.parallel import make_parallel
+from karvan.train.passes import Passes
+from karvan.train.placement import make_placement
+from karvan.train.randomness import random_state
+from karvan.train.step import Loader, Pass, Step
+from karvan.train.taking import Fed
+from karvan.train.types import Losses, Positioned, rows_of
+from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
+
+_log = logging.getLogger("karvan.train")
+
+_in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
+
+
+class TrainContext(Kept):
+    """Trains a model in a loop of one's own.
+
+    ```
+    with kv.TrainContext(model, sparse_optimizer=kv.optim.Adagrad(lr=0.05), dense_optimizer=…) as ctx:
+        for batch in ctx.loader(data):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_of(output, labels))
+    ```
+
+    dense_optimizer, sparse_optimizer, accumulate, clip_norm, clip_value, device, ahead: see `Trainer`. The
+    optimizers are attributes, for schedulers.
+    mixed_precision: False, "bf16", "fp16" (on CUDA), or True for fp16 on CUDA and bf16 on the CPU. Outputs
+    are given as float32, so that a loss of them has full precision.
+    label: the column, or columns, that `forward` gives beside the output; None for none.
+    nonfinite: "skip" leaves out a step, dense and sparse, if a gradient is not finite; "raise" does so, too,
+    and then raises a FloatingPointError, except for the overflows that are a part of fp16.
+
+    After `kv.connect` in several processes all of them run the same loop, each with its share of the data,
+    and go through it equally often: one whose data has ended is given batches of no rows until all have
+    ended. Their labels are empty, and `backward` does not look at their loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        sparse_optimizer: SparseOptimizer | None = None,
+        dense_optimizer: DenseOptimizer | None = None,
+        mixed_precision: bool | str = False,
+        label: Labels = "label",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        nonfinite: str = "skip",
+        device: torch.device | str | None = None,
+        ahead: int = 2,
+    ) -> None:
+        if nonfinite not in ("skip", "raise"):
+            raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
+        run = self._running = running(model, mixed_precision, device, ahead)
+        update = Update(
+            make_dense(dense_optimizer, model),
+            make_sparse(sparse_optimizer, model),
+            UpdateSettings(accumulate, clip_norm, clip_value),
+            run.precision,
+        )
+        super().__init__(run.model, run.connection, run.precision, update)
+        self.device = run.device
+        self._label = label
+        self._raises = nonfinite == "raise"
+        self._passes = Passes(accumulate, None, self.connection.rank, self.connection.world)
+        self._parallel = make_parallel(model, self.connection)
+        self._moving = make_placement(self.model, self.device, same, [])
+        for engine in engines_of(model):
+            engine.hold_ahead(2 * run.ahead + accumulate + 2)
+        self._entered = False
+        self._data: Any = None  # of the loader that was used last
+        self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration over it, held by the loop
+        self._turn: Pass | None = None  # the batch that the loader gave, until its forward
+        self._pass: Pass | None = None  # the forward that waits for its backward
+        self._step: Step | None = None  # one of which some batches, but not all, have been trained
+
+    def __enter__(self) -> Self:
+        if self.model in _in_use:
+            raise RuntimeError("This model is in a TrainContext already: expected one at a time.")
+        _in_use.add(self.model)
+        self._entered = True
+        self.update.forget()
+        self.model.train()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered = False
+        _in_use.discard(self.model)
+        if (batches := self._iteration()) is not None:
+            if error is not None and self._course is not None:
+                self._course.abandon(error)
+            batches.close()
+        self._turn = self._pass = self._step = None
+        self.update.forget()
+        if error is None:
+            self._wait_for_saves()
+
+    def loader(self, data: Iterable[Any]) -> Loader:
+        """The batches of data, taken and prepared ahead; every iteration is an epoch.
+
+        After `load`, the first one goes on where the checkpoint was saved. One that is left early moves data
+        that has a position to behind the last step, and the next one goes on there.
+        """
+        self._require("loader")
+        return Loader(lambda: self._iterate(data))
+
+    def _iterate(self, data: Iterable[Any]) -> Iterator[Any]:
+        self._require("A loader")
+        if self._in_loop():
+            raise RuntimeError(
+                "Another loader of this context has not come to its end: expected one at a time."
+            )
+        batches = self._epoch(data)
+        self._batches = ref(batches)
+        return batches
+
+    def _epoch(self, data: Iterable[Any]) -> Generator[Any, None, None]:
+        course = self._course = self._course_of(data)
+        trained = True
+        try:
+            with closing(course.groups()) as groups:
+                for group in groups:
+                    step = Step(group, *self._passes.weights(group), course)
+                    trained = False
+                    for place, fed in enumerate(group):
+                        self._running.placement.receive(fed.batch)
+                        self._turn = Pass(step, place)
+                        yield fed.batch
+                    trained = step.done == len(group)
+                    if step.done and not trained:
+                        raise _incomplete(step)
+            course.end_epoch()
+        finally:
+            self._turn = None
+            if self._step is not None:
+                self._step = None
+                self.update.forget()
+            if not trained:
+                course.move_back()
+
+    def _course_of(self, data: Iterable[Any]) -> Course:
+        goes_on = data is self._data and isinstance(data, Positioned)
+        if self._saved is None and goes_on and self._course is not None:
+            return self._course
+        if self._saved is None:
+            self.counts.batches = 0
+        run = self._running
+        made = Course(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
+        self._data = data
+        if self._saved is not None:
+            made.load(self._saved, random_state())
+            self._saved = None
+        return made
+
+    def forward(self, batch: Any) -> tuple[Any, Any]:
+        """The output for a batch, and its labels.
+
+        The batch is the loader's, or made of it, or any other; several ranks then bring one each, which count
+        as their rows do.
+        """
+        self._require("forward")
+        if self._pass is not None:
+            raise RuntimeError(
+                "forward was called twice: expected backward(loss) in between. Outputs that are not trained "
+                "on are those of ctx.eval()."
+            )
+        if not self.model.training:
+            raise RuntimeError("forward trains, but the model is in eval mode: expected train mode.")
+        made, batch = self._pass_of(batch)
+        run = self._running
+        with (
+            self._parallel.passing(made.last),
+            run.precision.context(),
+            run.placement.forward(),
+            run.precision.forward(),
+        ):
+            made.output = self._parallel.forward(batch)
+        self._pass, self._turn = made, None
+        return full(made.output), labels_of(batch, self._label, self.device)
+
+    def _pass_of(self, batch: Any) -> tuple[Pass, Any]:
+        if self._turn is not None and batch is self._turn.batch:
+            return self._turn, batch
+        moved = self._moving.place(batch)
+        self._moving.receive(moved)
+        rows = rows_of(moved)
+        if self._turn is not None and rows == rows_of(self._turn.batch):
+            return self._turn, moved
+        if self._passes.accumulate > 1:
+            raise RuntimeError(
+                f"accumulate={self._passes.accumulate} is for batches of ctx.loader, which knows those of a "
+                "step, got another one."
+            )
+        lane = self.connection.main
+        every = rows if lane.world == 1 else int(lane.sum(torch.tensor([rows]))[0])
+        group = [Fed(moved, None, rows, every)]
+        return Pass(Step(group, *self._passes.weights(group)), 0), moved
+
+    def backward(self, loss: Losses) -> bool:
+        """Go backward from a loss, a mean over the batch, and make the step if it is complete.
+
+        Gives whether a step was made: not if it was left out, nor in the middle of one (`accumulate`).
+        Several losses by name are summed.
+        """
+        self._require("backward")
+        made = self._pass
+        if made is None:
+            raise RuntimeError(
+                "backward was called without a forward: expected output, labels = ctx.forward(batch) before."
+            )
+        whole = total(loss) if made.weight else nothing_of(made.output)
+        if not whole.requires_grad:
+            raise ValueError(
+                "The loss depends on nothing that is trained: expected one that is computed from the output "
+                "of forward, without detach, item or torch.no_grad."
+            )
+        self._pass = None
+        step = made.step
+        with self._parallel.passing(made.last), self.precision.context():
+            begin = self._parallel.begin(made.output, whole)
+            self.update.backward(begin, self._passes.divisor(made.weight, step.whole))
+        step.done += 1
+        if not made.last:
+            self._step = step
+            return False
+        if step.done < len(step.group):
+            raise _incomplete(step)
+        self._step = None
+        taken = self.update.apply()
+        self._count(step)
+        if not taken:
+            self._left_out(whole)
+        return taken
+
+    def _count(self, step: Step) -> None:
+        if step.course is not None:
+            step.course.trained(step.group, step.course.samples(step.group))
+        else:
+            self.counts.step += 1
+            self.counts.samples += sum(fed.all_rows for fed in step.group)
+
+    def _left_out(self, loss: Tensor) -> None:
+        self.counts.skipped += 1
+        if self.precision.always_checks:  # a step now and then is too large on purpose
+            return
+        what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
+        if self._raises:
+            raise FloatingPointError(f"Step {self.step} was left out: {what} is not finite.")
+        if self.counts.skipped == 1:
+            _log.warning("Step %d was left out: %s is not finite.", self.step, what)
+
+    def eval(self) -> EvalContext:
+        """A context that evaluates the model as it is now, and changes nothing of training."""
+        self._require("eval")
+        return EvalContext.of(self._running, self._label)
+
+    def _iteration(self) -> Generator[Any, None, None] | None:
+        batches = None if self._batches is None else self._batches()
+        return None if batches is None or getgeneratorstate(batches) == GEN_CLOSED else batches
+
+    def _in_loop(self) -> bool:
+        return self._iteration() is not None
+
+    def _in_step(self) -> bool:
+        return self._pass is not None or self._step is not None
+
+    def _require(self, method: str) -> None:
+        if not self._entered:
+            raise RuntimeError(
+                f"{method} was called outside of the context: expected it inside of "
+                "`with kv.TrainContext(…) as ctx:`."
+            )
+
+
+def _incomplete(step: Step) -> RuntimeError:
+    return RuntimeError(
+        f"Of a step's {len(step.group)} batches {step.done} were trained: expected forward and backward for "
+        "each of them."
+    )

@@ -1,0 +1,151 @@
+"""What a TrainContext keeps: counts, checkpoints of its state, and its tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan import checkpoint as checkpoints
+from karvan.checkpoint import Checkpoint, Checkpoints, Pending
+from karvan.checkpoint.tables import tables_of
+from karvan.ranks import Connection
+from karvan.train import state
+from karvan.train.course import Course
+from karvan.train.gathering import summed
+from karvan.train.precision import Precision
+from karvan.train.randomness import set_random_state
+from karvan.train.results import Counts, Window
+from karvan.train.update import Update
+
+
+class Kept:
+    """The state of training in a hand-written loop; `TrainContext` derives from it."""
+
+    def __init__(
+        self, model: nn.Module, connection: Connection, precision: Precision, update: Update
+    ) -> None:
+        self.model = model
+        self.connection = connection
+        self.precision = precision
+        self.update = update
+        self.counts = Counts()
+        self._course: Course | None = None  # of the loader that was used last
+        self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
+        self._runs: dict[Path, Checkpoints] = {}
+
+    @property
+    def dense_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the model's parameters."""
+        return self.update.optimizers.get("dense")
+
+    @property
+    def sparse_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the rows."""
+        return self.update.optimizers.get("sparse")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those that were left out included."""
+        return self.counts.step
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out, because a gradient was not finite."""
+        return self.counts.skipped
+
+    @property
+    def epoch(self) -> int:
+        """How often a loader has come to the end of its data."""
+        return self.counts.epoch
+
+    def _in_step(self) -> bool:
+        """Whether some of a step has been done and some has not."""
+        return False
+
+    def _in_loop(self) -> bool:
+        """Whether a loader is being iterated."""
+        return False
+
+    def save(
+        self,
+        folder: str | os.PathLike[str] | Checkpoints,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = True,
+    ) -> Pending:
+        """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
+
+        It has the model, its tables, optimizers, scaler, counts, random generators, and the position of the
+        loader used last. extra is a tree of one's own, such as a scheduler's state_dict. Unless wait, it is
+        written while training goes on; leaving the context waits. All ranks save together, between two steps.
+        """
+        if self._in_step():
+            raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
+        course = self._course
+        data = {"position": None, "epoch_random": None} if course is None else course.state()
+        if self._saved is not None:  # nothing was trained since it was loaded
+            data = {name: self._saved[name] for name in data}
+        whole = {
+            **state.take_trained(self, {"metrics": {}, "window": Window().state_dict()}),
+            **data,
+            "scheduler": {"schedulers": []},
+            "callbacks": {},
+            "extra": dict(extra or {}),
+        }
+        return self._run_of(folder).save(self.step, whole, self.model, metrics=metrics, block=wait)
+
+    def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> Checkpoints:
+        if isinstance(folder, Checkpoints):
+            self._runs[Path(os.path.abspath(folder.folder))] = folder
+            return folder
+        path = Path(os.path.abspath(folder))
+        return self._runs.setdefault(path, Checkpoints(path))
+
+    def _wait_for_saves(self) -> None:
+        for run in self._runs.values():
+            run.wait()
+
+    def load(self, checkpoint: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]:
+        """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
+
+        The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
+        metrics and callbacks is left out. All ranks load together.
+        """
+        if self._in_loop() or self._in_step():
+            raise RuntimeError(
+                "load was called inside of a loop over a loader: expected it before or behind."
+            )
+        self._wait_for_saves()
+        found = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoints.find(checkpoint)
+        self.update.forget()
+        saved = found.load(self.model)
+        state.restore_trained(self, saved)
+        set_random_state(state.random_of(self.connection, saved))
+        self._saved = saved
+        return dict(saved.get("extra", {}))
+
+    def sizes(self) -> dict[str, int]:
+        """How many rows each table has, over all ranks or servers together; a collective."""
+        mine = {name: handle.rows for name, handle in tables_of(self.model).items()}
+        return {name: int(rows) for name, rows in summed(self.connection.main, mine).items()}
+
+    def clear(self, tables: str | Sequence[str] | None = None) -> None:
+        """Remove all rows of these tables, or of all; a collective.
+
+        What optimizers count for a table goes on; gradients of rows that have gone are dropped.
+        """
+        handles = tables_of(self.model)
+        names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
+        if unknown := [name for name in names if name not in handles]:
+            raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
+        lane = self.connection.main
+        lane.barrier()  # nobody is in a step any more
+        for name in names:
+            handles[name].clear()
+        lane.barrier()
