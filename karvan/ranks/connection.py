@@ -25,6 +25,7 @@ from karvan.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from karvan.ranks.servers import Servers
+    from karvan.ranks.workers import Workers
 
 _log = logging.getLogger("karvan.ranks")
 
@@ -57,6 +58,7 @@ class Connection:
         self.rank = 0
         self.world = 1
         self.servers: Servers | None = None
+        self.workers: Workers | None = None
 
     @property
     def main(self) -> Lane:
@@ -83,9 +85,10 @@ class Connection:
         """How many batches lookups run ahead."""
         return self.settings.staleness if self.servers is not None else 0
 
-    def reach(self, servers: Sequence[str] | None) -> None:
-        """Find the parameter servers at these addresses, or where the environment says; a collective."""
+    def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
+        """Find servers and workers at these addresses, or where the environment says; a collective."""
         from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
+        from karvan.ranks.workers import find_workers
 
         hello = {
             "trainer": self.rank,
@@ -95,9 +98,12 @@ class Connection:
             "grad_reduce": self.settings.grad_reduce,
         }
         self.servers = find_servers(servers, hello, self.settings.timeout)
+        self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
 
     def close(self) -> None:
         """Leave; the process group stays."""
+        if self.workers is not None:
+            self.workers.close()
         if self.servers is not None:
             self.servers.close()
 
@@ -196,6 +202,7 @@ def connect(
     timeout: float = 300.0,
     transport: str = "auto",
     servers: Sequence[str] | None = None,
+    workers: Sequence[str] | None = None,
     staleness: int | None = None,
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
@@ -210,7 +217,8 @@ def connect(
     timeout: seconds after which a rank that does not answer is an error on all others.
     transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
     it works. Dense gradients go their own way (DistributedDataParallel).
-    servers: addresses of parameter servers, "host:port"; a launched job finds its own.
+    servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
+    embedding workers, which keep the ids of batches that loaders send; without any, ids are in the batches.
     staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
     a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
     """
@@ -225,8 +233,8 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    if kind != "remote" and (servers is not None or staleness is not None):
-        raise ValueError(f'servers and staleness are for connect("remote"), got "{kind}".')
+    if kind != "remote" and (servers is not None or workers is not None or staleness is not None):
+        raise ValueError(f'servers, workers and staleness are for connect("remote"), got "{kind}".')
     if staleness is None:
         staleness = int(os.environ.get("KARVAN_STALENESS", "1")) if kind == "remote" else 1
     if staleness < 1:
@@ -241,7 +249,7 @@ def connect(
         if kind != "memory":
             made = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":
-                made.reach(servers)
+                made.reach(servers, workers)
             _current = made
         return _current
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from karvan.wire import Message, Peer, Security
-from karvan.wire.directory import Addresses, Directory, StaticDirectory
+from karvan.wire.directory import Directory, StaticDirectory
 
 # Lookups and gradients, in order; questions; checkpoints, which take long.
 SERVER = "parameter-server"
@@ -26,17 +26,24 @@ class Servers:
         security: Security,
         hello: Mapping[str, Any],
         timeout: float,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self._find = find
         self._security = security
         self._hello = hello
         self._timeout = timeout
+        self._leave = leave  # who finds them
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._stores = 0
 
     def __len__(self) -> int:
         return len(self._find)
+
+    @property
+    def hello(self) -> Mapping[str, Any]:
+        """What they are told of this trainer."""
+        return self._hello
 
     def new_store(self) -> int:
         """A number for one more store, the same on all trainers if they make the same ones."""
@@ -81,6 +88,7 @@ class Servers:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             peer.close()
+        self._leave()
 
 
 def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Servers:
@@ -88,7 +96,7 @@ def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], time
     environment, security = os.environ, Security.from_environment()
     static = environment.get("KARVAN_PARAMETER_SERVERS", "")
     if addresses is None and "KARVAN_REGISTRY" in environment:
-        directory: Addresses = Directory(environment["KARVAN_REGISTRY"], security)
+        directory: Directory | StaticDirectory = Directory(environment["KARVAN_REGISTRY"], security)
         count = int(environment.get("KARVAN_SERVERS", "1"))
     else:
         listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
@@ -98,6 +106,6 @@ def find_servers(addresses: Sequence[str] | None, hello: Mapping[str, Any], time
                 "started, got neither."
             )
         directory, count = StaticDirectory({SERVER: listed}), len(listed)
-    told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
+    told = {"generation": int(environment.get("KARVAN_GENERATION", "0")), **hello, "servers": count}
     find = [partial(directory.find, SERVER, server, _FOUND_WITHIN) for server in range(count)]
-    return Servers(find, security, told, timeout)
+    return Servers(find, security, told, timeout, directory.close)
