@@ -37,13 +37,14 @@ class WorkerClient:
             forgetful=True,
         )
 
-    def put(self, reference: str, ids: Mapping[str, Tensor | Ragged]) -> None:
+    def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
         """Have the worker keep id features; returns when it does. Harmless if it has them already.
 
-        A worker with too many batches that nobody has claimed is asked again, until the deadline.
+        A worker with too many batches that nobody has claimed is asked again, for so many seconds.
         """
         message = pack(ids)
-        due = time.monotonic() + self._deadline
+        within = self._deadline if within is None else within
+        due = time.monotonic() + within
         pause, longest = _PAUSES
         while not self._peer.call("put", {**message.head, "reference": reference}, message.arrays).head[
             "kept"
@@ -51,7 +52,7 @@ class WorkerClient:
             if time.monotonic() > due:
                 raise WireError(
                     f"embedding worker {self.index} expected to have room for a batch within "
-                    f"{self._deadline:.0f} s, got too few claims of those it keeps."
+                    f"{within:g} s, got too few claims of those it keeps."
                 )
             time.sleep(pause)
             pause = min(longest, 2 * pause)

@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -346,3 +347,16 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
         assert keys == rows[name][0]
         assert counts == rows[name][3]  # each batch was looked up once
         assert torch.isfinite(torch.tensor(vectors)).all()
+
+
+def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path):
+    clusters[2].run_trainers(Path(__file__).parent / "worker_trainers.py", tmp_path, 2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for own, away in ranks:
+        for a, b in zip(own["seen"], away["seen"], strict=True):
+            assert torch.equal(a, b)
+        assert own["rows"] == away["rows"]
+        assert own["skipped"] == away["skipped"]
+        assert own["most"] == away["most"] == 1
+    skipped = {table: sum(own["skipped"][table] for own, _ in ranks) for table in ranks[0][0]["skipped"]}
+    assert {table for table, count in skipped.items() if count} == {"root"}

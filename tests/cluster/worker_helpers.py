@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -64,6 +65,26 @@ class Cluster:
         process.send_signal(signal.SIGKILL)
         process.wait()
         self.start("embedding-worker", worker, self.workers)
+
+    def run_trainers(self, program, folder, world):
+        """Start a program so many times, as torch does, and wait for its end."""
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        environment = {**self._environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        generation = next(_generations)
+        for _ in range(8):  # numbers that the program may use
+            next(_generations)
+        started = []
+        for rank in range(world):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            command = [sys.executable, str(program), str(folder), str(generation)]
+            started.append(subprocess.Popen(command, env={**environment, **own}))
+        try:
+            assert [process.wait(120) for process in started] == [0] * world
+        finally:
+            for process in started:
+                process.kill()
 
     def connect(self, monkeypatch, workers=None, **options):
         """This process becomes a trainer, whose tables are empty."""
