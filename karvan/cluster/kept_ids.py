@@ -49,10 +49,11 @@ class KeptIds:
         return len(self._entries)
 
     def put(self, name: str, ids: Batch) -> bool:
-        """Keep a batch; False if there is no room now. One that is there already stays as it is."""
+        """Keep a batch, in place of one of that name; False if there is no room now."""
         with self._lock:
             self._drop_old()
             if name in self._entries:
+                self._entries[name].ids = ids
                 return True
             if self._waiting >= self._most and name not in self._wanted:
                 return False

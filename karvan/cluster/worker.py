@@ -85,8 +85,8 @@ class EmbeddingWorker(Service):
 
     def _leave(self) -> None:
         """Forget the trainers of a run that is over."""
-        for speaker in self._speakers.values():
-            speaker.close()
+        for speaker in self._speakers.values():  # which may take a while, and nobody need wait for it
+            threading.Thread(target=speaker.close, name="karvan-leave", daemon=True).start()
         self._speakers = {}
         self._ids.forget_claimed()
 

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from karvan.ragged import Reference
 from karvan.wire import Array, Message, Peer, Security
 from karvan.wire.directory import Directory, StaticDirectory
+
+if TYPE_CHECKING:
+    from karvan.ragged import Reference
 
 WORKER = "embedding-worker"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline

@@ -308,7 +308,7 @@ def test_a_killed_worker_is_replaced_without_losing_a_batch(job, clusters, momen
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_workers_killed_at_any_moment(job, clusters, staleness):
-    given = batches(400)
+    given = batches(120)
     reference, _ = in_memory(given)
     rows = rows_of(reference)
     loader = job(2, 2, staleness=staleness)
@@ -340,6 +340,7 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
         ended.set()
         killer.join()
     assert engine.store.window.most <= staleness
+    assert loader.resent > 0
     found = rows_of(engine)
     if staleness == 1:
         assert found == rows
@@ -360,3 +361,40 @@ def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, t
         assert own["most"] == away["most"] == 1
     skipped = {table: sum(own["skipped"][table] for own, _ in ranks) for table in ranks[0][0]["skipped"]}
     assert {table for table, count in skipped.items() if count} == {"root"}
+
+
+class Clicks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embeddings = kv.EmbeddingEngine(all_layouts(), seed=5)
+        self.net = torch.nn.Linear(12, 1)
+
+    def forward(self, batch):
+        vectors = self.embeddings(batch)
+        return self.net(torch.cat([vectors["user"], vectors["item"]], 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_trainer_fits_on_references(job, staleness):
+    def fit(send):
+        model = Clicks()
+        trainer = kv.Trainer(
+            model,
+            kv.losses.BinaryCrossEntropy(),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+            progress="none",
+        )
+        labelled = ({**batch, "label": torch.arange(12) % 2 * 1.0} for batch in batches(10))
+        result = trainer.fit([send(batch) for batch in labelled])
+        return model, result.step, rows_of(model.embeddings), model.net.weight.tolist()
+
+    kv.connect("memory")
+    expected = fit(kv.Batch)[1:]
+    loader = job(2, 2, staleness=staleness)
+    model, *found = fit(lambda batch: loader.send(batch, ids=all_layouts()))
+    assert model.embeddings.store.window.most <= staleness
+    assert found[0] == expected[0] == 10
+    if staleness == 1:
+        assert found == list(expected)
