@@ -54,7 +54,9 @@ class Batches:
         self._underway = Underway()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self._parts: dict[tuple[int, int, int], dict[int, _Part]] = {}  # by trainer, store and push
-        self._applied: Repeats[bool] = Repeats(_REMEMBERED + 2 * int(hello["staleness"]))
+        window = _REMEMBERED + 2 * int(hello["staleness"])
+        self._applied: Repeats[bool] = Repeats(window)  # pushes
+        self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
@@ -91,6 +93,10 @@ class Batches:
         def once() -> Answered:
             with self._lock:
                 known = self._kept.get(name)
+                who = _who(*name[:2])
+                over = self._over.find(who, name[2]) or self._over.forgotten(who, name[2])
+            if known is None and over:  # by a worker that was replaced, and is late
+                raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             if known is not None:
                 _check_same(known, trainer if together else 0, counts, keys)
                 return known
@@ -137,7 +143,7 @@ class Batches:
 
     def _was_applied(self, name: tuple[int, int, int]) -> bool:
         trainer, store, sequence = name
-        who = f"{trainer} {store}"
+        who = _who(trainer, store)
         with self._lock:
             if self._applied.forgotten(who, sequence):
                 raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
@@ -191,14 +197,21 @@ class Batches:
         else:
             work([gradients])
         with self._lock:
-            self._applied.remember(f"{trainer} {store}", sequence, True)
+            self._applied.remember(_who(trainer, store), sequence, True)
             self._parts.pop(name, None)
             self.pushes += 1
 
     def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:
+        store = int(head["store"])
         with self._lock:
-            for batch in head["done"]:
-                self._kept.pop((trainer, int(head["store"]), int(batch)), None)
+            for batch in map(int, head["done"]):
+                self._kept.pop((trainer, store, batch), None)
+                self._over.remember(_who(trainer, store), batch, True)
+
+
+def _who(trainer: int, store: int) -> str:
+    """Who counts: each store of a trainer does."""
+    return f"{trainer} {store}"
 
 
 def _check_same(known: Answered, place: int, counts: list[int], keys: Keys) -> None:

@@ -67,6 +67,14 @@ def test_a_lookup_is_not_repeated_with_other_keys(peers):
         pull(peers[1], [3, 5])
 
 
+def test_a_lookup_that_comes_after_its_end_is_refused(peers):
+    pull(peers[0], [3])
+    pull(peers[0], [4], batch=2, done=[1])
+    with pytest.raises(RefusedError, match="is not done with, got 1"):
+        pull(peers[1], [3])
+    assert [count for _, count in rows(peers[0]).values()] == [1, 1]
+
+
 def test_a_push_that_another_caller_repeats_is_applied_once(peers):
     before = pull(peers[0], [3, 4])
     for peer in (*peers, peers[0]):

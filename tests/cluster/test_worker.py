@@ -4,6 +4,7 @@ import itertools
 import random
 import threading
 from collections import deque
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from worker_helpers import Cluster, Loader, all_layouts, batches, loss_of, rows_of, tensors
 
 import karvan as kv
+from karvan.wire import RefusedError
 
 _names = itertools.count()
 
@@ -255,6 +257,59 @@ def test_what_is_done_with_is_forgotten_everywhere(job, clusters):
     assert len(loader.kept) <= 1
 
 
+def test_ids_that_are_not_there_any_more_are_asked_for_again(job):
+    given = batches(1)
+    _, expected = in_memory(given)
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    sent = loader.send(given[0])
+    loader.clients[0].forget([sent[kv.ragged.REFERENCE].name])
+    for a, b in zip(tensors(engine(sent)), expected[0], strict=True):
+        assert torch.equal(a, b)
+    assert loader.resent == 1
+
+
+def test_calls_that_are_malformed_are_refused(job):
+    loader = job(1, 1)
+    workers = kv.ranks.current().workers
+    engine = kv.EmbeddingEngine({"user": kv.Table(2), "item": kv.Table(2)})
+    sent = loader.send({"user": torch.arange(3), "item": torch.arange(3)})
+    outputs = engine(sent)
+    reference = sent[kv.ragged.REFERENCE]
+    head = {"engine": engine.program.name, "store": 1, "sequence": 1, "batches": [1], "mine": [0]}
+    head |= {"rules": {}, "steps": {}, "skipped": [], "complete": True, "wire": "float32"}
+    head |= {"passes": [{"reference": reference.name, "given": [0, 1]}], "done": [], "gone": []}
+
+    def call(arrays, method="backward", **changes):
+        told = {"engine": engine.program.name, "features": engine.program.told, "wire": "float32"}
+        future = workers.begin(
+            *(0, "backward", method, {**head, **changes}, arrays), engine=told, references=[reference]
+        )
+        return future.result(60)
+
+    good = torch.zeros(12).numpy()
+    some = [{"reference": reference.name, "given": [1]}]
+    for arrays, changes, text in [
+        ([good[:11]], {}, "expected 12 gradients of float32"),
+        ([good.astype("float64")], {}, "expected 12 gradients of float32"),
+        ([], {}, "gradients of 1 passes, got 0 arrays"),
+        ([good], {"passes": [{"reference": reference.name, "given": [0, 2]}]}, "of 2 features"),
+        ([good[:6]], {"passes": some}, "of all 2 features, got 1"),
+        ([good], {"mine": [4]}, "well-formed call"),
+        ([good], {"batches": [77], "passes": [{"reference": "x", "given": [0, 1]}]}, "reference 'x'"),
+    ]:
+        if text == "reference 'x'":
+            with pytest.raises(RuntimeError, match=text):
+                call(arrays, **changes)
+            continue
+        with pytest.raises(RefusedError, match=text):
+            call(arrays, **changes)
+    with pytest.raises(RefusedError, match="well-formed call of 'claim'"):
+        call([], "claim", done=None)
+    call([good])  # and nothing of it has done any harm
+    assert outputs["user"].shape == (3, 2)
+
+
 def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
     loader = job(1, 1)
     kv.ranks.current().workers.resend = None
@@ -305,6 +360,27 @@ def test_a_killed_worker_is_replaced_without_losing_a_batch(job, clusters, momen
     assert loader.resent >= 1 or moment == "pushed"
 
 
+@contextmanager
+def killing(cluster, seed):
+    """Kills one worker after the other."""
+    ended = threading.Event()
+
+    def kill():
+        order = random.Random(seed)
+        while not ended.wait(order.uniform(0.2, 2)):
+            worker = order.randrange(2)
+            cluster.replace(worker)
+            cluster.directory.find("embedding-worker", worker)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        killer.join()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 4])
 def test_workers_killed_at_any_moment(job, clusters, staleness):
@@ -313,18 +389,7 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
     rows = rows_of(reference)
     loader = job(2, 2, staleness=staleness)
     engine = kv.EmbeddingEngine(all_layouts(), seed=5)
-    ended = threading.Event()
-
-    def kill():
-        order = random.Random(staleness)
-        while not ended.wait(order.uniform(0.2, 2)):
-            worker = order.randrange(2)
-            clusters[2].replace(worker)
-            clusters[2].directory.find("embedding-worker", worker)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
+    with killing(clusters[2], staleness):
         optimizer = kv.optim.Adagrad(engine, lr=0.1)
         engine.hold_ahead(staleness + 2)
         waiting = deque()
@@ -336,9 +401,6 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
                 loss_of(engine(waiting.popleft())).backward()
                 optimizer.step()
         engine.store.window.drain()
-    finally:
-        ended.set()
-        killer.join()
     assert engine.store.window.most <= staleness
     assert loader.resent > 0
     found = rows_of(engine)
@@ -350,8 +412,12 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
         assert torch.isfinite(torch.tensor(vectors)).all()
 
 
-def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path):
-    clusters[2].run_trainers(Path(__file__).parent / "worker_trainers.py", tmp_path, 2)
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path, kills):
+    with killing(clusters[2], 7) if kills else nullcontext():
+        clusters[2].run_trainers(
+            Path(__file__).parent / "worker_trainers.py", tmp_path, 2, 60 if kills else 5
+        )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for own, away in ranks:
         for a, b in zip(own["seen"], away["seen"], strict=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from karvan.cluster.kept_ids import KeptIds
 from karvan.cluster.packing import pack, unpack
 from karvan.cluster.worker import EmbeddingWorker
 from karvan.cluster.worker_client import WorkerClient
@@ -54,6 +55,27 @@ def test_batches_that_nobody_claims_expire_and_are_counted(start):
     assert client.describe()["waiting"] == client.describe()["kept"] == 0
     client.put("a", IDS)  # it can be sent again
     assert client.describe()["received"] == 2
+
+
+def test_who_claims_what_is_not_there_learns_why():
+    ids = KeptIds(expire=1e-9, most=1)
+    assert ids.put("late", Batch(IDS))
+    assert ids.claim("late") is None
+    assert "nobody claimed it within 1e-09 s" in ids.why_missing("late")
+    assert "never came" in ids.why_missing("other")
+
+
+def test_what_was_claimed_in_vain_finds_room():
+    ids = KeptIds(expire=1000, most=1)
+    assert ids.put("a", Batch(IDS))
+    assert not ids.put("b", Batch(IDS))
+    assert ids.claim("b") is None
+    assert ids.put("b", Batch(IDS))
+    assert ids.claim("b") is not None
+    assert ids.waiting == 1
+    ids.forget_claimed()  # of trainers that are gone
+    assert ids.claim("b") is None
+    assert ids.claim("a") is not None
 
 
 def test_a_full_worker_has_loaders_wait(start):

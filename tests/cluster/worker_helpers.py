@@ -66,7 +66,7 @@ class Cluster:
         process.wait()
         self.start("embedding-worker", worker, self.workers)
 
-    def run_trainers(self, program, folder, world):
+    def run_trainers(self, program, folder, world, *arguments):
         """Start a program so many times, as torch does, and wait for its end."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ class Cluster:
         started = []
         for rank in range(world):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            command = [sys.executable, str(program), str(folder), str(generation)]
+            command = [sys.executable, str(program), *map(str, (folder, generation, *arguments))]
             started.append(subprocess.Popen(command, env={**environment, **own}))
         try:
             assert [process.wait(120) for process in started] == [0] * world

@@ -1,4 +1,4 @@
-"""One of two trainers that wait for each other: `python worker_trainers.py FOLDER GENERATION`.
+"""One of two trainers that wait for each other: `python worker_trainers.py FOLDER GENERATION BATCHES`.
 
 Trains with ids of its own, then with ids that embedding workers keep, and writes down what came of each.
 """
@@ -26,13 +26,13 @@ class Cluster:
         return WorkerClient(worker, lambda: self.directory.find("embedding-worker", worker, 5), deadline=60)
 
 
-def train(send, rank):
+def train(send, rank, count):
     engine = kv.EmbeddingEngine(all_layouts(), seed=5)
     optimizer = kv.optim.Adagrad(engine, lr=0.1)
     seen = []
-    for number, batch in enumerate(batches(5, seed=rank + 1)):
+    for number, batch in enumerate(batches(count, seed=rank + 1)):
         sent = send(batch)
-        if (number, rank) == (4, 1):  # its data has ended
+        if (number, rank) == (count - 1, 1):  # its data has ended
             sent = {REFERENCE: Reference(0, "", 0)}
         outputs = engine(sent)
         seen += [tensor.detach().clone() for tensor in tensors(outputs)]
@@ -49,18 +49,18 @@ def train(send, rank):
 
 
 def main():
-    folder, generation = Path(sys.argv[1]), int(sys.argv[2])
+    folder, generation, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     rank = int(os.environ["RANK"])
     made = []
     for number, workers in enumerate((0, 2)):
         os.environ |= {"KARVAN_GENERATION": str(generation + number), "KARVAN_WORKERS": str(workers)}
         connection = kv.connect("remote", timeout=60)
         if not workers:
-            made.append(train(dict, rank))
+            made.append(train(dict, rank, count))
             continue
         cluster = Cluster()
         loader = Loader(cluster, workers, f"trainer {rank}").serve(connection)
-        made.append(train(loader.send, rank))
+        made.append(train(loader.send, rank, count))
         loader.close()
         cluster.directory.close()
     torch.save(made, folder / f"{rank}.pt")
