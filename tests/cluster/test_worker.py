@@ -361,13 +361,13 @@ def test_a_killed_worker_is_replaced_without_losing_a_batch(job, clusters, momen
 
 
 @contextmanager
-def killing(cluster, seed):
+def killing(cluster, seed, pause=(0.2, 2)):
     """Kills one worker after the other."""
     ended = threading.Event()
 
     def kill():
         order = random.Random(seed)
-        while not ended.wait(order.uniform(0.2, 2)):
+        while not ended.wait(order.uniform(*pause)):
             worker = order.randrange(2)
             cluster.replace(worker)
             cluster.directory.find("embedding-worker", worker)
@@ -414,9 +414,9 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path, kills):
-    with killing(clusters[2], 7) if kills else nullcontext():
+    with killing(clusters[2], 7, (2.5, 5)) if kills else nullcontext():
         clusters[2].run_trainers(
-            Path(__file__).parent / "worker_trainers.py", tmp_path, 2, 60 if kills else 5
+            Path(__file__).parent / "worker_trainers.py", tmp_path, 2, 150 if kills else 5
         )
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for own, away in ranks:

@@ -81,7 +81,7 @@ class Cluster:
             command = [sys.executable, str(program), *map(str, (folder, generation, *arguments))]
             started.append(subprocess.Popen(command, env={**environment, **own}))
         try:
-            assert [process.wait(120) for process in started] == [0] * world
+            assert [process.wait(300) for process in started] == [0] * world
         finally:
             for process in started:
                 process.kill()
