@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from karvan.cluster.repeats import Repeats
 from karvan.cluster.rounds import Rounds
+from karvan.cluster.underway import Underway
 from karvan.store.messages import floats, words
 from karvan.store.owner import Answered, Owner, Summed
 from karvan.store.protocol import Keys, Vectors
@@ -16,6 +18,7 @@ from karvan.store.wording import from_wire, rule_from_json, to_wire
 from karvan.wire import Caller, Message, RefusedError
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than for a server
+_REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be on their way
 
 
 class _Asked(NamedTuple):
@@ -23,11 +26,22 @@ class _Asked(NamedTuple):
     keys: Keys
 
 
+class _Part(NamedTuple):
+    """One of the backward passes of a push: the lookup, and a trainer's gradients."""
+
+    answered: Answered
+    gradients: Vectors
+
+
 class Batches:
     """The batches of one run of a job's trainers.
 
     A trainer's lookup is kept until it says that it is done with it. In a synchronous run lookups and
     gradients of all trainers are done together, in their order; otherwise each as it comes.
+
+    Embedding workers ask in the name of trainers, and one that replaces a dead one asks again for what may
+    have been done. So a lookup that is kept is answered as it was, and a push, which has a number, is applied
+    once. The passes of a push may come from several workers; the last one to come has it applied.
     """
 
     def __init__(self, owner: Owner, hello: Mapping[str, Any]) -> None:
@@ -37,8 +51,13 @@ class Batches:
         self._by_key = hello.get("grad_reduce") == "key"
         self._rounds = Rounds(self._trainers, _WAIT)
         self._lock = threading.Lock()
+        self._underway = Underway()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored = False  # whether lookups before this process's time are lost
+        self._parts: dict[tuple[int, int, int], dict[int, _Part]] = {}  # by trainer, store and push
+        window = _REMEMBERED + 2 * int(hello["staleness"])
+        self._applied: Repeats[bool] = Repeats(window)  # pushes
+        self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
@@ -48,6 +67,7 @@ class Batches:
         self._rounds.end(reason)
         with self._lock:
             self._kept.clear()
+            self._parts.clear()
 
     def pull(self, call: Message, caller: Caller) -> Message:
         """Look up what a trainer asks for."""
@@ -58,6 +78,8 @@ class Batches:
         if len(counts) != len(tables) or min(counts, default=0) < 0:
             raise RefusedError(f"expected a number of keys for each of {len(tables)} tables, got {counts}.")
         training, step, now = bool(head["training"]), int(head["step"]), float(head["now"])
+        together = self._together and training
+        name = (trainer, int(head["store"]), int(head["batch"]))
 
         def work(asked: list[_Asked]) -> Answered:
             return self._owner.lookup(
@@ -69,18 +91,33 @@ class Batches:
                 now=now,
             )
 
-        mine = _Asked(counts, keys)
-        together = self._together and training
-        if together:
-            name = ("pull", head["store"], head["batch"])
-            answered = self._rounds.take_part(name, trainer, mine, work)
-        else:
-            answered = work([mine])
-        if training:
+        def once() -> Answered:
             with self._lock:
-                self._kept[trainer, int(head["store"]), int(head["batch"])] = answered
-        self.keys += sum(counts)
-        self.pulls += 1
+                known = self._kept.get(name)
+                who = _who(*name[:2])
+                over = self._over.find(who, name[2]) or self._over.forgotten(who, name[2])
+            if known is None and over:  # by a worker that was replaced, and is late
+                raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
+            if known is not None:
+                _check_same(known, trainer if together else 0, counts, keys)
+                return known
+            mine = _Asked(counts, keys)
+            if together:
+                made = self._rounds.take_part(("pull", *name[1:]), trainer, mine, work)
+            else:
+                made = work([mine])
+            with self._lock:
+                self._kept[name] = made
+            self.keys += sum(counts)
+            self.pulls += 1
+            return made
+
+        if training:
+            answered = self._underway.do(("pull", *name), once)
+        else:
+            answered = work([_Asked(counts, keys)])
+            self.keys += sum(counts)
+            self.pulls += 1
         vectors = answered.vectors
         if together:
             sizes = floats(answered.asked, answered.dims)
@@ -91,47 +128,101 @@ class Batches:
     def push(self, call: Message, caller: Caller) -> Message:
         """Apply a trainer's gradients."""
         head, trainer = call.head, int(caller.hello["trainer"])
-        store = int(head["store"])
+        store, sequence = int(head["store"]), int(head["sequence"])
+        batches = [int(batch) for batch in head["batches"]]
+        name = (trainer, store, sequence)
+        if self.restored and any((trainer, store, batch) not in self._kept for batch in batches):
+            self._forget(trainer, head)
+            return Message({"lost": True})
+        if not self._was_applied(name):
+            parts = self._take_parts(call, trainer, batches)
+            with self._lock:
+                there = self._parts.setdefault(name, {})
+                there.update(parts)
+                whole = len(there) == len(batches)
+            if whole:
+                self._underway.do(("push", *name), lambda: self._apply(name, head))
+        self._forget(trainer, head)
+        return Message({})
+
+    def _was_applied(self, name: tuple[int, int, int]) -> bool:
+        trainer, store, sequence = name
+        who = _who(trainer, store)
+        with self._lock:
+            if self._applied.forgotten(who, sequence):
+                raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
+            return self._applied.find(who, sequence) is not None
+
+    def _take_parts(self, call: Message, trainer: int, batches: list[int]) -> dict[int, _Part]:
+        """The passes in a call, by their places in the push."""
+        head = call.head
+        made: dict[int, _Part] = {}
+        for number, place in enumerate(head.get("mine", range(len(batches)))):
+            if not 0 <= place < len(batches):
+                raise RefusedError(f"expected one of {len(batches)} passes, got number {place}.")
+            with self._lock:
+                answered = self._kept.get((trainer, int(head["store"]), batches[place]))
+            if answered is None:
+                raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
+            named = (*head["rules"], *head["skipped"])
+            if unknown := [table for table in named if table not in answered.tables]:
+                raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
+            size = floats(answered.asked, answered.dims)[trainer if self._together else 0]
+            gradients = from_wire(_checked(call.arrays, number, None, size), head["wire"])
+            made[place] = _Part(answered, gradients)
+        if not made:
+            raise RefusedError("expected the gradients of some batches, got none.")
+        return made
+
+    def _apply(self, name: tuple[int, int, int], head: Mapping[str, Any]) -> None:
+        if self._was_applied(name):
+            return
+        trainer, store, sequence = name
         rules = {table: rule_from_json(told) for table, told in head["rules"].items()}
         steps = {table: int(step) for table, step in head["steps"].items()}
         complete = bool(head["complete"])
         with self._lock:
-            kept = [self._kept.get((trainer, store, int(batch))) for batch in head["batches"]]
-        passes = [answered for answered in kept if answered is not None]
-        if self.restored and len(passes) != len(kept):
-            return Message({"lost": True})
-        if len(passes) != len(kept) or not passes:
-            raise RefusedError(f"expected gradients of batches that were looked up, got {head['batches']}.")
-        if unknown := [name for name in (*rules, *head["skipped"]) if name not in passes[0].tables]:
-            raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
-        gradients = []
-        for number, answered in enumerate(passes):
-            place = trainer if self._together else 0
-            size = floats(answered.asked, answered.dims)[place]
-            gradients.append(from_wire(_checked(call.arrays, number, None, size), head["wire"]))
+            there = self._parts[name]
+            passes = [there[place] for place in range(len(there))]
 
         def work(of_trainers: list[list[Vectors]]) -> None:
             for table in head["skipped"]:
                 self._owner.store.skip(table)
             summed: list[tuple[Answered, Summed]] = []
-            for number, answered in enumerate(passes):
+            for number, part in enumerate(passes):
                 listed = [each[number] for each in of_trainers]
-                one = self._owner.reduce(answered, listed, complete=complete, by_key=self._by_key)
-                summed.append((answered, one))
-            self._owner.update(passes[0].tables, summed, rules, steps)
+                one = self._owner.reduce(part.answered, listed, complete=complete, by_key=self._by_key)
+                summed.append((part.answered, one))
+            self._owner.update(passes[0].answered.tables, summed, rules, steps)
 
+        gradients = [part.gradients for part in passes]
         if self._together:
             self._rounds.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
         else:
             work([gradients])
-        self.pushes += 1
-        self._forget(trainer, head)
-        return Message({})
+        with self._lock:
+            self._applied.remember(_who(trainer, store), sequence, True)
+            self._parts.pop(name, None)
+            self.pushes += 1
 
     def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:
+        store = int(head["store"])
         with self._lock:
-            for batch in head["done"]:
-                self._kept.pop((trainer, int(head["store"]), int(batch)), None)
+            for batch in map(int, head["done"]):
+                self._kept.pop((trainer, store, batch), None)
+                self._over.remember(_who(trainer, store), batch, True)
+
+
+def _who(trainer: int, store: int) -> str:
+    """Who counts: each store of a trainer does."""
+    return f"{trainer} {store}"
+
+
+def _check_same(known: Answered, place: int, counts: list[int], keys: Keys) -> None:
+    """A batch that is looked up again has the same keys."""
+    size = sum(counts)
+    if known.asked[place] != counts or not np.array_equal(known.received[place][:size], keys[:size]):
+        raise RefusedError("expected the keys with which the batch was looked up before, got others.")
 
 
 def _checked(arrays: Any, number: int, dtype: Any, size: int) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+from karvan.ragged import Batch, NestedRagged, Padded, Ragged, Reference
 from karvan.wire import Array, Message, RefusedError
 
 _PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
@@ -26,6 +26,9 @@ def pack(batch: Mapping[str, Any]) -> Message:
     arrays: list[Array] = []
     for name, entry in batch.items():
         kind = next((kind for kind, (type_, _) in _PARTS.items() if isinstance(entry, type_)), "tensor")
+        if isinstance(entry, Reference):
+            told[name] = ["reference", [entry.worker, entry.name, entry.rows]]
+            continue
         if kind == "tensor" and not isinstance(entry, Tensor):
             told[name] = ["plain", entry]
             continue
@@ -41,6 +44,9 @@ def unpack(message: Message) -> Batch:
         for name, (kind, content) in message.head["batch"].items():
             if kind == "plain":
                 made[name] = content
+                continue
+            if kind == "reference":
+                made[name] = Reference(*content)
                 continue
             parts = [None if place is None else _take(place, message.arrays) for place in content]
             made[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)

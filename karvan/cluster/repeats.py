@@ -38,7 +38,8 @@ class Repeats(Generic[T]):
         """Keep an answer, and let go of what is too old."""
         answers = self._answers.setdefault(trainer, {})
         answers[sequence] = answer
-        for old in [number for number in answers if self.forgotten(trainer, number)]:
+        oldest = self.next_sequence(trainer) - self._window
+        for old in [number for number in answers if number < oldest]:
             del answers[old]
 
     def forget(self, trainer: str) -> None:

@@ -37,7 +37,10 @@ _log = logging.getLogger("karvan.cluster")
 _REGISTRY_WITHIN = 60.0  # seconds; roles and their registry may be started in any order
 
 # Role → "module:function", which makes its service from Settings.
-FACTORIES = {"parameter-server": "karvan.cluster.server:make"}
+FACTORIES = {
+    "parameter-server": "karvan.cluster.server:make",
+    "embedding-worker": "karvan.cluster.worker:make",
+}
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from threading import Lock
 from typing import Any, NamedTuple
 
-from karvan.embedding.inputs import FeatureInput
-from karvan.ragged import Ragged
+from karvan.embedding.inputs import Inputs
+from karvan.ragged import REFERENCE, Ragged
 from karvan.store.protocol import Prepared
 
 _MOST = 8  # whoever prepares more than that without using them prepares in vain
@@ -16,7 +16,7 @@ _MOST = 8  # whoever prepares more than that without using them prepares in vain
 
 class _Entry(NamedTuple):
     tensors: list[_Same]
-    inputs: list[FeatureInput]
+    inputs: Inputs
     prepared: Prepared
 
 
@@ -38,13 +38,13 @@ class Ahead:
         with self._lock:
             self._entries.clear()
 
-    def put(self, batch: Mapping[str, Any], inputs: list[FeatureInput], prepared: Prepared) -> None:
+    def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
         """Hold a batch's groups."""
         entry = _Entry(self._tensors(batch), inputs, prepared)
         with self._lock:
             self._entries.append(entry)
 
-    def take(self, batch: Mapping[str, Any]) -> tuple[list[FeatureInput], Prepared] | None:
+    def take(self, batch: Mapping[str, Any]) -> tuple[Inputs, Prepared] | None:
         """The groups of a batch, which are good for one forward; None if it was not prepared."""
         if not self._entries:
             return None
@@ -57,7 +57,7 @@ class Ahead:
         return None
 
     def _tensors(self, batch: Mapping[str, Any]) -> list[_Same]:
-        found: list[Any] = []
+        found: list[Any] = [batch.get(REFERENCE)]
         for name in self._features:
             entry = batch.get(name)
             found += [entry.values, entry.offsets, entry.weights] if isinstance(entry, Ragged) else [entry]

@@ -3,6 +3,9 @@
 Forward: every feature's ids are checked, then grouped by key, looked up and pooled in one call of the
 store. Backward: autograd hands the gradients of all outputs to one call, which sums them by key; they wait
 in the engine until a `karvan.optim` optimizer applies them. Several backward passes before a step add up.
+
+A batch may have a `Reference` in place of ids, which embedding workers then keep: outputs come from there,
+and their gradients go there.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch import Tensor, nn
 from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
 from karvan.embedding.handle import TableHandle
-from karvan.embedding.inputs import FeatureInput, mode_of
-from karvan.embedding.table import POOLED, Table
-from karvan.ragged import Padded, Ragged
+from karvan.embedding.inputs import FeatureInput, Inputs, Output
+from karvan.embedding.program import make_program
+from karvan.embedding.table import Table
+from karvan.ragged import REFERENCE, Padded, Ragged, Reference
 from karvan.store import Plan, Program, Store, make_store
 from karvan.store.protocol import Gradients, Prepared
 from karvan.threads import share_torch_threads
@@ -62,19 +66,7 @@ class EmbeddingEngine(nn.Module):
             spec = table.spec(name, seed, shards)
             self.store.add_table(spec)
             self._handles[name] = TableHandle(self, spec, len(self._handles), self._clock)
-        self._program = Program(
-            [
-                (
-                    feature,
-                    self._names[feature],
-                    mode_of(table),
-                    table.combiner if table.combiner in POOLED else "sum",
-                    1 if table.hash_stack is None else table.hash_stack.rounds,
-                    table.dim,
-                )
-                for feature, table in self.features.items()
-            ]
-        )
+        self._program = make_program(self.features)
 
     def table(self, name: str) -> TableHandle:
         """The table of that name (a table's name, which is the feature's unless it was given one)."""
@@ -96,9 +88,9 @@ class EmbeddingEngine(nn.Module):
             outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared)
         else:
             self._run(inputs, prepared, training=False)
-            outs = tuple(i.take_out() for i in inputs)
+            outs = inputs.take_out()
         result: dict[str, Any] = {
-            name: i.present(out) for name, i, out in zip(self.features, inputs, outs, strict=True)
+            name: i.present(out) for name, i, out in zip(self.features, inputs.each, outs, strict=True)
         }
         for name, entry in batch.items():
             if name not in result:
@@ -116,12 +108,12 @@ class EmbeddingEngine(nn.Module):
         """
         try:
             inputs = self._inputs(batch)
-            numbers = [number for i in inputs for number in i.numbers()]
+            asked = inputs.asked()
             step = 0
             if training:
                 step = self._promised = max(self._promised, self.step) + 1
             prepared = self.store.prepare(
-                self._program, numbers, training=training, step=step, now=self._clock()
+                self._program, asked, training=training, step=step, now=self._clock()
             )
             self._ahead.put(batch, inputs, prepared)
         except (
@@ -142,7 +134,18 @@ class EmbeddingEngine(nn.Module):
         """Hold so many prepared batches at least; ranks that train together must not drop any."""
         self._ahead.hold(batches)
 
-    def _inputs(self, batch: Mapping[str, Any]) -> list[FeatureInput]:
+    def _inputs(self, batch: Mapping[str, Any]) -> Inputs:
+        reference = batch.get(REFERENCE)
+        if isinstance(reference, Reference) and not all(feature in batch for feature in self.features):
+            if reference.rows == 0:  # of a rank without data: there is nothing to ask for
+                none = Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+                return self._inputs(dict.fromkeys(self.features, none))
+            if not self.store.takes_references:
+                raise ValueError(
+                    "A batch whose ids are with embedding workers expects an engine that was made after "
+                    f'connect("remote", workers=…), got one on a {type(self.store).__name__}.'
+                )
+            return Inputs([Output(table) for table in self.features.values()], reference)
         inputs: list[FeatureInput] = []
         for feature, table in self.features.items():
             if feature not in batch:
@@ -158,16 +161,18 @@ class EmbeddingEngine(nn.Module):
                     f"like feature '{first}', got {made.rows}."
                 )
             inputs.append(made)
-        return inputs
+        return Inputs(inputs)
 
-    def _run(self, inputs: list[FeatureInput], prepared: Prepared | None, training: bool) -> Plan:
+    def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> Plan:
         plan = self.store.forward(
             self._program,
-            prepared or [number for i in inputs for number in i.numbers()],
+            prepared or inputs.asked(),
             training=training,
             step=self.step + 1,
             now=self._clock(),
         )
+        if plan.native is None:
+            inputs.fill(plan.away)
         if training:
             self.step += 1
         return plan
@@ -180,6 +185,9 @@ class EmbeddingEngine(nn.Module):
             gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)
         # Slices of one wide gradient, as torch.cat gives back, are read where they are.
         kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
+        if plan.native is None:
+            self._pending.append(_Pending(plan, self.store.hold(plan, kept), waiting))
+            return
         addresses = [0 if g is None else g.data_ptr() for g in kept]
         strides = [0 if g is None else g.stride(0) for g in kept]
         self._pending.append(_Pending(plan, self.store.reduce(plan, addresses, strides), waiting))
@@ -247,14 +255,14 @@ class _Lookup(torch.autograd.Function):
         ctx: Any,
         anchor: Tensor,
         engine: EmbeddingEngine,
-        inputs: list[FeatureInput],
+        inputs: Inputs,
         prepared: Prepared | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine = engine
         ctx.inputs = inputs  # the plan points into these
         ctx.plan = engine._run(inputs, prepared, training=True)
-        return tuple(i.take_out() for i in inputs)
+        return inputs.take_out()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
@@ -265,7 +273,7 @@ class _Lookup(torch.autograd.Function):
 
 # torch declares `apply` without types.
 _lookup = cast(
-    Callable[[Tensor, EmbeddingEngine, list[FeatureInput], Prepared | None], tuple[Tensor, ...]],
+    Callable[[Tensor, EmbeddingEngine, Inputs, Prepared | None], tuple[Tensor, ...]],
     _Lookup.apply,
 )
 

@@ -1,15 +1,21 @@
-"""One feature of a batch on its way into the native core: checked, contiguous, its output allocated."""
+"""One feature of a batch on its way into the native core: checked, contiguous, its output allocated.
+
+The output alone, where the ids are elsewhere.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from karvan import buffers, ids
 from karvan.embedding.table import POOLED, Table
-from karvan.ragged import Padded, Ragged
+from karvan.ragged import Padded, Ragged, Reference
+from karvan.store.laid import Laid
+from karvan.store.protocol import AwayLookup
 
 
 def mode_of(table: Table) -> str:
@@ -17,13 +23,56 @@ def mode_of(table: Table) -> str:
     return {"sequence": "padded", "tile": "padded", "ragged": "cells"}.get(table.combiner, "pooled")
 
 
-class FeatureInput:
+class Output:
+    """A feature's vectors, and how they are laid out."""
+
+    __slots__ = ("_out", "cells", "length", "offsets", "rows", "table")
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.rows = self.cells = 0
+        self.length = 1
+        self.offsets: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def fill(self, out: Tensor, laid: Laid) -> None:
+        """What came from where the ids are."""
+        self.rows, self.cells, self.length, self.offsets = laid
+        self._out = out
+
+    def laid(self) -> Laid:
+        """What `fill` wants to know."""
+        return Laid(self.rows, self.cells, self.length, self.offsets)
+
+    def numel(self) -> int:
+        """Floats of the output."""
+        assert self._out is not None
+        return self._out.numel()
+
+    def take_out(self) -> Tensor:
+        """Hand the output over: the graph holds this object and the output the graph, so keeping it leaks."""
+        assert self._out is not None
+        out, self._out = self._out, None
+        return out
+
+    def present(self, out: Tensor) -> Tensor | Padded | Ragged:
+        """The output in the shape the combiner promises."""
+        if self.table.combiner == "tile":
+            return out.view(self.rows, self.length * self.table.dim)
+        if self.table.combiner == "ragged":
+            return Ragged(out, self.offsets)
+        if self.table.combiner == "sequence":
+            return Padded(out.view(self.rows, self.length, self.table.dim), self.laid().mask())
+        return out
+
+
+class FeatureInput(Output):
     """A feature's ids, and the place of its vectors. Keeps alive what the native core points to."""
 
-    __slots__ = ("_out", "cells", "length", "offsets", "rows", "table", "values", "weights")
+    __slots__ = ("values", "weights")
 
     def __init__(self, name: str, table_name: str, table: Table, entry: object) -> None:
-        self.table = table
+        super().__init__(table)
         offsets: Tensor | None = None
         weights: Tensor | None = None
         if isinstance(entry, Tensor):
@@ -65,7 +114,7 @@ class FeatureInput:
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
-        self._out: Tensor | None = buffers.empty(self._cells_out(), table.dim)
+        self._out = buffers.empty(self._cells_out(), table.dim)
 
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
@@ -93,24 +142,28 @@ class FeatureInput:
             0,
         )
 
-    def take_out(self) -> Tensor:
-        """Hand the output over: the graph holds this object and the output the graph, so keeping it leaks."""
-        assert self._out is not None
-        out, self._out = self._out, None
-        return out
 
-    def present(self, out: Tensor) -> Tensor | Padded | Ragged:
-        """The output in the shape the combiner promises."""
-        if self.table.combiner == "tile":
-            return out.view(self.rows, self.length * self.table.dim)
-        if self.table.combiner == "ragged":
-            return Ragged(out, self.offsets)
-        if self.table.combiner == "sequence":
-            ones = torch.ones(self.rows, dtype=torch.int64)
-            lengths = ones if self.offsets is None else self.offsets.diff()
-            mask = torch.arange(self.length) < lengths.unsqueeze(1)
-            return Padded(out.view(self.rows, self.length, self.table.dim), mask)
-        return out
+class Inputs:
+    """All features of a batch: their ids are here, or where a reference says."""
+
+    def __init__(self, each: Sequence[Output], reference: Reference | None = None) -> None:
+        self.each = each
+        self._reference = reference
+
+    def asked(self) -> list[int] | Reference:
+        """What a store is asked with."""
+        if self._reference is not None:
+            return self._reference
+        return [number for one in self.each if isinstance(one, FeatureInput) for number in one.numbers()]
+
+    def fill(self, lookup: AwayLookup) -> None:
+        """Take what came from where the ids are."""
+        for one, (out, laid) in zip(self.each, lookup.take(), strict=True):
+            one.fill(out, laid)
+
+    def take_out(self) -> tuple[Tensor, ...]:
+        """Hand all outputs over."""
+        return tuple(one.take_out() for one in self.each)
 
 
 def _refusal(

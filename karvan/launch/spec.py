@@ -135,6 +135,10 @@ class JobSpec(Section):
             raise ValueError(f"mode sync has staleness 1, got {self.staleness}; mode hybrid allows more")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
+        if self.on_server_loss == "reload" and self.roles.embedding_workers.replicas:
+            raise ValueError("on_server_loss reload is for jobs without embedding_workers")
+        if self.on_server_loss == "reload" and self.checkpoints is None:
+            raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
         known = self.token_file is not None or (self.tls is not None and self.tls.mutual)
         if not known and not _is_loopback(self.host):
             raise ValueError(

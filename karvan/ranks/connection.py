@@ -27,6 +27,7 @@ from karvan.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from karvan.ranks.servers import Servers
+    from karvan.ranks.workers import Workers
 
 _log = logging.getLogger("karvan.ranks")
 
@@ -68,6 +69,7 @@ class Connection:
         self.world = 1
         self.servers: Servers | None = None
         self.under_way: Joined | None = None  # a save, which needs its lane
+        self.workers: Workers | None = None
 
     @property
     def main(self) -> Lane:
@@ -94,9 +96,10 @@ class Connection:
         """How many batches lookups run ahead."""
         return self.settings.staleness if self.servers is not None else 0
 
-    def reach(self, servers: Sequence[str] | None) -> None:
-        """Find the parameter servers at these addresses, or where the environment says; a collective."""
+    def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
+        """Find servers and workers at these addresses, or where the environment says; a collective."""
         from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
+        from karvan.ranks.workers import find_workers
 
         hello = {
             "trainer": self.rank,
@@ -107,6 +110,7 @@ class Connection:
         }
         reload = self.settings.on_server_loss == "reload"
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
+        self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
 
     def fail(self, lane: str, error: BaseException) -> None:
         """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
@@ -119,6 +123,8 @@ class Connection:
         """Leave, once nothing is under way any more; the process group stays."""
         if self.under_way is not None:
             self.under_way.join()
+        if self.workers is not None:
+            self.workers.close()
         if self.servers is not None:
             self.servers.close()
 
@@ -236,6 +242,7 @@ def connect(
     timeout: float = 300.0,
     transport: str = "auto",
     servers: Sequence[str] | None = None,
+    workers: Sequence[str] | None = None,
     staleness: int | None = None,
     on_server_loss: str | None = None,
 ) -> Connection:
@@ -251,7 +258,8 @@ def connect(
     timeout: seconds after which a rank that does not answer is an error on all others.
     transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
     it works. Dense gradients go their own way (DistributedDataParallel).
-    servers: addresses of parameter servers, "host:port"; a launched job finds its own.
+    servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
+    embedding workers, which keep the ids of batches that loaders send; without any, ids are in the batches.
     staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
     a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
     on_server_loss: "fail", the default unless a launched job says otherwise: a server that has begun anew is
@@ -268,8 +276,11 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    if kind != "remote" and any(each is not None for each in (servers, staleness, on_server_loss)):
-        raise ValueError(f'servers, staleness and on_server_loss are for connect("remote"), got "{kind}".')
+    remote = (servers, workers, staleness, on_server_loss)
+    if kind != "remote" and any(each is not None for each in remote):
+        raise ValueError(
+            f'servers, workers, staleness and on_server_loss are for connect("remote"), got "{kind}".'
+        )
     if on_server_loss is None:
         on_server_loss = os.environ.get("KARVAN_SERVER_LOSS", "fail") if kind == "remote" else "fail"
     if on_server_loss not in ("fail", "reload"):
@@ -288,7 +299,7 @@ def connect(
         if kind != "memory":
             made = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":
-                made.reach(servers)
+                made.reach(servers, workers)
             _current = made
         return _current
 

@@ -44,6 +44,11 @@ class Servers:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def hello(self) -> Mapping[str, Any]:
+        """What they are told of this trainer."""
+        return self._hello
+
     def new_store(self) -> int:
         """A number for one more store, the same on all trainers if they make the same ones."""
         self._stores += 1
@@ -106,7 +111,7 @@ class Servers:
 
 
 def find_servers(
-    addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float, reload: bool
+    addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float, reload: bool = False
 ) -> Servers:
     """The servers at these addresses, or those that the environment names.
 
@@ -115,7 +120,7 @@ def find_servers(
     environment, security = os.environ, Security.from_environment()
     static = environment.get("KARVAN_PARAMETER_SERVERS", "")
     if addresses is None and "KARVAN_REGISTRY" in environment:
-        directory: Addresses = Directory(environment["KARVAN_REGISTRY"], security)
+        directory: Directory | StaticDirectory = Directory(environment["KARVAN_REGISTRY"], security)
         count = int(environment.get("KARVAN_SERVERS", "1"))
     else:
         listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
@@ -125,7 +130,7 @@ def find_servers(
                 "started, got neither."
             )
         directory, count = StaticDirectory({SERVER: listed}), len(listed)
-    told = {**hello, "generation": int(environment.get("KARVAN_GENERATION", "0")), "servers": count}
+    told = {"generation": int(environment.get("KARVAN_GENERATION", "0")), **hello, "servers": count}
     saved = environment.get("KARVAN_CHECKPOINTS", "") if reload else ""
     if reload and not saved:
         raise ValueError("A lost server's rows are taken from KARVAN_CHECKPOINTS, a folder, got none.")

@@ -85,6 +85,7 @@ class Owner:
             for count, dim in zip(of_rank, answered.dims, strict=True):
                 addresses.append(at)
                 at += 4 * count * dim
+        assert answered.plan.native is not None
         owned = answered.plan.native.reduce(addresses, answered.dims * len(answered.asked))
         if by_key:
             owned.average()

@@ -12,6 +12,8 @@ key has come back since.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from karvan import _native
+from karvan.ragged import Reference
 from karvan.store.capture import Capture
+from karvan.store.laid import Laid
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
@@ -82,10 +87,16 @@ class Push(NamedTuple):
 class Program:
     """The features of an engine in the form the native core wants, made once.
 
-    `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`.
+    `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`. told:
+    the features as JSON, for who embeds in the engine's place.
     """
 
-    def __init__(self, features: Sequence[tuple[str, str, str, str, int, int]]) -> None:
+    def __init__(
+        self, features: Sequence[tuple[str, str, str, str, int, int]], told: Mapping[str, Any] | None = None
+    ) -> None:
+        self.features = list(features)
+        self.told = dict(told or {})
+        self.name = hashlib.sha256(json.dumps(self.told).encode()).hexdigest()[:16]
         self.tables = list(dict.fromkeys(table for _, table, *_ in features))
         slots = {table: slot for slot, table in enumerate(self.tables)}
         self.native = _native.Program(
@@ -100,16 +111,26 @@ class Program:
 class Plan(NamedTuple):
     """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
 
-    away: what a store that has the rows elsewhere must remember.
+    away: what a store that has the rows elsewhere must remember. Where the ids are elsewhere as well, there
+    is no native plan; `away` is an `AwayLookup` then.
     """
 
-    native: _native.Plan
+    native: _native.Plan | None
     versions: Mapping[str, int]
     away: Any = None
 
 
+class AwayLookup(Protocol):
+    """A batch whose ids are elsewhere."""
+
+    def take(self) -> list[tuple[Tensor, Laid]]:
+        """The outputs of all features, which are handed over: whoever keeps the lookup does not keep them."""
+
+
 class Store(ABC):
     """Holds tables of rows."""
+
+    takes_references = False  # whether it can embed batches whose ids are elsewhere
 
     @abstractmethod
     def add_table(self, spec: TableSpec) -> None:
@@ -208,7 +229,7 @@ class Store(ABC):
     def prepare(
         self,
         program: Program,
-        inputs: list[int],
+        inputs: list[int] | Reference,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -216,14 +237,16 @@ class Store(ABC):
     ) -> Prepared:
         """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else.
 
+        inputs: the native call's numbers for each feature, or what stands for ids that are elsewhere.
         training, step, now: what the forward will be given, if that is known.
         """
+        assert not isinstance(inputs, Reference)
         return _native.prepare(program.native, inputs)
 
     def forward(
         self,
         program: Program,
-        inputs: list[int] | Prepared,
+        inputs: list[int] | Reference | Prepared,
         *,
         training: bool,
         step: int,
@@ -231,9 +254,9 @@ class Store(ABC):
     ) -> Plan:
         """Look up a batch and fill its outputs.
 
-        `inputs` are the native call's numbers for each feature, or what `prepare` made of them, which is good
-        for one forward.
+        `inputs` are what `prepare` takes, or what it made of them, which is good for one forward.
         """
+        assert not isinstance(inputs, Reference)
         plan = inputs if isinstance(inputs, _native.Plan) else _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
         found = self.lookup(keys, training=training, step=step, now=now)
@@ -242,7 +265,12 @@ class Store(ABC):
 
     def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """Sum gradients of a plan's outputs by key: addresses, 0 for none, and floats from row to row."""
+        assert plan.native is not None
         return plan.native.reduce(list(addresses), list(strides))
+
+    def hold(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Take the gradients of a plan's outputs whose ids are elsewhere; for stores that take references."""
+        raise TypeError(f"{type(self).__name__} takes no batches whose ids are elsewhere.")
 
     def update(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from karvan import _native, buffers
+from karvan.store import incomplete
 from karvan.store.messages import cut, floats, words
 from karvan.store.protocol import Program
 from karvan.store.wording import from_wire
@@ -75,6 +76,11 @@ class Pull:
             self.training, self.step, self.now = training, step, now
         return self.training == training and (self.step == step or not training)
 
+    def ready(self) -> tuple[bool, float]:
+        """Whether there is still something to wait for; if not, since when there is not."""
+        waiting = not all(reply.done for reply in self.replies)
+        return waiting, max(reply.begun + reply.seconds for reply in self.replies)
+
     def finish(self) -> None:
         """Wait for the vectors, and pool them."""
         sizes = floats(self.wanted, self.dims)
@@ -85,6 +91,16 @@ class Pull:
             np.copyto(flat[at : at + size], received)
             at += size
         self.route.pool(vectors.data_ptr())
+
+    def pack(self, gradients: _native.Gradients, scale: float, complete: bool) -> tuple[torch.Tensor, ...]:
+        """Gradients times scale for each server, in the order of its keys; see `incomplete.py`."""
+        sizes = floats(self.wanted, self.dims)
+        sent = buffers.empty(sum(sizes))
+        if complete:
+            self.route.pack_gradients(gradients, scale, sent.data_ptr())
+        else:
+            incomplete.pack(self.sent, self.wanted, self.dims, gradients, scale, sent)
+        return torch.split(sent, sizes)
 
     def __del__(self) -> None:
         if self.number:

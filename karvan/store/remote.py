@@ -5,36 +5,49 @@ gradients, summed by key, return the same way without their keys, because a serv
 asked. Lookups run ahead of the computation and gradients return in the background, as far as the bound on
 staleness allows (`Window`); with a bound of 1 a lookup begins when the gradients of the batch before have
 been applied, and results are those of a store in memory, bit for bit.
+
+Where embedding workers keep the ids of a batch, they do the lookup in the trainer's name, and sum its
+gradients by key (`Claim`). Numbers of batches and pushes are the trainer's, so a worker that replaces another
+can ask for the same once more: servers do each once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from karvan import _native, buffers, ranks
-from karvan.store import incomplete
-from karvan.store.messages import floats
+from karvan import _native, ranks
+from karvan.ragged import Reference
+from karvan.store.claim import Claim, Sent, watch
 from karvan.store.protocol import Plan, Prepared, Program, Rule
 from karvan.store.pull import Pull
 from karvan.store.remote_tables import RemoteTables
+from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, to_wire
-from karvan.wire import Reply
+from karvan.wire import Message, Reply
+
+T = TypeVar("T")
 
 
 class Own:
-    """Gradients that are still here. What they say holds for all trainers that wait for each other."""
+    """Gradients that are still here. What they say holds for all trainers that wait for each other.
+
+    made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks one.
+    """
 
     def __init__(
-        self, native: _native.Gradients, finite: list[bool], touched: list[bool], complete: bool
+        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> None:
-        self.native = native
+        self.made = made
         self.complete = complete
         self._finite = finite
         self._touched = touched
@@ -54,9 +67,14 @@ class RemoteStore(RemoteTables):
     def __init__(self, connection: ranks.Connection) -> None:
         super().__init__(connection)
         self._store = self._servers.new_store()
+        self._workers = connection.workers
         self.wire = connection.settings.wire
         self._done: deque[int] = deque()  # lookups whose plans servers need not keep
         self._used = time.monotonic()  # when the last training lookup was
+        self._done_at: dict[int, deque[int]] = defaultdict(deque)  # … that workers made
+        self._gone_at: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
+        self._watched: weakref.WeakSet[Reference] = weakref.WeakSet()
+        self._sequence = 0  # of the last push
         self.keys_asked = 0  # distinct keys of batches so far
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
@@ -66,55 +84,89 @@ class RemoteStore(RemoteTables):
         """Whether a lookup waits for the gradients of the batch before, of all trainers."""
         return self._connection.settings.staleness == 1
 
+    @property
+    def takes_references(self) -> bool:  # type: ignore[override]
+        """See `Store.takes_references`."""
+        return self._workers is not None
+
     def prepare(
         self,
         program: Program,
-        inputs: list[int],
+        inputs: list[int] | Reference,
         *,
         training: bool | None = None,
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
         """See `Store.prepare`: a lookup whose purpose is known begins as soon as staleness allows."""
-        plan = _native.prepare(program.native, inputs)
-        pull = Pull(self, program, plan, training=bool(training), step=step, now=now)
+        lookup = self._lookup(program, inputs, bool(training), step, now, ahead=True)
         if training is not None and not self.synchronous:
             if training:
-                pull.offered = True
-                self.window.offer(pull)
+                lookup.offered = True
+                self.window.offer(lookup)
             else:
-                pull.begin(0)
-        return pull
+                lookup.begin(0)
+        return lookup
 
     def forward(
-        self, program: Program, inputs: list[int] | Prepared, *, training: bool, step: int, now: float
+        self,
+        program: Program,
+        inputs: list[int] | Reference | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
     ) -> Plan:
         """See `Store.forward`."""
         self.window.check()
-        if isinstance(inputs, Pull):
-            pull = inputs
-            if not pull.fits(training, step, now):
-                pull = Pull(self, program, inputs.plan, training=training, step=step, now=now)
+        lookup: Pull | Claim
+        if isinstance(inputs, Pull | Claim):
+            lookup = inputs
+            if not lookup.fits(training, step, now):
+                again = inputs.plan if isinstance(inputs, Pull) else inputs.reference
+                lookup = self._lookup(program, again, training, step, now)
         else:
-            plan = _native.Plan(program.native, inputs)
-            pull = Pull(self, program, plan, training=training, step=step, now=now)
+            lookup = self._lookup(program, inputs, training, step, now)
         if training:
-            self.window.need(pull)
-        elif not pull.begun:
-            pull.begin(0)
+            self.window.need(lookup)
+        elif not lookup.begun:
+            lookup.begin(0)
         if training:
-            self._watch(pull)
-        pull.finish()
-        self.seconds["pull"] += [reply.seconds for reply in pull.replies]
-        return Plan(pull.plan, {}, pull)
+            self._watch(lookup)
+        lookup.finish()
+        if isinstance(lookup, Pull):
+            self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
+        return Plan(lookup.plan if isinstance(lookup, Pull) else None, {}, lookup)
 
-    def _watch(self, pull: Pull) -> None:
+    def _lookup(
+        self,
+        program: Program,
+        inputs: list[int] | Reference | _native.Plan,
+        training: bool,
+        step: int,
+        now: float,
+        *,
+        ahead: bool = False,
+    ) -> Pull | Claim:
+        if isinstance(inputs, Reference):
+            workers = len(self._workers or ())
+            if inputs.worker >= workers:
+                raise ValueError(f"Expected a reference to one of {workers} embedding workers, got {inputs}.")
+            if inputs not in self._watched:
+                self._watched.add(inputs)
+                watch(inputs, self._forget_ids)
+            return Claim(self, program, inputs, training=training, step=step, now=now)
+        if isinstance(inputs, list):
+            make = _native.prepare if ahead else _native.Plan
+            inputs = make(program.native, inputs)
+        return Pull(self, program, inputs, training=training, step=step, now=now)
+
+    def _watch(self, lookup: Pull | Claim) -> None:
         """Tell the window whether a lookup that ran ahead was there in time."""
         now = time.monotonic()
         step, self._used = now - self._used, now
-        if pull.offered:
-            ready = max(reply.begun + reply.seconds for reply in pull.replies)
-            waited = not all(reply.done for reply in pull.replies)
+        if lookup.offered:
+            waited, ready = lookup.ready()
             self.window.used(waited, (now - ready) / step)
 
     def send_pull(self, pull: Pull) -> list[Reply]:
@@ -127,7 +179,7 @@ class RemoteStore(RemoteTables):
             "step": pull.step,
             "now": pull.now,
             "wire": self.wire,
-            "done": self._take_done(),
+            "done": _taken(self._done),
         }
         self.keys_asked += pull.route.keys
         return [
@@ -137,18 +189,50 @@ class RemoteStore(RemoteTables):
             for server in range(self.count)
         ]
 
+    def send_claim(self, claim: Claim) -> Future[Message]:
+        """Ask a worker; for `Claim`."""
+        assert self._workers is not None
+        worker = claim.reference.worker
+        head = {
+            "engine": claim.program.name,
+            "store": self._store,
+            "batch": claim.number,
+            "reference": claim.reference.name,
+            "training": claim.training,
+            "step": claim.step,
+            "now": claim.now,
+            **self._let_go(worker),
+        }
+        return self._workers.begin(
+            *(worker, "claim", "claim", head), engine=self._engine(claim), references=[claim.reference]
+        )
+
     def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
         """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
+        assert plan.native is not None
         mine = plan.native.reduce(list(addresses), list(strides))
-        complete = plan.away.route.complete(mine)
-        finite, touched = mine.finite(), mine.touched()
+        return self._agreed(mine, mine.finite(), mine.touched(), plan.away.route.complete(mine))
+
+    def hold(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Own:
+        """See `Store.hold`; a worker will sum them by key."""
+        claim: Claim = plan.away
+        return self._agreed(
+            claim.pack(gradients),
+            claim.finite(gradients),
+            claim.touched(gradients),
+            all(each is not None for each in gradients),
+        )
+
+    def _agreed(
+        self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
+    ) -> Own:
         if self._connection.world > 1:  # all make a step, or none
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)
             touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
             complete = not agreed[-1]
-        return Own(mine, finite, touched, complete)
+        return Own(made, finite, touched, complete)
 
     def update(
         self,
@@ -157,7 +241,7 @@ class RemoteStore(RemoteTables):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: gradients go to the servers in the background."""
+        """See `Store.update`: gradients go to the servers, or to workers, in the background."""
         self.window.check()
         finite = [all(bits) for bits in zip(*(own.finite() for _, own in gradients), strict=True)]
         kept: dict[str, Any] = {}
@@ -167,74 +251,134 @@ class RemoteStore(RemoteTables):
                 kept[table] = rule_to_json(rules[table])
             elif table in rules:
                 skipped.append(table)
-        pulls: list[Pull] = [plan.away for plan, _ in gradients]
-        numbers = [pull.number for pull in pulls]
-        complete = all(own.complete for _, own in gradients)
-        packed = [self._packed(pull, own, complete) for pull, (_, own) in zip(pulls, gradients, strict=True)]
+        lookups: list[Pull | Claim] = [plan.away for plan, _ in gradients]
+        numbers = [lookup.number for lookup in lookups]
+        self._sequence += 1
         head = {
             "store": self._store,
+            "sequence": self._sequence,
             "batches": numbers,
             "rules": kept,
             "steps": {table: steps[table] for table in kept},
             "skipped": skipped,
-            "complete": complete,
+            "complete": all(own.complete for _, own in gradients),
             "wire": self.wire,
-            "done": self._take_done(),
         }
-        pending = _Acknowledged(self.count, numbers, self)
+        places: dict[int | None, list[int]] = {}  # of the passes, by the worker that has the ids
+        for place, lookup in enumerate(lookups):
+            places.setdefault(lookup.reference.worker if isinstance(lookup, Claim) else None, []).append(
+                place
+            )
+        made = [own.made for _, own in gradients]
+        calls = sum(self.count if worker is None else 1 for worker in places)
+        pending = _Acknowledged(calls, lookups, self.window)
         self.window.sent(numbers)
+        for worker, mine in places.items():
+            if worker is None:
+                self._push({**head, "mine": mine}, lookups, made, pending)
+            else:
+                self._push_by(worker, {**head, "mine": mine}, lookups, made, pending)
+
+    def _push(
+        self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any], pending: _Acknowledged
+    ) -> None:
+        """Send gradients to the servers."""
+        world, by_key = self._connection.world, self._connection.settings.grad_reduce == "key"
+        scale = 1.0 if by_key else 1.0 / world
+        packed = [lookups[place].pack(made[place], scale, head["complete"]) for place in head["mine"]]
+        told = {**head, "done": _taken(self._done)}
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
-            self._servers.peer(server).begin("push", head, arrays, then=partial(pending.one, server))
+            self._servers.peer(server).begin(
+                "push", told, arrays, then=partial(self._pushed, server, pending)
+            )
 
-    def pushed(self, server: int, reply: Reply) -> None:
+    def _pushed(self, server: int, pending: _Acknowledged, reply: Reply) -> None:
         """A server has applied gradients, or has not, because it was lost in between."""
-        self.seconds["push"].append(reply.seconds)
-        if reply.wait().head.get("lost"):
-            self.lost_updates += 1
-        else:
-            self._unsaved[server] += 1
+        if reply.error is None:
+            self.seconds["push"].append(reply.seconds)
+            if reply.wait().head.get("lost"):
+                self.lost_updates += 1
+            else:
+                self._unsaved[server] += 1
+        pending.one(reply.error)
+
+    def _push_by(
+        self,
+        worker: int,
+        head: Mapping[str, Any],
+        lookups: Sequence[Any],
+        made: Sequence[Any],
+        pending: _Acknowledged,
+    ) -> None:
+        """Send gradients of outputs to a worker."""
+        assert self._workers is not None
+        claims = [lookups[place] for place in head["mine"]]
+        sent = [made[place] for place in head["mine"]]
+        told = {
+            **head,
+            "engine": claims[0].program.name,
+            "passes": [
+                {"reference": claim.reference.name, "given": one.given}
+                for claim, one in zip(claims, sent, strict=True)
+            ],
+            **self._let_go(worker),
+        }
+        self._workers.begin(
+            *(worker, "backward", "backward", told, [one.array for one in sent]),
+            engine=self._engine(claims[0]),
+            references=[claim.reference for claim in claims],
+            then=pending.one,
+        )
+
+    def _engine(self, claim: Claim) -> dict[str, Any]:
+        return {"engine": claim.program.name, "features": claim.program.told, "wire": self.wire}
+
+    def _let_go(self, worker: int) -> dict[str, Any]:
+        """What a worker, and the servers by way of it, need not keep."""
+        return {"done": _taken(self._done_at[worker]), "gone": _taken(self._gone_at[worker])}
 
     def forget(self, number: int) -> None:
         """A lookup whose gradients have been sent, or will not be."""
         self._done.append(number)
         self.window.give_up(number)
 
-    def _packed(self, pull: Pull, own: Own, complete: bool) -> tuple[torch.Tensor, ...]:
-        sizes = floats(pull.wanted, pull.dims)
-        sent = buffers.empty(sum(sizes))
-        world, by_key = self._connection.world, self._connection.settings.grad_reduce == "key"
-        scale = 1.0 if by_key else 1.0 / world
-        if complete:
-            pull.route.pack_gradients(own.native, scale, sent.data_ptr())
-        else:
-            incomplete.pack(pull.sent, pull.wanted, pull.dims, own.native, scale, sent)
-        return torch.split(sent, sizes)
+    def forget_claim(self, worker: int, number: int) -> None:
+        """A claim whose gradients have been applied, or will not be."""
+        self._done_at[worker].append(number)
+        self.window.give_up(number)
 
-    def _take_done(self) -> list[int]:
-        done = []
-        while self._done:
-            done.append(self._done.popleft())
-        return done
+    def _forget_ids(self, reference: Reference) -> None:
+        assert self._workers is not None
+        self._gone_at[reference.worker].append(reference.name)
+        if self._workers.release is not None:
+            self._workers.release(reference)
+
+
+def _taken(waiting: deque[T]) -> list[T]:
+    taken = []
+    while waiting:
+        taken.append(waiting.popleft())
+    return taken
 
 
 class _Acknowledged:
-    """Waits, without a thread, until all servers have applied some batches' gradients."""
+    """Holds some lookups, without a thread, until their gradients have been applied."""
 
-    def __init__(self, servers: int, numbers: list[int], store: RemoteStore) -> None:
-        self._left = servers
-        self._numbers = numbers
-        self._store = store
+    def __init__(self, calls: int, lookups: Sequence[Pull | Claim], window: Window) -> None:
+        self._left = calls
+        self._lookups = lookups
+        self._window = window
         self._lock = threading.Lock()
 
-    def one(self, server: int, reply: Reply) -> None:
-        """A server has answered."""
-        if reply.error is not None:
-            self._store.window.fail(reply.error)
+    def one(self, error: Exception | None) -> None:
+        """A server or a worker has answered."""
+        if error is not None:
+            self._window.fail(error)
             return
-        self._store.pushed(server, reply)
         with self._lock:
             self._left -= 1
             if self._left:
                 return
-        self._store.window.end(self._numbers)
+        self._window.end([lookup.number for lookup in self._lookups])
+        self._lookups = []

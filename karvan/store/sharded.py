@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import _native, buffers, ranks
+from karvan.ragged import Reference
 from karvan.ranks.connection import WIRES
 from karvan.store import incomplete
 from karvan.store.capture import Capture
@@ -97,13 +98,14 @@ class ShardedStore(Store):
     def prepare(
         self,
         program: Program,
-        inputs: list[int],
+        inputs: list[int] | Reference,
         *,
         training: bool | None = None,
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
         """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
+        assert not isinstance(inputs, Reference)
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
     def forward(
@@ -129,6 +131,7 @@ class ShardedStore(Store):
         not finite, and whether keys are missing, because a feature had no gradient.
         """
         routed, owner = plan.away
+        assert plan.native is not None
         mine = plan.native.reduce(list(addresses), list(strides))
         complete = routed.route.complete(mine)
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]

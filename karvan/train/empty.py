@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, NestedRagged, Ragged
+from karvan.ragged import Batch, NestedRagged, Ragged, Reference
 
 
 def describe(batch: Any) -> dict[str, Any]:
@@ -41,6 +41,8 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
         return {"kind": "ragged", "values": _like(entry.values), "offsets": offsets, "weights": weights}
     if isinstance(entry, NestedRagged):
         return {"kind": "nested", "values": _like(entry.values)}
+    if isinstance(entry, Reference):
+        return {"kind": "reference"}
     raise TypeError(
         f"Column '{name}': expected a Tensor, Ragged or NestedRagged, of which a rank whose data has ended "
         f"can make one without rows, got {type(entry).__name__}."
@@ -53,6 +55,8 @@ def _like(tensor: Tensor) -> dict[str, Any]:
 
 
 def _empty(column: Mapping[str, Any]) -> Any:
+    if column["kind"] == "reference":
+        return Reference(0, "", 0)
     values = _tensor(column["values"])
     if column["kind"] == "tensor":
         return values

@@ -1,0 +1,113 @@
+"""The id features of batches that an embedding worker keeps, under the names that loaders gave them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from karvan.ragged import Batch
+
+_REMEMBERED = 4096  # names of batches that expired, to tell why they are not there
+
+
+@dataclass
+class _Entry:
+    ids: Batch
+    came: float
+    claimed: bool = False
+
+
+class KeptIds:
+    """Batches by name. One that nobody claims within `expire` seconds is dropped; up to `most` may wait."""
+
+    def __init__(self, expire: float, most: int) -> None:
+        if not expire > 0 or most < 1:
+            raise ValueError(
+                f"Expected expire above 0 and room for 1 batch or more, got {expire} and {most}."
+            )
+        self.expire = expire
+        self._most = most
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}  # the oldest first
+        self._waiting = 0  # those of them that were not claimed
+        self._wanted: set[str] = set()  # asked for while they were not there
+        self._late: deque[str] = deque(maxlen=_REMEMBERED)
+        self.expired = 0
+        self.received = 0
+
+    @property
+    def waiting(self) -> int:
+        """Batches that nobody has claimed."""
+        with self._lock:
+            self._drop_old()
+            return self._waiting
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, name: str, ids: Batch) -> bool:
+        """Keep a batch, in place of one of that name; False if there is no room now."""
+        with self._lock:
+            self._drop_old()
+            if name in self._entries:
+                self._entries[name].ids = ids
+                return True
+            if self._waiting >= self._most and name not in self._wanted:
+                return False
+            self._wanted.discard(name)
+            self._entries[name] = _Entry(ids, time.monotonic())
+            self._waiting += 1
+            self.received += 1
+            return True
+
+    def claim(self, name: str) -> Batch | None:
+        """The batch, which stays until it is forgotten; None if it is not there."""
+        with self._lock:
+            self._drop_old()
+            entry = self._entries.get(name)
+            if entry is None:
+                self._wanted.add(name)
+                return None
+            if not entry.claimed:
+                entry.claimed = True
+                self._waiting -= 1
+            return entry.ids
+
+    def why_missing(self, name: str) -> str:
+        """For people."""
+        with self._lock:
+            if name in self._late:
+                return f"nobody claimed it within {self.expire:g} s, so it was dropped"
+        return "it never came, or was forgotten"
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Nobody needs these any more."""
+        with self._lock:
+            for name in names:
+                self._wanted.discard(name)
+                entry = self._entries.pop(name, None)
+                if entry is not None and not entry.claimed:
+                    self._waiting -= 1
+
+    def forget_claimed(self) -> None:
+        """Those who have claimed batches are gone."""
+        with self._lock:
+            self._entries = {name: entry for name, entry in self._entries.items() if not entry.claimed}
+            self._wanted.clear()
+
+    def _drop_old(self) -> None:
+        before = time.monotonic() - self.expire
+        old = []
+        for name, entry in self._entries.items():
+            if entry.came > before:
+                break
+            if not entry.claimed:
+                old.append(name)
+        for name in old:
+            del self._entries[name]
+        self._late.extend(old)
+        self._waiting -= len(old)
+        self.expired += len(old)

@@ -1,0 +1,70 @@
+"""`WorkerClient`: how a loader sends id features to an embedding worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from karvan.cluster.packing import pack
+from karvan.ragged import Ragged
+from karvan.wire import Peer, Security, WireError
+
+_PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full, at first and at last
+
+
+class WorkerClient:
+    """One worker, at an address or where a function finds it; one that was replaced is found again."""
+
+    def __init__(
+        self,
+        index: int,
+        find: str | Callable[[], str],
+        security: Security | None = None,
+        *,
+        deadline: float = 120.0,
+    ) -> None:
+        self.index = index
+        self._deadline = deadline
+        self._peer = Peer(
+            f"embedding worker {index}",
+            find,
+            security,
+            hello={"loader": True},
+            deadline=deadline,
+            forgetful=True,
+        )
+
+    def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
+        """Have the worker keep id features; returns when it does. Harmless if it has them already.
+
+        A worker with too many batches that nobody has claimed is asked again, for so many seconds.
+        """
+        message = pack(ids)
+        within = self._deadline if within is None else within
+        due = time.monotonic() + within
+        pause, longest = _PAUSES
+        while not self._peer.call("put", {**message.head, "reference": reference}, message.arrays).head[
+            "kept"
+        ]:
+            if time.monotonic() > due:
+                raise WireError(
+                    f"embedding worker {self.index} expected to have room for a batch within "
+                    f"{within:g} s, got too few claims of those it keeps."
+                )
+            time.sleep(pause)
+            pause = min(longest, 2 * pause)
+
+    def forget(self, references: Sequence[str]) -> None:
+        """Batches that nobody will claim."""
+        self._peer.call("forget", {"references": list(references)})
+
+    def describe(self) -> dict[str, Any]:
+        """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
+        return self._peer.call("describe").head
+
+    def close(self) -> None:
+        """Leave it."""
+        self._peer.close()

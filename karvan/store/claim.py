@@ -1,0 +1,171 @@
+"""`Claim`: a batch whose ids an embedding worker keeps; it looks them up, and takes their gradients.
+
+The worker gives the outputs of all features, one behind the other in one array, and how they are laid out.
+Gradients of these outputs return the same way. Whether they are finite is seen here, before they are sent, by
+the gradients of those cells that have ids; a sum by key that becomes infinite later is left out by the server
+that finds it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan import _native, buffers
+from karvan.ragged import Reference
+from karvan.store.laid import Laid
+from karvan.store.protocol import Program
+from karvan.store.wording import from_wire, to_wire
+from karvan.wire import Array, Message
+
+
+class Claimer(Protocol):
+    """Who sends a claim and hears when it is not needed any more."""
+
+    wire: str
+
+    def send_claim(self, claim: Claim) -> Future[Message]:
+        """Ask the worker."""
+
+    def forget_claim(self, worker: int, number: int) -> None:
+        """A claim whose gradients have been applied, or will not be."""
+
+
+class Sent(NamedTuple):
+    """Gradients as they travel: one array for all features that have any, and which those are."""
+
+    array: Array
+    given: list[int]
+
+
+class Claim:
+    """A batch that is to be claimed, or is."""
+
+    def __init__(
+        self,
+        store: Claimer,
+        program: Program,
+        reference: Reference,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> None:
+        self._store = store
+        self.program = program
+        self.reference = reference
+        self.training = training
+        self.step = step
+        self.now = now
+        self.number = 0  # of a training lookup that has begun
+        self.begun = False
+        self.offered = False  # to begin when there is room
+        self._answer: Future[Message] | None = None
+        self._there: list[float] = []  # when the answer came
+        self._outs: list[Tensor] = []
+        self.laid: list[Laid] = []
+
+    def begin(self, number: int) -> None:
+        """Ask the worker; training lookups are numbered from 1, others are not."""
+        self.number = number
+        self.begun = True
+        self._answer = self._store.send_claim(self)
+        there = self._there
+        self._answer.add_done_callback(lambda _: there.append(time.monotonic()))
+
+    def fits(self, training: bool, step: int, now: float) -> bool:
+        """Whether it is, or can be made, the lookup that a forward needs."""
+        if not self.begun and not self.offered:
+            self.training, self.step, self.now = training, step, now
+        return self.training == training and (self.step == step or not training)
+
+    def ready(self) -> tuple[bool, float]:
+        """Whether there is still something to wait for; if not, since when there is not."""
+        return not self._there, self._there[0] if self._there else 0.0
+
+    def finish(self) -> None:
+        """Wait for the outputs."""
+        assert self._answer is not None
+        answer, self._answer = self._answer.result(), None
+        vectors, offsets = answer.arrays
+        flat = from_wire(vectors, self._store.wire)
+        at = at_offset = 0
+        for feature, (rows, ids, length, has_offsets) in zip(
+            self.program.features, answer.head["laid"], strict=True
+        ):
+            begins: Tensor | None = None
+            if has_offsets:
+                begins = torch.from_numpy(offsets[at_offset : at_offset + rows + 1].copy())
+                at_offset += rows + 1
+            laid = Laid(rows, ids, length, begins)
+            out = buffers.empty(_cells(feature[2], laid), feature[5])
+            np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
+            at += out.numel()
+            self._outs.append(out)
+            self.laid.append(laid)
+
+    def take(self) -> list[tuple[Tensor, Laid]]:
+        """See `AwayLookup.take`."""
+        outs, self._outs = self._outs, []
+        return list(zip(outs, self.laid, strict=True))
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Sent:
+        """Gradients of the outputs as they travel."""
+        given = [place for place, each in enumerate(gradients) if each is not None]
+        floats = [each.detach().reshape(-1) for each in gradients if each is not None]
+        return Sent(to_wire(torch.cat(floats), self._store.wire), given)
+
+    def finite(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Whether a table's gradients are finite; those of cells without an id do not count."""
+        return self._by_table(gradients, _finite, all)
+
+    def touched(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Whether any key of a table has a gradient."""
+        return self._by_table(gradients, lambda mode, laid, each: laid.ids > 0, any)
+
+    def _by_table(
+        self,
+        gradients: Sequence[Tensor | None],
+        one: Callable[[str, Laid, Tensor], bool],
+        of: Callable[[list[bool]], bool],
+    ) -> list[bool]:
+        found: dict[str, list[bool]] = {table: [] for table in self.program.tables}
+        for feature, laid, gradient in zip(self.program.features, self.laid, gradients, strict=True):
+            if gradient is not None:
+                found[feature[1]].append(one(feature[2], laid, gradient))
+        return [of(each) for each in found.values()]
+
+    def __del__(self) -> None:
+        if self.number:
+            self._store.forget_claim(self.reference.worker, self.number)
+
+
+def watch(reference: Reference, gone: Callable[[Reference], None]) -> None:
+    """Call `gone` with one like it, once nobody holds the reference any more."""
+    like = Reference(reference.worker, reference.name, reference.rows)
+    weakref.finalize(reference, gone, like).atexit = False
+
+
+def _cells(mode: str, laid: Laid) -> int:
+    if mode == "pooled":
+        return laid.rows
+    return laid.ids if mode == "cells" else laid.rows * laid.length
+
+
+def _finite(mode: str, laid: Laid, gradient: Tensor) -> bool:
+    flat = gradient.contiguous()
+    if _native.all_finite([flat.data_ptr()], [flat.numel()]):
+        return True
+    bad = ~torch.isfinite(gradient).all(1)
+    if mode == "pooled":
+        bad = bad & (laid.lengths() > 0)
+    elif mode == "padded":
+        bad = bad & laid.mask().reshape(-1)
+    return not bool(bad.any())

@@ -1,0 +1,466 @@
+"""Embedding workers: ids with them, vectors and gradients as if they were here."""
+
+import itertools
+import random
+import threading
+from collections import deque
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from worker_helpers import Cluster, Loader, all_layouts, batches, loss_of, rows_of, tensors
+
+import karvan as kv
+from karvan.wire import RefusedError
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    made = {servers: Cluster(servers, 2) for servers in (1, 2)}
+    for cluster in made.values():
+        cluster.wait()
+    yield made
+    for cluster in made.values():
+        cluster.close()
+
+
+@pytest.fixture
+def job(clusters, monkeypatch):
+    """job(servers, workers) makes this process a trainer, and gives a loader."""
+    opened = []
+
+    def begin(servers=1, workers=1, **options):
+        connection = clusters[servers].connect(monkeypatch, workers, **options)
+        loader = Loader(clusters[servers], workers, f"job {next(_names)}").serve(connection)
+        opened.append(loader)
+        return loader
+
+    yield begin
+    for loader in opened:
+        loader.close()
+    kv.connect("memory")
+
+
+def train(engine, given, optimizer, accumulate=1, ahead=0):
+    """Outputs of each batch; `ahead` batches are prepared before their turn."""
+    seen = []
+    given = list(given)
+    for number, batch in enumerate(given):
+        for later in given[number if number == 0 else number + ahead : number + ahead + 1] if ahead else []:
+            engine.prepare(later, training=True)
+        outputs = engine(batch)
+        seen.append([t.detach().clone() for t in tensors(outputs)])
+        loss_of(outputs).backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+    return seen
+
+
+def in_memory(given, accumulate=1):
+    kv.connect("memory")
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    seen = train(engine, given, kv.optim.Adagrad(engine, lr=0.1), accumulate)
+    return engine, seen
+
+
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_results_are_those_of_memory_bit_for_bit(job, servers, workers):
+    given = batches(6)
+    reference, expected = in_memory(given)
+    expected_eval = tensors(reference.eval()(batches(1, seed=9)[0]))
+    rows = rows_of(reference)
+    loader = job(servers, workers)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    seen = train(engine, [loader.send(batch) for batch in given], kv.optim.Adagrad(engine, lr=0.1))
+    for a, b in zip(itertools.chain(*seen), itertools.chain(*expected), strict=True):
+        assert torch.equal(a, b)
+    engine.eval()
+    for a, b in zip(tensors(engine(loader.send(batches(1, seed=9)[0]))), expected_eval, strict=True):
+        assert torch.equal(a, b)
+    assert rows_of(engine) == rows
+    assert engine.store.window.most == 1
+    assert loader.resent == 0
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_passes_of_a_step_may_be_with_several_workers(job, accumulate):
+    given = batches(6)
+    reference, _ = in_memory(given, accumulate)
+    rows = rows_of(reference)
+    loader = job(2, 2)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    mixed = [loader.send(batch) if number != 3 else batch for number, batch in enumerate(given)]
+    train(engine, mixed, kv.optim.Adagrad(engine, lr=0.1), accumulate)
+    assert rows_of(engine) == rows
+
+
+def test_ids_of_the_trainer_itself_need_no_worker(job):
+    given = batches(3)
+    reference, _ = in_memory(given)
+    rows = rows_of(reference)
+    job(2, 2)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    train(engine, given, kv.optim.Adagrad(engine, lr=0.1))
+    assert rows_of(engine) == rows
+
+
+def test_features_without_a_gradient_leave_their_keys_alone(job):
+    given = batches(3)
+
+    def run(engine, sent):
+        optimizer = kv.optim.Adam(engine, lr=0.1)
+        for batch in sent:
+            outputs = engine(batch)
+            (outputs["user"].sum() + outputs["item"].sin().sum()).backward()
+            optimizer.step()
+        return rows_of(engine)
+
+    kv.connect("memory")
+    expected = run(kv.EmbeddingEngine(all_layouts(), seed=5), given)
+    loader = job(2, 2)
+    found = run(kv.EmbeddingEngine(all_layouts(), seed=5), [loader.send(batch) for batch in given])
+    assert found == expected
+
+
+@pytest.mark.parametrize("staleness", [2, 4])
+def test_hybrid_training_stays_within_its_bound(job, staleness):
+    loader = job(2, 2, staleness=staleness)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    engine.hold_ahead(staleness + 2)
+    given = [loader.send(batch) for batch in batches(16)]
+    seen = train(engine, given, kv.optim.Adagrad(engine, lr=0.01), ahead=staleness)
+    engine.store.window.drain()
+    assert len(seen) == 16
+    assert engine.store.window.most == staleness
+    assert engine.store.window.lookups == 16
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_half_wires_are_near_memory(job, wire):
+    given = batches(3)
+    _, expected = in_memory(given)
+    loader = job(1, 1, wire=wire)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    seen = train(engine, [loader.send(batch) for batch in given], kv.optim.Adagrad(engine, lr=0.1))
+    for a, b in zip(itertools.chain(*seen), itertools.chain(*expected), strict=True):
+        assert torch.allclose(a, b, atol=0.06)
+
+
+def test_nan_in_one_slot_skips_only_that_table_and_is_counted(job):
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine({"a": kv.Table(4), "b": kv.Table(4)})
+    optimizer = kv.optim.Adagrad(engine, lr=0.1)
+    batch = {"a": torch.arange(4), "b": torch.arange(4)}
+    engine(loader.send(batch))["a"].sum().backward()  # inserts
+    optimizer.zero_grad()
+    before = rows_of(engine)
+    outputs = engine(loader.send(batch))
+    bad = torch.ones(4, 4)
+    bad[2, 1] = torch.nan
+    torch.autograd.backward([outputs["a"], outputs["b"]], [bad, torch.ones(4, 4)])
+    assert not optimizer.gradients_finite()
+    optimizer.step()
+    after = rows_of(engine)
+    assert after["a"][1] == before["a"][1]
+    assert after["b"][1] != before["b"][1]
+    assert engine.table("a").stats()["skipped_updates"] == 1
+    assert engine.table("b").stats()["skipped_updates"] == 0
+
+
+def test_nan_where_there_is_no_id_is_of_no_harm(job):
+    loader = job(1, 1)
+    tables = {"sum": kv.Table(2), "sequence": kv.Table(2, combiner="sequence", length=3)}
+    engine = kv.EmbeddingEngine(tables)
+    optimizer = kv.optim.SGD(engine, lr=1.0)
+    lists = kv.Ragged.from_lists([[1, 2], []])
+    outputs = engine(loader.send({"sum": lists, "sequence": lists}))
+    pooled, padded = torch.ones(2, 2), torch.ones(2, 3, 2)
+    pooled[1], padded[1], padded[0, 2] = torch.nan, torch.nan, torch.inf
+    torch.autograd.backward([outputs["sum"], outputs["sequence"].values], [pooled, padded])
+    assert optimizer.gradients_finite()
+    optimizer.step()
+    for table in engine.tables():
+        assert table.stats()["skipped_updates"] == 0
+        assert torch.isfinite(torch.tensor(rows_of(engine)[table.name][1])).all()
+
+
+def test_scaled_gradients_are_divided_before_they_are_sent(job):
+    def run(engine, batch, scale):
+        engine.gradient_scale = scale
+        optimizer = kv.optim.SGD(engine, lr=1.0)
+        (engine(batch)["user"].sum() * scale).backward()
+        optimizer.step()
+        return rows_of(engine)
+
+    loader = job(1, 1)
+    tables = {"user": kv.Table(4)}
+    batch = {"user": torch.arange(6)}
+    plain = run(kv.EmbeddingEngine(tables), loader.send(batch), 1.0)
+    loader = job(1, 1)
+    assert run(kv.EmbeddingEngine(tables), loader.send(batch), 1024.0) == plain
+
+
+def test_layouts_are_those_that_the_tables_promise(job):
+    loader = job(2, 2)
+    tables = {
+        "sum": kv.Table(2, name="shared"),
+        "root": kv.Table(2, name="shared", combiner="sqrtn"),
+        "raw": kv.Table(2, name="shared", combiner="sequence", length=3),
+        "other": kv.Table(2),
+    }
+    engine = kv.EmbeddingEngine(tables)
+    lists = kv.Ragged.from_lists([[7, 8, 9, 10], [], [7]])
+    outputs = engine(loader.send(dict.fromkeys(tables, lists)))
+    assert [name for name in outputs if name in tables] == list(tables)
+    assert outputs["sum"].shape == (3, 2)
+    assert outputs["raw"].values.shape == (3, 3, 2)
+    assert outputs["raw"].mask.tolist() == [[True] * 3, [False] * 3, [True, False, False]]
+    assert outputs["sum"][1].tolist() == [0, 0]
+    assert torch.equal(outputs["raw"].values[2, 0], outputs["sum"][2])  # slots of one table share rows
+    assert not torch.equal(outputs["other"][2], outputs["sum"][2])
+    assert torch.allclose(outputs["root"][0] * 2, outputs["sum"][0])
+    optimizer = kv.optim.SGD(engine, lr=1.0)
+    before = dict(zip(*rows_of(engine)["shared"][:2], strict=True))
+    outputs["root"].sum().backward()
+    optimizer.step()
+    after = dict(zip(*rows_of(engine)["shared"][:2], strict=True))
+    moved = {key: round(before[key][0] - after[key][0], 4) for key in before}
+    assert moved == {7: 1.5, 8: 0.5, 9: 0.5, 10: 0.5}  # the gradient is divided by the root, too
+
+
+def test_a_hash_stack_has_the_pinned_buckets(job):
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine({"a": kv.Table(2, hash_stack=kv.HashStack(2, 10))})
+    engine(loader.send({"a": torch.tensor([12, 23, 34, 56, 78, 90])}))
+    assert sorted(engine.table("a").keys().tolist()) == [0, 2, 5, 6, 7, 8, 10, 11, 12, 16, 17, 18]
+
+
+def test_what_is_done_with_is_forgotten_everywhere(job, clusters):
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine({"user": kv.Table(4)})
+    optimizer = kv.optim.SGD(engine, lr=0.1)
+    for number in range(5):
+        outputs = engine(loader.send({"user": torch.arange(number, number + 3)}))
+        outputs["user"].sum().backward()
+        del outputs
+        optimizer.step()
+        engine.store.window.drain()
+    engine.eval()
+    engine(loader.send({"user": torch.arange(3)}))  # carries the news of the last one
+    engine(loader.send({"user": torch.arange(3)}))
+    told = loader.clients[0].describe()
+    assert told["plans"] == 0
+    assert told["kept"] <= 1
+    assert len(loader.kept) <= 1
+
+
+def test_ids_that_are_not_there_any_more_are_asked_for_again(job):
+    given = batches(1)
+    _, expected = in_memory(given)
+    loader = job(1, 1)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    sent = loader.send(given[0])
+    loader.clients[0].forget([sent[kv.ragged.REFERENCE].name])
+    for a, b in zip(tensors(engine(sent)), expected[0], strict=True):
+        assert torch.equal(a, b)
+    assert loader.resent == 1
+
+
+def test_calls_that_are_malformed_are_refused(job):
+    loader = job(1, 1)
+    workers = kv.ranks.current().workers
+    engine = kv.EmbeddingEngine({"user": kv.Table(2), "item": kv.Table(2)})
+    sent = loader.send({"user": torch.arange(3), "item": torch.arange(3)})
+    outputs = engine(sent)
+    reference = sent[kv.ragged.REFERENCE]
+    head = {"engine": engine.program.name, "store": 1, "sequence": 1, "batches": [1], "mine": [0]}
+    head |= {"rules": {}, "steps": {}, "skipped": [], "complete": True, "wire": "float32"}
+    head |= {"passes": [{"reference": reference.name, "given": [0, 1]}], "done": [], "gone": []}
+
+    def call(arrays, method="backward", **changes):
+        told = {"engine": engine.program.name, "features": engine.program.told, "wire": "float32"}
+        future = workers.begin(
+            *(0, "backward", method, {**head, **changes}, arrays), engine=told, references=[reference]
+        )
+        return future.result(60)
+
+    good = torch.zeros(12).numpy()
+    some = [{"reference": reference.name, "given": [1]}]
+    for arrays, changes, text in [
+        ([good[:11]], {}, "expected 12 gradients of float32"),
+        ([good.astype("float64")], {}, "expected 12 gradients of float32"),
+        ([], {}, "gradients of 1 passes, got 0 arrays"),
+        ([good], {"passes": [{"reference": reference.name, "given": [0, 2]}]}, "of 2 features"),
+        ([good[:6]], {"passes": some}, "of all 2 features, got 1"),
+        ([good], {"mine": [4]}, "well-formed call"),
+        ([good], {"batches": [77], "passes": [{"reference": "x", "given": [0, 1]}]}, "reference 'x'"),
+    ]:
+        if text == "reference 'x'":
+            with pytest.raises(RuntimeError, match=text):
+                call(arrays, **changes)
+            continue
+        with pytest.raises(RefusedError, match=text):
+            call(arrays, **changes)
+    with pytest.raises(RefusedError, match="well-formed call of 'claim'"):
+        call([], "claim", done=None)
+    call([good])  # and nothing of it has done any harm
+    assert outputs["user"].shape == (3, 2)
+
+
+def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
+    loader = job(1, 1)
+    kv.ranks.current().workers.resend = None
+    engine = kv.EmbeddingEngine({"user": kv.Table(4)})
+    batch = {kv.ragged.REFERENCE: kv.ragged.Reference(0, "nothing", 3)}
+    with pytest.raises(RuntimeError, match=r"worker 0: expected the ids of reference 'nothing'.*never came"):
+        engine(batch)
+    with pytest.raises(ValueError, match="one of 1 embedding workers"):
+        engine({kv.ragged.REFERENCE: kv.ragged.Reference(1, "elsewhere", 3)})
+    with pytest.raises(
+        ValueError, match="Feature 'user' of table 'user' is not in the batch, which has: item"
+    ):
+        engine(loader.send({"item": torch.arange(3)}))
+
+
+def test_a_store_in_memory_takes_no_references():
+    kv.connect("memory")
+    engine = kv.EmbeddingEngine({"user": kv.Table(4)})
+    with pytest.raises(ValueError, match='expects an engine that was made after connect\\("remote"'):
+        engine({kv.ragged.REFERENCE: kv.ragged.Reference(0, "x", 3)})
+    empty = engine({kv.ragged.REFERENCE: kv.ragged.Reference(0, "", 0)})
+    assert empty["user"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("moment", ["sent", "claimed", "pushed"])
+def test_a_killed_worker_is_replaced_without_losing_a_batch(job, clusters, moment):
+    given = batches(4)
+    reference, expected = in_memory(given)
+    rows = rows_of(reference)
+    loader = job(2, 1)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    optimizer = kv.optim.Adagrad(engine, lr=0.1)
+    for number, batch in enumerate(given):
+        sent = loader.send(batch)
+        if number == 1 and moment == "sent":
+            clusters[2].replace(0)
+        outputs = engine(sent)
+        for a, b in zip(tensors(outputs), expected[number], strict=True):
+            assert torch.equal(a, b)
+        if number == 1 and moment == "claimed":
+            clusters[2].replace(0)
+        loss_of(outputs).backward()
+        optimizer.step()
+        if number == 1 and moment == "pushed":
+            clusters[2].replace(0)
+    assert rows_of(engine) == rows
+    assert loader.resent <= 2  # of the batch before as well, if its gradients were on their way
+    assert loader.resent >= 1 or moment == "pushed"
+
+
+@contextmanager
+def killing(cluster, seed, pause=(0.2, 2)):
+    """Kills one worker after the other."""
+    ended = threading.Event()
+
+    def kill():
+        order = random.Random(seed)
+        while not ended.wait(order.uniform(*pause)):
+            worker = order.randrange(2)
+            cluster.replace(worker)
+            cluster.directory.find("embedding-worker", worker)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        killer.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_workers_killed_at_any_moment(job, clusters, staleness):
+    given = batches(120)
+    reference, _ = in_memory(given)
+    rows = rows_of(reference)
+    loader = job(2, 2, staleness=staleness)
+    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
+    with killing(clusters[2], staleness):
+        optimizer = kv.optim.Adagrad(engine, lr=0.1)
+        engine.hold_ahead(staleness + 2)
+        waiting = deque()
+        for batch in [*given, *[None] * (staleness - 1)]:
+            if batch is not None:
+                waiting.append(loader.send(batch))
+                engine.prepare(waiting[-1], training=True)
+            if len(waiting) == staleness or batch is None:
+                loss_of(engine(waiting.popleft())).backward()
+                optimizer.step()
+        engine.store.window.drain()
+    assert engine.store.window.most <= staleness
+    assert loader.resent > 0
+    found = rows_of(engine)
+    if staleness == 1:
+        assert found == rows
+    for name, (keys, vectors, _, counts, *_) in found.items():
+        assert keys == rows[name][0]
+        assert counts == rows[name][3]  # each batch was looked up once
+        assert torch.isfinite(torch.tensor(vectors)).all()
+
+
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path, kills):
+    with killing(clusters[2], 7, (2.5, 5)) if kills else nullcontext():
+        clusters[2].run_trainers(
+            Path(__file__).parent / "worker_trainers.py", tmp_path, 2, 150 if kills else 5
+        )
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for own, away in ranks:
+        for a, b in zip(own["seen"], away["seen"], strict=True):
+            assert torch.equal(a, b)
+        assert own["rows"] == away["rows"]
+        assert own["skipped"] == away["skipped"]
+        assert own["most"] == away["most"] == 1
+    skipped = {table: sum(own["skipped"][table] for own, _ in ranks) for table in ranks[0][0]["skipped"]}
+    assert {table for table, count in skipped.items() if count} == {"root"}
+
+
+class Clicks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embeddings = kv.EmbeddingEngine(all_layouts(), seed=5)
+        self.net = torch.nn.Linear(12, 1)
+
+    def forward(self, batch):
+        vectors = self.embeddings(batch)
+        return self.net(torch.cat([vectors["user"], vectors["item"]], 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_trainer_fits_on_references(job, staleness):
+    def fit(send):
+        model = Clicks()
+        trainer = kv.Trainer(
+            model,
+            kv.losses.BinaryCrossEntropy(),
+            dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+            progress="none",
+        )
+        labelled = ({**batch, "label": torch.arange(12) % 2 * 1.0} for batch in batches(10))
+        result = trainer.fit([send(batch) for batch in labelled])
+        return model, result.step, rows_of(model.embeddings), model.net.weight.tolist()
+
+    kv.connect("memory")
+    expected = fit(kv.Batch)[1:]
+    loader = job(2, 2, staleness=staleness)
+    model, *found = fit(lambda batch: loader.send(batch, ids=all_layouts()))
+    assert model.embeddings.store.window.most <= staleness
+    assert found[0] == expected[0] == 10
+    if staleness == 1:
+        assert found == list(expected)
