@@ -24,14 +24,14 @@ demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARG
 
 test: lint test-native test-python  ## set everything up and run all checks and tests
 
-test-native: $(VENV)/.karvan  ## the C++ core's own tests, plain and with ASan + UBSan
-	@tools/test_native.sh plain address,undefined
+test-native: $(VENV)/.karvan  ## the C++ core's own tests
+	@tools/test_native.sh plain
 
 test-python: $(VENV)/.karvan  ## the Python tests; ARGS go to pytest
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
-test-slow: $(VENV)/.karvan  ## the C++ tests with TSan, the Python tests with the slow ones and many more random examples
-	@tools/test_native.sh thread
+test-slow: $(VENV)/.karvan  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
+	@tools/test_native.sh address,undefined thread
 	@$(BIN)/python -m pytest -q --thorough -m '' $(ARGS)
 
 lint: $(VENV)/.karvan  ## style and types
