@@ -40,10 +40,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.cluster.arrays import Array, dense_tensor, expect_alike, expect_gradients, expect_number
-from karvan.cluster.described import describe, make_optimizer, rate_of
-from karvan.cluster.policies import Answer, AsyncPolicy, Policy
 from karvan.cluster.repeats import Repeats
+from karvan.train.dense.arrays import Array, dense_tensor, expect_alike, expect_gradients, expect_number
+from karvan.train.dense.described import describe, make_optimizer, rate_of
+from karvan.train.dense.policies import Answer, AsyncPolicy, Policy
 from karvan.train.update import all_finite
 
 _log = logging.getLogger("karvan.cluster")

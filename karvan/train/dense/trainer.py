@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from karvan.cluster.arrays import Array, dense_tensor
-from karvan.cluster.dense_shares import owner_of_parameter
-from karvan.cluster.described import describe, rate_of
-from karvan.cluster.policies import Answer
+from karvan.train.dense.arrays import Array, dense_tensor
+from karvan.train.dense.described import describe, rate_of
+from karvan.train.dense.policies import Answer
+from karvan.train.dense.shares import owner_of_parameter
 from karvan.train.update import all_finite
 
 Outcome: TypeAlias = Literal["accepted", "rejected", "not finite"]
