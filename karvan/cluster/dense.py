@@ -98,6 +98,12 @@ class DenseParameters:
         return self._model is not None
 
     @property
+    def version(self) -> int:
+        """The number of steps made."""
+        with self._lock:
+            return self._held().version
+
+    @property
     def counts(self) -> Counts:
         """How many pushes there were since this process began."""
         with self._lock:
@@ -214,6 +220,7 @@ class DenseParameters:
             raise ValueError(
                 f"Expected a state of dense parameters, but it has no {', '.join(sorted(missing))}."
             )
+        expect_number("version", state["version"])
         given = state["parameters"]
         parameters = {name: dense_tensor(name, given[name], copy=True) for name in sorted(given)}
         optimizer = make_optimizer(state["optimizer"], list(parameters.values()))

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +23,7 @@ from karvan import _native
 from karvan.ranks.errors import RankError
 from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
+from karvan.ranks.modes import DenseSettings, choose_dense, choose_mode
 from karvan.ranks.watch import Watch
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Settings:
     timeout: float = 300.0
     transport: str = "auto"
     staleness: int = 1
+    mode: str = "sync"
+    dense: DenseSettings = field(default_factory=DenseSettings)
 
 
 class Joined(Protocol):
@@ -101,8 +104,9 @@ class Connection:
             "trainer": self.rank,
             "trainers": self.world,
             "run": self.main.gather_json(secrets.token_hex(8))[0],
-            "staleness": self.settings.staleness,
+            "mode": self.settings.mode,
             "grad_reduce": self.settings.grad_reduce,
+            "dense": asdict(self.settings.dense),
         }
         self.servers = find_servers(servers, hello, self.settings.timeout)
 
@@ -234,7 +238,11 @@ def connect(
     timeout: float = 300.0,
     transport: str = "auto",
     servers: Sequence[str] | None = None,
+    mode: str | None = None,
     staleness: int | None = None,
+    lr_staleness: bool | None = None,
+    grads_to_wait: int | None = None,
+    tolerance: int | None = None,
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
 
@@ -249,8 +257,13 @@ def connect(
     transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
     it works. Dense gradients go their own way (DistributedDataParallel).
     servers: addresses of parameter servers, "host:port"; a launched job finds its own.
-    staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
-    a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
+    mode: how trainers keep together, "sync", "hybrid" or "async" (see `modes.py`). Without it, as a launched
+    job says; else by staleness, sync for 1 and hybrid above.
+    staleness: how many batches of a trainer may be between lookup and applied gradient. 1, in mode sync:
+    lookups wait for all gradients of the step before, as in memory. Without it, as a launched job says; else
+    1, or 4 if mode hybrid or async is given.
+    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async are a step, see
+    `DenseSettings`.
     """
     global _current
     if kind not in KINDS:
@@ -263,13 +276,16 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    if kind != "remote" and (servers is not None or staleness is not None):
-        raise ValueError(f'servers and staleness are for connect("remote"), got "{kind}".')
-    if staleness is None:
-        staleness = int(os.environ.get("KARVAN_STALENESS", "1")) if kind == "remote" else 1
-    if staleness < 1:
-        raise ValueError(f"staleness must be at least 1, got {staleness}.")
-    settings = Settings(kind, wire, grad_reduce, timeout, transport, staleness)
+    dense = (lr_staleness, grads_to_wait, tolerance)
+    if kind != "remote" and any(each is not None for each in (servers, mode, staleness, *dense)):
+        raise ValueError(
+            f'servers, mode, staleness and the options of mode async are for connect("remote"), got "{kind}".'
+        )
+    settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    if kind == "remote":
+        mode, staleness = choose_mode(mode, staleness)
+        chosen = choose_dense(mode, *dense)
+        settings = replace(settings, mode=mode, staleness=staleness, dense=chosen)
     if kind == "memory" and settings != Settings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:

@@ -62,7 +62,7 @@ class RemoteStore(RemoteTables):
     @property
     def synchronous(self) -> bool:
         """Whether a lookup waits for the gradients of the batch before, of all trainers."""
-        return self._connection.settings.staleness == 1
+        return self._connection.settings.mode == "sync"
 
     def prepare(
         self,
@@ -182,8 +182,10 @@ class RemoteStore(RemoteTables):
     def _packed(self, pull: Pull, own: Own, complete: bool) -> tuple[torch.Tensor, ...]:
         sizes = floats(pull.wanted, pull.dims)
         sent = buffers.empty(sum(sizes))
-        world, by_key = self._connection.world, self._connection.settings.grad_reduce == "key"
-        scale = 1.0 if by_key else 1.0 / world
+        settings = self._connection.settings
+        # As many gradients as make a step, of rows as of dense parameters.
+        together = settings.dense.together if settings.mode == "async" else self._connection.world
+        scale = 1.0 if settings.grad_reduce == "key" else 1.0 / together
         if complete:
             pull.route.pack_gradients(own.native, scale, sent.data_ptr())
         else:
