@@ -60,9 +60,14 @@ class RemoteStore(RemoteTables):
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
 
     @property
-    def synchronous(self) -> bool:
-        """Whether a lookup waits for the gradients of the batch before, of all trainers."""
-        return self._connection.settings.mode == "sync"
+    def looks_ahead(self) -> bool:
+        """Whether lookups begin before their batch's turn, and so perhaps for batches that never have one."""
+        return self._connection.settings.staleness > 1
+
+    @property
+    def together(self) -> bool:
+        """Whether lookups and gradients of all trainers are done together."""
+        return self._connection.settings.mode == "sync" and self._connection.world > 1
 
     def prepare(
         self,
@@ -76,7 +81,7 @@ class RemoteStore(RemoteTables):
         """See `Store.prepare`: a lookup whose purpose is known begins as soon as staleness allows."""
         plan = _native.prepare(program.native, inputs)
         pull = Pull(self, program, plan, training=bool(training), step=step, now=now)
-        if training is not None and not self.synchronous:
+        if training is not None and self.looks_ahead:
             if training:
                 pull.offered = True
                 self.window.offer(pull)
@@ -129,7 +134,7 @@ class RemoteStore(RemoteTables):
         mine = plan.native.reduce(list(addresses), list(strides))
         complete = plan.away.route.complete(mine)
         finite, touched = mine.finite(), mine.touched()
-        if self.synchronous and self._connection.world > 1:
+        if self.together:
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)

@@ -20,6 +20,12 @@ WRONG = {
     "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
     "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
     "a stale sync": ("mode: sync\nstaleness: 2", "mode sync has staleness 1, got 2"),
+    "dense steps of a mean": ("dense: {grads_to_wait: 2}", "dense is for mode async, got mode hybrid"),
+    "no gradients": ("mode: async\ndense: {grads_to_wait: 0}", "dense.grads_to_wait: input should be greater"),
+    "two ways with staleness": (
+        "mode: async\ndense: {lr_staleness: true, tolerance: 1}",
+        "dense: lr_staleness slows down stale pushes",
+    ),
     "no staleness": ("staleness: 0", "staleness: input should be greater than or equal to 1, got 0"),
     "an unknown wire": ("wire: int8", "wire: input should be 'float32', 'bfloat16' or 'float16'"),
     "a name with a blank": ("name: my job", "name: string should match pattern"),
