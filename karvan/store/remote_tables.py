@@ -212,7 +212,8 @@ class RemoteTables(AwayStore):
             head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
             before = None if since is None else max(since.values(), default=0)
             try:
-                self._servers.call("capture", {**head, "since": before})
+                # On the line on which the one before was closed, so that it is.
+                self._servers.call("capture", {**head, "since": before}, line="save")
                 told["number"] = number
             except Exception as error:  # to be raised on all
                 told["error"] = [type(error).__name__, str(error)]
