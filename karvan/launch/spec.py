@@ -149,7 +149,9 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
         if self.mode == "sync" and self.staleness != 1:
-            raise ValueError(f"mode sync has staleness 1, got {self.staleness}; modes hybrid and async allow more")
+            raise ValueError(
+                f"mode sync has staleness 1, got {self.staleness}; modes hybrid and async allow more"
+            )
         if self.dense is not None and self.mode != "async":
             raise ValueError(f"dense is for mode async, got mode {self.mode}")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:

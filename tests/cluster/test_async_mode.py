@@ -241,6 +241,20 @@ def test_trainers_of_the_sync_policy_compute_rejected_steps_again(monkeypatch):
     assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
 
 
+@pytest.mark.slow
+def test_two_trainers_go_on_with_new_servers(tmp_path):
+    options = {"checkpoints": str(tmp_path), "mode": "async", "staleness": 2}
+    with serving(2) as addresses:
+        before = run(2, "async_programs:together", steps=20, servers=addresses, **options)
+    with serving(1) as addresses:
+        one, other = run(2, "async_programs:together", steps=60, servers=addresses, **options)
+    assert [len(each["losses"]) for each in (one, other)] == [40, 40]
+    assert one["told"][0]["1"]["version"] == 80
+    for after, earlier in zip((one, other), before, strict=True):
+        assert np.mean(after["losses"]) < np.mean(earlier["losses"])
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+
+
 def hello(**more):
     usual = {"trainer": 0, "trainers": 2, "run": "r", "mode": "async", "generation": 0}
     return {**usual, "server": 0, "servers": 1, **more}

@@ -21,7 +21,10 @@ WRONG = {
     "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
     "a stale sync": ("mode: sync\nstaleness: 2", "mode sync has staleness 1, got 2"),
     "dense steps of a mean": ("dense: {grads_to_wait: 2}", "dense is for mode async, got mode hybrid"),
-    "no gradients": ("mode: async\ndense: {grads_to_wait: 0}", "dense.grads_to_wait: input should be greater"),
+    "no gradients": (
+        "mode: async\ndense: {grads_to_wait: 0}",
+        "dense.grads_to_wait: input should be greater",
+    ),
     "two ways with staleness": (
         "mode: async\ndense: {lr_staleness: true, tolerance: 1}",
         "dense: lr_staleness slows down stale pushes",
