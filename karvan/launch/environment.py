@@ -8,7 +8,7 @@
 | KARVAN_REGISTRY | host:port where roles find each other |
 | KARVAN_GENERATION | 0 at first, one more after every rollback, as it was when this process started |
 | KARVAN_MODE, KARVAN_STALENESS, KARVAN_WIRE | sync, hybrid or async; batches; float32, bfloat16 or float16 |
-| KARVAN_LR_STALENESS, KARVAN_GRADS_TO_WAIT, KARVAN_TOLERANCE | `dense` of the job, if it has any; 0 or 1, numbers |
+| KARVAN_LR_STALENESS, KARVAN_GRADS_TO_WAIT, KARVAN_TOLERANCE | `dense` of the job: 0 or 1, numbers |
 | KARVAN_TRAINERS, KARVAN_SERVERS, KARVAN_WORKERS, KARVAN_LOADERS | replicas of each role |
 | KARVAN_HOST, KARVAN_PORT | where to listen; port 0 is any free one |
 | KARVAN_CHECKPOINTS | the folder of checkpoints, if there is one |

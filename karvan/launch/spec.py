@@ -105,7 +105,7 @@ class Dense(Section):
     def _slows_down_or_rejects(self) -> Dense:
         if self.lr_staleness and (self.grads_to_wait is not None or self.tolerance is not None):
             raise ValueError(
-                "lr_staleness slows down stale pushes, grads_to_wait and tolerance reject them: one or the other"
+                "lr_staleness slows down stale pushes, grads_to_wait and tolerance reject them, got both"
             )
         return self
 
