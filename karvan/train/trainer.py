@@ -13,7 +13,7 @@ from karvan import ranks
 from karvan.checkpoint import Checkpoints
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
-from karvan.train.dense.stepping import make_stepping
+from karvan.train.dense.make import make_stepping
 from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import same
 from karvan.train.fit import Fit

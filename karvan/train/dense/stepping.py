@@ -141,18 +141,3 @@ class DenseAway(DenseHere):
             raise error
         if told is not None:
             raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {told}")
-
-
-def make_stepping(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    engines: Sequence[EmbeddingEngine],
-    connection: Connection,
-    ahead: int,
-) -> DenseHere:
-    """Where this connection's mode has the dense parameters; servers are given them, a collective."""
-    if connection.settings.mode != "async" or optimizer is None:
-        return DenseHere(optimizer)
-    away = DenseAway(model, optimizer, engines, connection, ahead)
-    away.begin()
-    return away
