@@ -40,10 +40,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.cluster.arrays import Array, dense_tensor, expect_alike, expect_gradients, expect_number
-from karvan.cluster.described import describe, make_optimizer, rate_of
-from karvan.cluster.policies import Answer, AsyncPolicy, Policy
 from karvan.cluster.repeats import Repeats
+from karvan.train.dense.arrays import Array, dense_tensor, expect_alike, expect_gradients, expect_number
+from karvan.train.dense.described import describe, make_optimizer, rate_of
+from karvan.train.dense.policies import Answer, AsyncPolicy, Policy
 from karvan.train.update import all_finite
 
 _log = logging.getLogger("karvan.cluster")
@@ -96,6 +96,12 @@ class DenseParameters:
     def ready(self) -> bool:
         """Whether there is a model."""
         return self._model is not None
+
+    @property
+    def version(self) -> int:
+        """The number of steps made."""
+        with self._lock:
+            return self._held().version
 
     @property
     def counts(self) -> Counts:
@@ -214,6 +220,7 @@ class DenseParameters:
             raise ValueError(
                 f"Expected a state of dense parameters, but it has no {', '.join(sorted(missing))}."
             )
+        expect_number("version", state["version"])
         given = state["parameters"]
         parameters = {name: dense_tensor(name, given[name], copy=True) for name in sorted(given)}
         optimizer = make_optimizer(state["optimizer"], list(parameters.values()))

@@ -26,8 +26,7 @@ class Speaker:
 
     def __init__(self, servers: Servers, hello: Mapping[str, Any]) -> None:
         self.servers = servers
-        by_key = hello.get("grad_reduce") == "key"
-        self.scale = 1.0 if by_key else 1.0 / int(hello["trainers"])
+        self.scale = 1.0 / int(hello["divisor"])
         self.engines: dict[str, Embedding] = {}
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], Embedded] = {}  # by store and batch

@@ -3,7 +3,7 @@
 Trainers come in runs: a run is one start of all trainers of a job, a generation counts how often the job went
 back to a checkpoint. A newer generation begins with empty tables, because its trainers load them from a
 checkpoint; calls of an older one are refused. A new run of the same generation finds the rows of the one
-before.
+before, and the dense parameters (`dense_service.py`) of trainers in mode async.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from karvan.checkpoint import Checkpoints
 from karvan.cluster.batches import Batches
+from karvan.cluster.dense_service import DenseService, settings_of
 from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
 from karvan.store import MemoryStore, Push, Rows, TableSpec
@@ -71,6 +72,7 @@ class ParameterServer(Service):
         self._owner = Owner(self._store)
         self._saving = Saving(self._store, self._specs, self._index, self._count)
         self._batches: Batches | None = None
+        self._dense = DenseService()
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
@@ -88,6 +90,7 @@ class ParameterServer(Service):
             )
         if not 0 <= trainer < trainers:
             raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
+        dense = settings_of(hello)
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -104,6 +107,8 @@ class ParameterServer(Service):
                 self._end("the job's trainers have begun anew")
                 self._run = run
                 self._batches = Batches(self._owner, hello)
+                self._dense.begin(dense)
+            self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
     def _end(self, reason: str) -> None:
@@ -114,7 +119,7 @@ class ParameterServer(Service):
     def answer(self, call: Message, caller: Caller) -> Message:
         """See `Service.answer`."""
         with self._lock:
-            batches = self._batches
+            batches, dense = self._batches, self._dense
             if (caller.hello["generation"], caller.hello["run"]) != (self._generation, self._run):
                 raise RefusedError("expected a trainer of the job's newest run, got one of an older.")
         assert batches is not None
@@ -126,6 +131,8 @@ class ParameterServer(Service):
                 return batches.push(call, caller)
             if isinstance(method, str) and method in self._methods:
                 return self._methods[method](call)
+            if isinstance(method, str) and method in dense.methods:
+                return dense.methods[method](call)
         except (KeyError, TypeError, IndexError) as error:
             raise RefusedError(
                 f"expected a well-formed call of {method!r}, got one without {error}."
@@ -266,6 +273,7 @@ class ParameterServer(Service):
                 "pulls": batches.pulls,
                 "pushes": batches.pushes,
                 "keys": batches.keys,
+                "dense": self._dense.describe(),
                 "cpu_seconds": used.ru_utime + used.ru_stime,
             }
         )

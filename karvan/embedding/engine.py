@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from karvan.embedding.again import Again, Kept
 from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
 from karvan.embedding.handle import TableHandle
@@ -53,6 +54,7 @@ class EmbeddingEngine(nn.Module):
         self.store: Store = store if store is not None else make_store()
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)
+        self.again = Again()  # forwards of a step that may have to be computed again
         self._promised = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
@@ -80,12 +82,16 @@ class EmbeddingEngine(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
         """Embed the engine's features of a batch; what else is in the batch is passed through."""
-        found = self._ahead.take(batch)
-        inputs, prepared = (self._inputs(batch), None) if found is None else found
         training = self.training and torch.is_grad_enabled()
+        kept = self.again.next() if training else None
+        if kept is not None:
+            inputs, prepared = kept.inputs, None
+        else:
+            found = self._ahead.take(batch)
+            inputs, prepared = (self._inputs(batch), None) if found is None else found
         if training:
             # An input that requires a gradient makes autograd call back; the anchor is that and no more.
-            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared)
+            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared, kept)
         else:
             self._run(inputs, prepared, training=False)
             outs = inputs.take_out()
@@ -257,23 +263,29 @@ class _Lookup(torch.autograd.Function):
         engine: EmbeddingEngine,
         inputs: Inputs,
         prepared: Prepared | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine = engine
         ctx.inputs = inputs  # the plan points into these
+        if kept is not None:
+            ctx.plan = kept.plan
+            return kept.outs
         ctx.plan = engine._run(inputs, prepared, training=True)
-        return inputs.take_out()
+        outs = inputs.take_out()
+        engine.again.keep(inputs, ctx.plan, outs)
+        return outs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None, None]:
         if any(g is not None for g in gradients):
             ctx.engine._collect(ctx.plan, gradients)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 # torch declares `apply` without types.
 _lookup = cast(
-    Callable[[Tensor, EmbeddingEngine, Inputs, Prepared | None], tuple[Tensor, ...]],
+    Callable[[Tensor, EmbeddingEngine, Inputs, Prepared | None, Kept | None], tuple[Tensor, ...]],
     _Lookup.apply,
 )
 

@@ -8,6 +8,7 @@
 | KARVAN_REGISTRY | host:port where roles find each other |
 | KARVAN_GENERATION | 0 at first, one more after every rollback, as it was when this process started |
 | KARVAN_MODE, KARVAN_STALENESS, KARVAN_WIRE | sync, hybrid or async; batches; float32, bfloat16 or float16 |
+| KARVAN_LR_STALENESS, KARVAN_GRADS_TO_WAIT, KARVAN_TOLERANCE | `dense` of the job: 0 or 1, numbers |
 | KARVAN_TRAINERS, KARVAN_SERVERS, KARVAN_WORKERS, KARVAN_LOADERS | replicas of each role |
 | KARVAN_HOST, KARVAN_PORT | where to listen; port 0 is any free one |
 | KARVAN_CHECKPOINTS | the folder of checkpoints, if there is one |
@@ -35,6 +36,7 @@ NAMES = tuple(
     f"KARVAN_{name}"
     for name in (
         *("JOB", "ROLE", "INDEX", "COUNT", "REGISTRY", "GENERATION", "MODE", "STALENESS", "WIRE"),
+        *("LR_STALENESS", "GRADS_TO_WAIT", "TOLERANCE"),
         *("TRAINERS", "SERVERS", "WORKERS", "LOADERS", "HOST", "PORT", "CHECKPOINTS", "DATA", "THREADS"),
         *("TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
     )
@@ -52,7 +54,7 @@ def environment_of(
     meeting: tuple[str, int],
 ) -> dict[str, str]:
     """The environment of one process; `meeting` is the host and port where trainers meet."""
-    section = spec.of_role(role)
+    section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
     values: dict[str, object] = {
         "JOB": spec.name,
@@ -64,6 +66,9 @@ def environment_of(
         "MODE": spec.mode,
         "STALENESS": spec.staleness,
         "WIRE": spec.wire,
+        "LR_STALENESS": None if dense is None else int(dense.lr_staleness),
+        "GRADS_TO_WAIT": None if dense is None else dense.grads_to_wait,
+        "TOLERANCE": None if dense is None else dense.tolerance,
         "TRAINERS": spec.of_role(TRAINER).replicas,
         "SERVERS": spec.of_role(SERVER).replicas,
         "WORKERS": spec.of_role(WORKER).replicas,

@@ -94,6 +94,22 @@ class TLS(Section):
         return self
 
 
+class Dense(Section):
+    """When pushed dense gradients are a step, in mode async; see `karvan.ranks.modes`."""
+
+    lr_staleness: bool = False
+    grads_to_wait: Count | None = None
+    tolerance: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _slows_down_or_rejects(self) -> Dense:
+        if self.lr_staleness and (self.grads_to_wait is not None or self.tolerance is not None):
+            raise ValueError(
+                "lr_staleness slows down stale pushes, grads_to_wait and tolerance reject them, got both"
+            )
+        return self
+
+
 class JobSpec(Section):
     """A whole job."""
 
@@ -103,6 +119,7 @@ class JobSpec(Section):
     data: dict[str, Any] | None = None
     mode: Literal["sync", "hybrid", "async"] = "hybrid"
     staleness: Count = 4
+    dense: Dense | None = None
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     roles: Roles = Roles()
     checkpoints: Path | None = None
@@ -132,7 +149,11 @@ class JobSpec(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
         if self.mode == "sync" and self.staleness != 1:
-            raise ValueError(f"mode sync has staleness 1, got {self.staleness}; mode hybrid allows more")
+            raise ValueError(
+                f"mode sync has staleness 1, got {self.staleness}; modes hybrid and async allow more"
+            )
+        if self.dense is not None and self.mode != "async":
+            raise ValueError(f"dense is for mode async, got mode {self.mode}")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
         if self.on_server_loss == "reload" and self.roles.embedding_workers.replicas:

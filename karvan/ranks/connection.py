@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -23,6 +23,7 @@ from karvan import _native
 from karvan.ranks.errors import RankError
 from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
+from karvan.ranks.modes import DenseSettings, choose_dense, choose_mode
 from karvan.ranks.watch import Watch
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ KINDS = ("memory", "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
+LOSSES = ("fail", "reload")
 # One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
 _LANES = ("main", "fit", "evaluate", "save")
 
@@ -50,6 +52,8 @@ class Settings:
     transport: str = "auto"
     staleness: int = 1
     on_server_loss: str = "fail"
+    mode: str = "sync"
+    dense: DenseSettings = field(default_factory=DenseSettings)
 
 
 class Joined(Protocol):
@@ -96,6 +100,13 @@ class Connection:
         """How many batches lookups run ahead."""
         return self.settings.staleness if self.servers is not None else 0
 
+    @property
+    def divisor(self) -> int:
+        """What gradients of rows are divided by: how many trainers' gradients make a step."""
+        if self.settings.grad_reduce == "key":
+            return 1
+        return self.settings.dense.together if self.settings.mode == "async" else self.world
+
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
         """Find servers and workers at these addresses, or where the environment says; a collective."""
         from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
@@ -105,8 +116,11 @@ class Connection:
             "trainer": self.rank,
             "trainers": self.world,
             "run": self.main.gather_json(secrets.token_hex(8))[0],
+            "mode": self.settings.mode,
             "staleness": self.settings.staleness,
             "grad_reduce": self.settings.grad_reduce,
+            "divisor": self.divisor,
+            "dense": asdict(self.settings.dense),
         }
         reload = self.settings.on_server_loss == "reload"
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
@@ -237,13 +251,17 @@ def current() -> Connection:
 def connect(
     kind: str = "memory",
     *,
-    wire: str = "float32",
+    wire: str | None = None,
     grad_reduce: str = "mean",
     timeout: float = 300.0,
     transport: str = "auto",
     servers: Sequence[str] | None = None,
     workers: Sequence[str] | None = None,
+    mode: str | None = None,
     staleness: int | None = None,
+    lr_staleness: bool | None = None,
+    grads_to_wait: int | None = None,
+    tolerance: int | None = None,
     on_server_loss: str | None = None,
 ) -> Connection:
     """Choose where the rows of engines live that are made from now on.
@@ -252,7 +270,8 @@ def connect(
     keys' hashes of every table, ranks train on shares of the data, and gradients are averaged. "remote": on
     parameter servers; started several times, by torchrun or a launched job, trainers share the data as above.
 
-    wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16".
+    wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16"; without it as a launched
+    job says, else float32.
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
     dense parameters; "key" by the number of ranks that had the key in their batch.
     timeout: seconds after which a rank that does not answer is an error on all others.
@@ -260,14 +279,21 @@ def connect(
     it works. Dense gradients go their own way (DistributedDataParallel).
     servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
     embedding workers, which keep the ids of batches that loaders send; without any, ids are in the batches.
-    staleness: how many batches of a trainer may be between lookup and applied gradient. 1, the default unless
-    a launched job says otherwise: lookups wait for all gradients of the step before, as in memory.
+    mode: how trainers keep together, "sync", "hybrid" or "async" (see `modes.py`). Without it, as a launched
+    job says; else by staleness, sync for 1 and hybrid above.
+    staleness: how many batches of a trainer may be between lookup and applied gradient. 1, in mode sync:
+    lookups wait for all gradients of the step before, as in memory. Without it, as a launched job says; else
+    1, or 4 if mode hybrid or async is given.
+    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async are a step, see
+    `DenseSettings`.
     on_server_loss: "fail", the default unless a launched job says otherwise: a server that has begun anew is
     an error. "reload": it takes its rows as they were saved last, and what was lost is counted.
     """
     global _current
     if kind not in KINDS:
         raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.")
+    if wire is None:
+        wire = os.environ.get("KARVAN_WIRE", "float32") if kind == "remote" else "float32"
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
     if grad_reduce not in REDUCES:
@@ -276,20 +302,27 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    remote = (servers, workers, staleness, on_server_loss)
+    dense = (lr_staleness, grads_to_wait, tolerance)
+    remote = (servers, workers, mode, staleness, on_server_loss, *dense)
     if kind != "remote" and any(each is not None for each in remote):
         raise ValueError(
-            f'servers, workers, staleness and on_server_loss are for connect("remote"), got "{kind}".'
+            "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
+            f'connect("remote"), got "{kind}".'
         )
-    if on_server_loss is None:
-        on_server_loss = os.environ.get("KARVAN_SERVER_LOSS", "fail") if kind == "remote" else "fail"
-    if on_server_loss not in ("fail", "reload"):
-        raise ValueError(f"on_server_loss must be fail or reload, got {on_server_loss!r}.")
-    if staleness is None:
-        staleness = int(os.environ.get("KARVAN_STALENESS", "1")) if kind == "remote" else 1
-    if staleness < 1:
-        raise ValueError(f"staleness must be at least 1, got {staleness}.")
-    settings = Settings(kind, wire, grad_reduce, timeout, transport, staleness, on_server_loss)
+    settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    if kind == "remote":
+        mode, staleness = choose_mode(mode, staleness)
+        settings = replace(
+            settings,
+            mode=mode,
+            staleness=staleness,
+            dense=choose_dense(mode, *dense),
+            on_server_loss=on_server_loss or os.environ.get("KARVAN_SERVER_LOSS", "fail"),
+        )
+    if settings.on_server_loss not in LOSSES:
+        raise ValueError(
+            f"on_server_loss must be one of {', '.join(LOSSES)}, got {settings.on_server_loss!r}."
+        )
     if kind == "memory" and settings != Settings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:

@@ -11,10 +11,10 @@ from typing import Any
 from karvan.wire import Message, Peer, Security
 from karvan.wire.directory import Addresses, Directory, StaticDirectory
 
-# Lookups and gradients, in order; questions; checkpoints, which take long.
 SERVER = "parameter-server"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
-LINES = ("train", "ask", "save")
+# Lookups and gradients, in order; questions; checkpoints, which take long; dense parameters.
+LINES = ("train", "ask", "save", "dense")
 
 
 class Servers:
@@ -40,6 +40,7 @@ class Servers:
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, int], Peer] = {}
         self._stores = 0
+        self._models = 0
 
     def __len__(self) -> int:
         return self._count
@@ -53,6 +54,11 @@ class Servers:
         """A number for one more store, the same on all trainers if they make the same ones."""
         self._stores += 1
         return self._stores
+
+    def new_model(self) -> int:
+        """The same for one more model whose dense parameters are on the servers."""
+        self._models += 1
+        return self._models
 
     def peer(self, server: int, line: str = "train") -> Peer:
         """The peer for a kind of work, connected when it is first used."""

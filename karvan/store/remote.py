@@ -80,9 +80,14 @@ class RemoteStore(RemoteTables):
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
 
     @property
-    def synchronous(self) -> bool:
-        """Whether a lookup waits for the gradients of the batch before, of all trainers."""
-        return self._connection.settings.staleness == 1
+    def looks_ahead(self) -> bool:
+        """Whether lookups begin before their batch's turn, and so perhaps for batches that never have one."""
+        return self._connection.settings.staleness > 1
+
+    @property
+    def together(self) -> bool:
+        """Whether lookups and gradients of all trainers are done together."""
+        return self._connection.settings.mode == "sync" and self._connection.world > 1
 
     @property
     def takes_references(self) -> bool:  # type: ignore[override]
@@ -100,7 +105,7 @@ class RemoteStore(RemoteTables):
     ) -> Prepared:
         """See `Store.prepare`: a lookup whose purpose is known begins as soon as staleness allows."""
         lookup = self._lookup(program, inputs, bool(training), step, now, ahead=True)
-        if training is not None and not self.synchronous:
+        if training is not None and self.looks_ahead:
             if training:
                 lookup.offered = True
                 self.window.offer(lookup)
@@ -226,7 +231,7 @@ class RemoteStore(RemoteTables):
     def _agreed(
         self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> Own:
-        if self._connection.world > 1:  # all make a step, or none
+        if self._connection.world > 1 and self._connection.settings.mode != "async":  # all step, or none
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)
@@ -283,8 +288,7 @@ class RemoteStore(RemoteTables):
         self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any], pending: _Acknowledged
     ) -> None:
         """Send gradients to the servers."""
-        world, by_key = self._connection.world, self._connection.settings.grad_reduce == "key"
-        scale = 1.0 if by_key else 1.0 / world
+        scale = 1.0 / self._connection.divisor
         packed = [lookups[place].pack(made[place], scale, head["complete"]) for place in head["mine"]]
         told = {**head, "done": _taken(self._done)}
         for server in range(self.count):

@@ -253,7 +253,7 @@ class TrainContext(Kept):
         step = made.step
         with self._parallel.passing(made.last), self.precision.context():
             begin = self._parallel.begin(made.output, whole)
-            self.update.backward(begin, self._passes.divisor(made.weight, step.whole))
+            self.update.backward(begin, self._passes.divisor(made.weight, step.weights, step.whole))
         step.done += 1
         if not made.last:
             self._step = step
@@ -261,7 +261,7 @@ class TrainContext(Kept):
         if step.done < len(step.group):
             raise _incomplete(step)
         self._step = None
-        taken = self.update.apply()
+        taken = bool(self.update.apply())
         self._count(step)
         if not taken:
             self._left_out(whole)

@@ -102,6 +102,7 @@ class Fit:
         self._window.load_state_dict(Window().state_dict())
         if newest is not None:
             self._load(newest.load(trainer.model))
+        trainer.dense.begin()
         trainer.model.train()
         trainer.saver.begin()
         self._reporter = Reporter(trainer)
@@ -130,23 +131,13 @@ class Fit:
         trainer, counts = self._trainer, self._counts
         samples = self._course.samples(group)
         weights, whole_weight = trainer.passes.weights(group)
-        losses = Losses()
-        for number, (fed, weight) in enumerate(zip(group, weights, strict=True), 1):
-            batch = fed.batch
-            trainer.placement.receive(batch)
-            with trainer.parallel.passing(number == len(group)), trainer.precision.context():
-                with trainer.placement.forward(), trainer.precision.forward():
-                    output = trainer.parallel.forward(batch)
-                    if weight:
-                        parts = trainer.loss(output, batch)
-                        whole = total(parts)
-                    begin = trainer.parallel.begin(output, whole if weight else nothing_of(output))
-                trainer.update.backward(begin, trainer.passes.divisor(weight, whole_weight))
-            if weight:
-                for metric in trainer.metrics.values():
-                    metric.update(output, batch)
-                losses.add(named(parts, whole), weight)
-        taken = trainer.update.apply()
+        with closing(trainer.dense.attempts()) as attempts:
+            for attempt in attempts:
+                losses = self._compute(group, weights, whole_weight, first=attempt == 0)
+                learns = trainer.passes.together or any(weights)
+                taken = trainer.update.apply() if learns else trainer.update.pass_over()
+                if taken is not None:
+                    break
         self._course.trained(group, samples)
         self._trained += 1
         self._unsaved = True
@@ -157,7 +148,30 @@ class Fit:
         means = losses.means()
         self._window.add(means, losses.weight / whole_weight)
         trainer.progress.step(counts.step)
-        trainer.callbacks.on_step_end(trainer, StepLogs(counts.step, counts.epoch, samples, means, taken))
+        trainer.callbacks.on_step_end(
+            trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
+        )
+
+    def _compute(self, group: list[Fed], weights: list[float], whole: float, first: bool) -> Losses:
+        """The gradients of a step; metrics see what the first attempt at it gives."""
+        trainer, passes = self._trainer, self._trainer.passes
+        losses = Losses()
+        for number, (fed, weight) in enumerate(zip(group, weights, strict=True), 1):
+            batch = fed.batch
+            trainer.placement.receive(batch)
+            with trainer.parallel.passing(number == len(group)), trainer.precision.context():
+                with trainer.placement.forward(), trainer.precision.forward():
+                    output = trainer.parallel.forward(batch)
+                    if weight:
+                        parts = trainer.loss(output, batch)
+                        loss = total(parts)
+                    begin = trainer.parallel.begin(output, loss if weight else nothing_of(output))
+                trainer.update.backward(begin, passes.divisor(weight, weights, whole))
+            if weight:
+                for metric in trainer.metrics.values() if first else ():
+                    metric.update(output, batch)
+                losses.add(named(parts, loss), weight)
+        return losses
 
     def _left_out(self) -> None:
         self._counts.skipped += 1
@@ -168,6 +182,7 @@ class Fit:
     def _evaluate(self) -> None:
         trainer, counts = self._trainer, self._counts
         assert self._goal.eval_data is not None
+        trainer.dense.settle()
         counts.evaluation = trainer.evaluate(self._goal.eval_data)
         counts.evaluated = counts.step
         self._unsaved = True
@@ -190,6 +205,7 @@ class Fit:
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
         self._reporter.training()
+        trainer.dense.take()
         wanted = self._goal.eval_data is not None and self._stopping.reason is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
@@ -219,6 +235,7 @@ class Fit:
     def _save(self) -> None:
         trainer, counts = self._trainer, self._counts
         metrics = counts.evaluation if counts.evaluated == counts.step else None
+        trainer.dense.take()
         trainer.saver.save(counts.step, self._state(), trainer.model, metrics)
         self._unsaved = False
         trainer.callbacks.on_checkpoint(trainer, counts.step)

@@ -86,6 +86,7 @@ class _Rehearsed(nn.Module):
 
 
 def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
-    """What a model of these ranks needs; a collective."""
+    """What a model of these ranks needs; a collective. In mode async servers have the parameters instead."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    return Averaged(model, connection) if connection.world > 1 and trained else Parallel(model)
+    averages = connection.world > 1 and connection.settings.mode != "async"
+    return Averaged(model, connection) if averages and trained else Parallel(model)

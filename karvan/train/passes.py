@@ -3,7 +3,7 @@
 Gradients of ranks are averaged, dense and sparse. So that a step of W ranks is the step of one process on
 all of their rows, the loss of a pass is divided by (rows of all ranks in the step) / (rows of the pass · W),
 which is exactly 1 for equal batches. Batches that make a fixed global step count the same, as they do in one
-process.
+process. In mode async every trainer makes steps of its own, with the mean over its own rows.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ class Passes:
 
     accumulate: every rank has so many batches in a step. global_accumulate: all ranks together have; in step
     number s, rank r has one more than others if (r - s) modulo world is below what is left over, so that
-    ranks read their data evenly.
+    ranks read their data evenly. together: a step has the batches of all ranks.
     """
 
     accumulate: int = 1
     global_accumulate: int | None = None
     rank: int = 0
     world: int = 1
+    together: bool = True
 
     def __post_init__(self) -> None:
         if self.global_accumulate is None:
             return
+        if not self.together:
+            raise ValueError(
+                "global_accumulate makes steps of all ranks together, but in mode async each makes its own: "
+                "expected accumulate."
+            )
         if self.accumulate != 1:
             raise ValueError(
                 f"accumulate={self.accumulate} is for every rank and global_accumulate="
@@ -66,6 +72,8 @@ class Passes:
             return [float(fed.rows > 0) for fed in group], float(sum(fed.all_batches for fed in group))
         return [float(fed.rows) for fed in group], float(sum(fed.all_rows for fed in group))
 
-    def divisor(self, weight: float, whole: float) -> float:
+    def divisor(self, weight: float, weights: Sequence[float], whole: float) -> float:
         """What the loss of a pass is divided by; 1 for an empty one, whose loss is 0."""
-        return whole / (weight * self.world) if weight else 1.0
+        if not weight:
+            return 1.0
+        return whole / (weight * self.world) if self.together else sum(weights) / weight

@@ -13,6 +13,7 @@ from karvan import ranks
 from karvan.checkpoint import Checkpoints
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
+from karvan.train.dense.make import make_stepping
 from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import ahead_of, same
 from karvan.train.fit import Fit
@@ -50,7 +51,9 @@ class Trainer:
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
     share of the data. global_accumulate is the number of batches that make a step over all ranks, however
-    many there are. Rank 0 shows progress and writes logs.
+    many there are. Rank 0 shows progress and writes logs. In mode async of `kv.connect("remote")` every rank
+    makes steps of its own, on dense parameters that servers have: `trainer.dense.staleness` tells how far
+    behind its gradients came.
     """
 
     def __init__(
@@ -90,13 +93,18 @@ class Trainer:
         self.accumulate = accumulate
         self.connection = ranks.current()
         self.precision = make_precision(precision, self.device, engines_of(model))
+        here = self.connection
+        together = here.world == 1 or here.settings.mode != "async"
+        self.passes = Passes(accumulate, global_accumulate, here.rank, here.world, together)
+        dense = make_dense(dense_optimizer, model)
+        self.dense = make_stepping(model, dense, engines_of(model), here, ahead)
         self.update = Update(
-            make_dense(dense_optimizer, model),
+            dense,
             make_sparse(sparse_optimizer, model),
             UpdateSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
             self.precision,
+            self.dense,
         )
-        self.passes = Passes(accumulate, global_accumulate, self.connection.rank, self.connection.world)
         self.parallel = make_parallel(model, self.connection)
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)

@@ -14,6 +14,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from karvan import _native
 from karvan.embedding import EmbeddingEngine
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.dense.here import DenseHere
+from karvan.train.dense.policies import Outcome
 from karvan.train.precision import Precision
 
 
@@ -49,6 +51,7 @@ class Update:
         sparse: SparseOptimizer | None,
         settings: UpdateSettings,
         precision: Precision,
+        stepping: DenseHere | None = None,
     ) -> None:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         if dense is not None:
@@ -61,6 +64,7 @@ class Update:
         self._sparse = sparse
         self._settings = settings
         self._precision = precision
+        self._stepping = stepping or DenseHere(dense)
         self._checks = settings.skip_nonfinite or precision.always_checks
 
     def forget(self) -> None:
@@ -72,18 +76,30 @@ class Update:
         """Add the gradients of one of a step's batches, divided by their number or what stands for it."""
         torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
 
-    def apply(self) -> bool:
-        """Make the step, unless gradients are not finite; whether it was made."""
+    def apply(self) -> bool | None:
+        """Make the step, unless gradients are not finite; whether it was made, None if servers reject it.
+
+        Whatever becomes of it, the gradients are gone: rows have those of steps that were taken only.
+        """
         sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
         self._precision.unscale(self._dense, sparse_finite)
         finite = sparse_finite and (not self._checks or all_finite(self._gradients()))
+        outcome: Outcome = "not finite"
         if finite:
             self._clip()
-            for optimizer in self.optimizers.values():
-                optimizer.step()
+            outcome = self._stepping.step()
+        if outcome == "accepted" and self._sparse is not None:
+            self._sparse.step()
         self._precision.update()
         self.forget()
-        return finite
+        return None if outcome == "rejected" else outcome == "accepted"
+
+    def pass_over(self) -> bool:
+        """A step without anything to learn from: schedules go on, as those of other trainers do."""
+        self.forget()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        return True
 
     def _parameters(self) -> list[Tensor]:
         groups = [] if self._dense is None else self._dense.param_groups

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.cluster.dense import DenseParameters
-from karvan.cluster.described import describe
-from karvan.cluster.policies import AsyncPolicy, SyncPolicy
+from karvan.train.dense.described import describe
+from karvan.train.dense.policies import AsyncPolicy, SyncPolicy
 
 
 def test_the_first_model_wins_and_later_ones_get_its_version():

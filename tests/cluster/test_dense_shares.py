@@ -18,9 +18,9 @@ from dense_helpers import (
 
 from karvan.checkpoint.tree import encode
 from karvan.cluster.dense import DenseParameters
-from karvan.cluster.dense_shares import merge_states, owner_of_parameter, split_state
-from karvan.cluster.described import describe
-from karvan.cluster.policies import AsyncPolicy, SyncPolicy
+from karvan.train.dense.described import describe
+from karvan.train.dense.policies import AsyncPolicy, SyncPolicy
+from karvan.train.dense.shares import merge_states, owner_of_parameter, split_state
 
 
 def test_owners_of_parameters_are_pinned():

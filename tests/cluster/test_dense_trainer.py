@@ -6,8 +6,8 @@ import pytest
 import torch
 from dense_helpers import MAKERS, backward, batches, make_model, make_servers, same
 
-from karvan.cluster.dense_trainer import AsyncDense
-from karvan.cluster.policies import SyncPolicy
+from karvan.train.dense.policies import SyncPolicy
+from karvan.train.dense.trainer import AsyncDense
 
 
 @pytest.mark.parametrize("servers", [1, 3])

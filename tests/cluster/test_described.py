@@ -7,7 +7,7 @@ import torch
 from dense_helpers import MAKERS, make_model
 
 from karvan.cluster.dense import DenseParameters
-from karvan.cluster.described import describe, make_optimizer
+from karvan.train.dense.described import describe, make_optimizer
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -20,6 +20,15 @@ WRONG = {
     "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
     "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
     "a stale sync": ("mode: sync\nstaleness: 2", "mode sync has staleness 1, got 2"),
+    "dense steps of a mean": ("dense: {grads_to_wait: 2}", "dense is for mode async, got mode hybrid"),
+    "no gradients": (
+        "mode: async\ndense: {grads_to_wait: 0}",
+        "dense.grads_to_wait: input should be greater",
+    ),
+    "two ways with staleness": (
+        "mode: async\ndense: {lr_staleness: true, tolerance: 1}",
+        "dense: lr_staleness slows down stale pushes",
+    ),
     "no staleness": ("staleness: 0", "staleness: input should be greater than or equal to 1, got 0"),
     "an unknown wire": ("wire: int8", "wire: input should be 'float32', 'bfloat16' or 'float16'"),
     "a name with a blank": ("name: my job", "name: string should match pattern"),
@@ -121,6 +130,27 @@ def test_files_that_are_not_there_exit_with_3(run, tmp_path, text, missing):
 @pytest.mark.parametrize(("mode", "staleness"), [("sync", 1), ("hybrid", 4), ("async", 4)])
 def test_staleness_follows_the_mode(mode, staleness):
     assert JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": mode}).staleness == staleness
+
+
+@pytest.mark.parametrize(
+    ("dense", "expected"),
+    [
+        (None, {}),
+        ({"lr_staleness": True}, {"LR_STALENESS": "1"}),
+        (
+            {"grads_to_wait": 2, "tolerance": 0},
+            {"LR_STALENESS": "0", "GRADS_TO_WAIT": "2", "TOLERANCE": "0"},
+        ),
+    ],
+)
+def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
+    spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": "async", "dense": dense})
+    found = environment.environment_of(
+        spec, "trainer", 0, registry="a:1", generation=0, meeting=("127.0.0.1", 5)
+    )
+    names = {name: found[f"KARVAN_{name}"] for name in expected}
+    assert names == expected
+    assert ("KARVAN_GRADS_TO_WAIT" in found) == ("GRADS_TO_WAIT" in expected)
 
 
 @pytest.mark.parametrize(

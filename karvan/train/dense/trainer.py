@@ -21,20 +21,17 @@ that is started again under its name goes on with the numbers the servers expect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from karvan.cluster.arrays import Array, dense_tensor
-from karvan.cluster.dense_shares import owner_of_parameter
-from karvan.cluster.described import describe, rate_of
-from karvan.cluster.policies import Answer
+from karvan.train.dense.arrays import Array, dense_tensor
+from karvan.train.dense.described import describe, rate_of
+from karvan.train.dense.policies import Answer, Outcome, Staleness
+from karvan.train.dense.shares import owner_of_parameter
 from karvan.train.update import all_finite
-
-Outcome: TypeAlias = Literal["accepted", "rejected", "not finite"]
 
 
 class DenseServer(Protocol):
@@ -59,21 +56,6 @@ class DenseServer(Protocol):
 
     def next_sequence(self, trainer: str) -> int:
         """The number after a trainer's largest."""
-
-
-@dataclass
-class Staleness:
-    """How far this trainer's gradients were behind when they arrived, rejected ones included."""
-
-    pushes: int = 0
-    largest: int = 0
-    total: int = 0
-    rejected: int = 0
-
-    @property
-    def mean(self) -> float:
-        """The mean over pushes, each by the server where it was furthest behind."""
-        return self.total / self.pushes if self.pushes else 0.0
 
 
 class AsyncDense:
@@ -111,6 +93,10 @@ class AsyncDense:
         )
         description = describe(self._optimizer)
         list(self._call(lambda server, share: server.push_model(share, description), self._servers, shares))
+        self.join()
+
+    def join(self) -> None:
+        """Take over what the servers have, and go on with the numbers that they expect."""
         self._versions = [None] * len(self._servers)
         self._sequence = max(self._call(lambda server: server.next_sequence(self._trainer), self._servers))
         self.before_step()

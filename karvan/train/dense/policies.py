@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
+
+Outcome: TypeAlias = Literal["accepted", "rejected", "not finite"]  # of a trainer's push to all servers
 
 
 @dataclass(frozen=True)
@@ -62,3 +64,18 @@ class SyncPolicy:
 
 
 Policy: TypeAlias = AsyncPolicy | SyncPolicy
+
+
+@dataclass
+class Staleness:
+    """How far this trainer's gradients were behind when they arrived, rejected ones included."""
+
+    pushes: int = 0
+    largest: int = 0
+    total: int = 0
+    rejected: int = 0
+
+    @property
+    def mean(self) -> float:
+        """The mean over pushes, each by the server where it was furthest behind."""
+        return self.total / self.pushes if self.pushes else 0.0

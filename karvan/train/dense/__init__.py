@@ -1,0 +1,1 @@
+"""Dense parameters that are on servers: the trainers' side of them, and what both sides know."""
