@@ -55,7 +55,7 @@ class Batches:
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored = False  # whether lookups before this process's time are lost
         self._parts: dict[tuple[int, int, int], dict[int, _Part]] = {}  # by trainer, store and push
-        window = _REMEMBERED + 2 * int(hello["staleness"])
+        window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
         self._applied: Repeats[bool] = Repeats(window)  # pushes
         self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
