@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -80,7 +81,8 @@ class Peer:
     """One service to talk to.
 
     find: its address "host:port", or a function that gives it, asked at every attempt to connect.
-    hello: what the service should know of its caller. deadline: seconds for a call, all attempts included;
+    hello: what the service should know of its caller, or a function that gives it, called at every attempt.
+    deadline: seconds for a call, all attempts included;
     a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
     connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
     """
@@ -91,7 +93,7 @@ class Peer:
         find: str | Callable[[], str],
         security: Security | None = None,
         *,
-        hello: Mapping[str, Any] | None = None,
+        hello: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
@@ -99,7 +101,7 @@ class Peer:
         self.name = name
         self._find = find if callable(find) else lambda: find
         self._security = security or Security()
-        self._hello = dict(hello or {})
+        self._hello = hello if callable(hello) else partial(dict[str, Any], hello or {})
         self._deadline = deadline
         self._patience = patience
         self._forgetful = forgetful
@@ -239,7 +241,7 @@ class Peer:
             timer.start()
             try:
                 writer.begin(SCHEMA)
-                write(writer, Message({**self._hello, "method": "hello", "session": self._session}))
+                write(writer, Message({**self._hello(), "method": "hello", "session": self._session}))
                 said = read(reader.read_chunk).head
             finally:
                 timer.cancel()
@@ -311,6 +313,8 @@ class Peer:
             self._heard = time.monotonic()
             if "busy" in answer.head:
                 return
+            if "closing" in answer.head:
+                raise WireError("it ends")
             if answer.head.get("fatal"):
                 raise RefusedError(f"{self.name} refused: {answer.head.get('text')}")
             if not self._sent or answer.head.get("number") != self._answered + 1:

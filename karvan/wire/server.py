@@ -71,6 +71,7 @@ class Server:
         self.sessions = Sessions()
         self.most_bytes = most_bytes
         self.busy: set[_Stream] = set()
+        self.open: set[_Stream] = set()
         try:
             self._flight = _Flight(self, security.location(host, port), security.server_options())
         except (OSError, pa.ArrowException) as error:
@@ -82,8 +83,10 @@ class Server:
         self._ticker.start()
 
     def close(self, grace: float = 2.0) -> None:
-        """Take no more calls; callers that hold their streams open are waited for that long."""
+        """Take no more calls; callers are asked to hang up, and waited for that long."""
         self._closing.set()
+        for stream in list(self.open):
+            stream.ask_to_hang_up()
         ending = threading.Thread(target=self._flight.shutdown, name="karvan-shutdown", daemon=True)
         ending.start()
         ending.join(grace)
@@ -122,6 +125,15 @@ class _Stream:
         finally:
             among.discard(self)
 
+    def ask_to_hang_up(self) -> None:
+        # An answer that is being written may take for ever: its caller is not asked.
+        if self._lock.acquire(timeout=0.1):
+            try:
+                with contextlib.suppress(pa.ArrowException, OSError):
+                    write(self._writer, Message({"closing": True}))
+            finally:
+                self._lock.release()
+
     def still_busy(self) -> None:
         if time.monotonic() - self._since >= BUSY_EVERY / 2:
             with contextlib.suppress(pa.ArrowException, OSError):
@@ -138,6 +150,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         where = context.peer()
         writer.begin(SCHEMA)
         stream = _Stream(writer)
+        self._server.open.add(stream)
         try:
             self._talk(where, reader, stream)
         except StopIteration:
@@ -148,6 +161,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 stream.write(Message({"error": "RefusedError", "text": str(error), "fatal": True}))
         except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends what is no Arrow
             _log.info("%s lost %s: %s", self._server.service.name, where, _first_line(error))
+        finally:
+            self._server.open.discard(stream)
 
     def _talk(self, where: str, reader: Any, stream: _Stream) -> None:
         server = self._server
