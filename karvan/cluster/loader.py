@@ -6,6 +6,9 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
     trainer                                          loader
     hello: from which epoch and index on it          waits until all W trainers have come, begins to read at
       needs batches, and the positions it knows        the oldest place, drops what its trainer has already
+    stay, always one                                 is answered now and then: as long as it is under way, a
+                                                       trainer notices that its loader was replaced, also
+                                                       while it has no other call under way
     next(epoch), several at a time                   gives the next batch of the trainer's queue: index,
                                                        position behind it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
@@ -41,6 +44,7 @@ from karvan.wire import Caller, Message, RefusedError, Service
 
 _log = logging.getLogger("karvan.cluster")
 
+_STAY = 30.0  # seconds
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
 _POSITIONS = 64  # of the last batches, from which reading can begin again
 
@@ -123,7 +127,7 @@ class LoaderService(Service):
         try:
             generation, trainer, world = (int(hello[name]) for name in ("generation", "trainer", "trainers"))
             place = (int(hello["loader"]), int(hello["loaders"]))
-            came = _came(hello) if hello["kind"] == "batches" else None
+            came = _came(hello) if hello["kind"] != "control" else None
             run = str(hello["run"])
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its number and what it needs.") from error
@@ -146,10 +150,12 @@ class LoaderService(Service):
 
     def _let_in(self, trainer: int, came: _Trainer, job: tuple[int, int]) -> None:
         if job != (self._generation, self._world):
+            if self._world:  # otherwise nobody has heard of the error yet
+                self._error = ""
             self._gone |= {each.run for each in self._trainers.values()}
             self._generation, self._world = job
             self._trainers = {}
-            self._error = ""
+            self._cursor = None  # whoever reads begins anew
             self._sent.forget()
         known = self._trainers.get(trainer)
         if known is not None and known.run != came.run:
@@ -166,6 +172,11 @@ class LoaderService(Service):
             match method:
                 case "next":
                     return self._next(int(call.head["epoch"]), caller)
+                case "stay":
+                    with self._changed:
+                        trainer = self._of(caller)
+                        self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
+                    return Message({})
                 case "done":
                     self._sent.done(int(caller.hello["trainer"]), call.head["references"])
                     return Message({})
@@ -204,9 +215,13 @@ class LoaderService(Service):
 
     def _reason(self, trainer: _Trainer, epoch: int) -> bool:
         """Whether a call need not wait any longer."""
-        if self._closed or self._error or trainer.left or trainer not in self._trainers.values():
+        if self._closed or self._error or not self._expects(trainer):
             return True
         return _head(trainer, epoch) is not None or self._beyond(epoch)
+
+    def _expects(self, trainer: _Trainer) -> bool:
+        """Whether it has neither left nor been replaced."""
+        return not trainer.left and trainer in self._trainers.values()
 
     def _nothing(self, trainer: _Trainer, epoch: int) -> Message:
         if self._error:
@@ -226,7 +241,7 @@ class LoaderService(Service):
         return -1 if self._cursor is None else self._cursor[0] - 1
 
     def _beyond(self, epoch: int) -> bool:
-        return self._over and epoch > self._last_epoch
+        return self._over and self._cursor is not None and epoch > self._last_epoch
 
     # What the thread that reads calls
 

@@ -59,6 +59,7 @@ class Line:
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
         self._run = secrets.token_hex(8)
         self._asked = 0
+        self._left = False
         self._caller: Caller | None = None
         self._peers: dict[str, Peer] = {}
 
@@ -112,6 +113,8 @@ class Line:
         with self._changed:
             self._caller = caller or self._caller
             assert self._caller is not None
+            if "watch" not in self._peers:
+                self._peer("watch", self._caller).begin("stay", then=self._stayed)
             if self.end is not None or self.error is not None:
                 return
             number = self._caller.ahead - self._asked - len(self.waiting)
@@ -163,6 +166,7 @@ class Line:
         """Tell the loader that nothing more is wanted."""
         if not self._peers:
             return
+        self._left = True
         if self.error is None:
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
                 self.call("leave", {}, _LEAVE_WITHIN).wait()
@@ -213,6 +217,16 @@ class Line:
                 self._take_in(reply.wait())
             self._changed.notify_all()
         self.ask()
+
+    def _stayed(self, reply: Reply) -> None:
+        """Whatever becomes of batches, the loader has to know this trainer, and the one after it as well."""
+        if reply.error is not None:
+            with self._changed:
+                self.error = self.error or reply.error
+                self._changed.notify_all()
+        elif not self._left:
+            with contextlib.suppress(WireError, RefusedError):
+                self._peers["watch"].begin("stay", then=self._stayed)
 
     def _take_in(self, answer: Message) -> None:
         head = answer.head

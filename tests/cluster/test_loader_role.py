@@ -137,7 +137,7 @@ def test_fit_trains_on_a_stream_and_goes_on_after_a_stop(loaders, tmp_path):
     whole, weights = fit(streams[0], tmp_path / "whole", epochs=2)
     streams[0].close()
     assert whole.samples == 2 * ROWS
-    part, _ = fit(streams[1], tmp_path / "parts", steps=7)
+    part, _ = fit(streams[1], tmp_path / "parts", train_steps=7)
     streams[1].close()
     assert part.step == 7
     rest, same = fit(streams[2], tmp_path / "parts", epochs=2)
