@@ -167,7 +167,7 @@ class Line:
         if not self._peers:
             return
         self._left = True
-        if self.error is None:
+        if not isinstance(self.error, WireError | RefusedError):  # otherwise nobody is there to be told
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
                 self.call("leave", {}, _LEAVE_WITHIN).wait()
         for peer in self._peers.values():

@@ -111,10 +111,16 @@ class _Stream:
         self._writer = writer
         self._lock = threading.Lock()
         self._since = 0.0
+        self._over = False  # what it writes to exists no longer
 
     def write(self, message: Message) -> None:
         with self._lock:
-            write(self._writer, message)
+            if not self._over:
+                write(self._writer, message)
+
+    def end(self) -> None:
+        with self._lock:
+            self._over = True
 
     @contextlib.contextmanager
     def working(self, among: set[_Stream]) -> Iterator[None]:
@@ -130,7 +136,8 @@ class _Stream:
         if self._lock.acquire(timeout=0.1):
             try:
                 with contextlib.suppress(pa.ArrowException, OSError):
-                    write(self._writer, Message({"closing": True}))
+                    if not self._over:
+                        write(self._writer, Message({"closing": True}))
             finally:
                 self._lock.release()
 
@@ -163,6 +170,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
             _log.info("%s lost %s: %s", self._server.service.name, where, _first_line(error))
         finally:
             self._server.open.discard(stream)
+            stream.end()
 
     def _talk(self, where: str, reader: Any, stream: _Stream) -> None:
         server = self._server

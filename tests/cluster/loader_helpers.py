@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import karvan as kv
 from karvan.cluster.registry import Registry
 from karvan.cluster.stream import stream
 
@@ -90,7 +89,7 @@ def in_threads(works):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(60)
         assert not thread.is_alive(), "a trainer waits for ever"
     if errors:
         raise errors[0]
@@ -118,6 +117,3 @@ def ids_of(taken):
 
 def close_all(streams):
     in_threads([one.close for one in streams])
-
-
-__all__ = ["Loaders", "close_all", "ids_of", "in_threads", "kv", "take", "take_all"]

@@ -56,43 +56,36 @@ def take_while_killing(loaders, streams, moments, epochs=1):
     return [[trainer[epoch] for trainer in taken] for epoch in range(epochs)]
 
 
-@pytest.mark.parametrize("mode", ["serve", "plain"])
+@pytest.mark.parametrize("mode", ["serve", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_killed_loader_is_replaced_without_losing_a_batch(mode):
     with Loaders(2, mode, ROWS, BATCH) as loaders:
         whole = expected(loaders, 3, epochs=2)
         streams = loaders.streams(3, ahead=2)
-        taken = take_while_killing(loaders, streams, [(17, 0), (70, 1)], epochs=2)
+        taken = take_while_killing(loaders, streams, [(17, 0)], epochs=2)
         assert taken == whole
         assert [ids_of(epoch) for epoch in taken] == [list(range(ROWS))] * 2
         close_all(streams)
 
 
 def test_a_loader_that_is_killed_behind_the_end_of_an_epoch_gives_the_next_one():
-    with Loaders(1, "serve", 40, 4) as loaders:
+    with Loaders(1, "serve", ROWS, BATCH) as loaders:
         first, second = expected(loaders, 2, epochs=2)
-        streams = loaders.streams(2)
+        streams = loaders.streams(2, ahead=2)
         assert take_all(streams) == first
         loaders.kill(0)
         loaders.start(0)
-        assert take_all(streams) == second
-        close_all(streams)
-
-
-def test_a_trainer_that_wants_nothing_now_does_not_hold_up_a_replaced_loader():
-    with Loaders(1, "serve", ROWS, BATCH) as loaders:
-        (whole,) = expected(loaders, 2)
-        streams = loaders.streams(2, ahead=2)
         begun = take_all(streams, 1)
+        # A trainer that has all that it asked for, and asks for nothing, holds nobody up.
         loaders.kill(0)
         loaders.start(0)
-        others = take(streams[1], 4)  # trainer 0 has all that it asked for, and asks for nothing
+        others = take(streams[1], 4)
         rest = take_all(streams)
-        assert [begun[0] + rest[0], begun[1] + others + rest[1]] == whole
+        assert [begun[0] + rest[0], begun[1] + others + rest[1]] == second
         close_all(streams)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_loaders_that_are_killed_at_random_lose_nothing(seed):
     chance = random.Random(seed)
     with Loaders(3, "serve", 600, 3) as loaders:
@@ -119,7 +112,7 @@ def lines_of(path):
 
 def test_a_new_generation_of_trainers_goes_on_from_a_saved_state(tmp_path):
     path = tmp_path / "taken"
-    with Loaders(2, "serve", ROWS, BATCH) as loaders:
+    with Loaders(1, "serve", ROWS, BATCH) as loaders:
         ((whole,),) = expected(loaders, 1)
         trainer = run_trainer(loaders, path, generation=1)
         while lines_of(path).count("saved") < 2:
