@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from karvan import checkpoint, data, ids, models, train
     from karvan.checkpoint import Checkpoints
+    from karvan.cluster.data_context import DataContext
+    from karvan.cluster.stream import stream
     from karvan.embedding import (
         LFU,
         LRU,
@@ -41,6 +43,7 @@ __all__ = [
     "Always",
     "Batch",
     "Checkpoints",
+    "DataContext",
     "EmbeddingEngine",
     "EvalContext",
     "Feature",
@@ -74,6 +77,7 @@ __all__ = [
     "models",
     "optim",
     "set_num_threads",
+    "stream",
     "train",
 ]
 
@@ -82,6 +86,8 @@ __all__ = [
 _HOMES = {
     "karvan": "checkpoint data ids models train",
     "karvan.checkpoint": "Checkpoints",
+    "karvan.cluster.data_context": "DataContext",
+    "karvan.cluster.stream": "stream",
     "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
     "ReadOnly Table TableHandle init optim",
     "karvan.features": "Feature FeatureEngine",

@@ -17,7 +17,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def role(
-    name: str = typer.Argument(..., metavar="NAME", help="Which role, such as parameter-server."),
+    name: str = typer.Argument(..., metavar="NAME", help="parameter-server, embedding-worker or loader."),
     index: int | None = typer.Option(None, help="Which of them this is, from 0.", show_default=False),
     count: int | None = typer.Option(None, help="How many of them the job has.", show_default=False),
     host: str | None = typer.Option(

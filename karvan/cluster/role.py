@@ -26,7 +26,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from karvan.cluster.registry import Membership
@@ -40,6 +41,7 @@ _REGISTRY_WITHIN = 60.0  # seconds; roles and their registry may be started in a
 FACTORIES = {
     "parameter-server": "karvan.cluster.server:make",
     "embedding-worker": "karvan.cluster.worker:make",
+    "loader": "karvan.cluster.loader_role:make",
 }
 
 
@@ -124,14 +126,30 @@ def serve(make: Callable[[Settings], Service], settings: Settings) -> None:
 
             set_num_threads(settings.threads)
         service = make(settings)
-        try:
-            with Server(service, settings.host, settings.port, settings.security) as server:
-                _answer(settings, server, ended)
-        finally:
-            service.close()
+        with listening(service, settings, ended):
+            while not ended.wait(1.0):  # without a limit, signals would wait as well on some systems
+                pass
+            _log.info("%s ends", settings.name)
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def listening(service: Service, settings: Settings, ended: threading.Event) -> Iterator[Membership | None]:
+    """Answer calls, and be in the registry, while inside; after `ended` a registry is not waited for."""
+    try:
+        with Server(service, settings.host, settings.port, settings.security) as server:
+            address = _advertised(settings, server.address)
+            membership = _join(settings, address, ended) if settings.registry else None
+            try:
+                _log.info("%s of %d at %s", settings.name, settings.count, address)
+                yield membership
+            finally:
+                if membership is not None:
+                    membership.leave()
+    finally:
+        service.close()
 
 
 def end(code: int) -> None:
@@ -140,19 +158,6 @@ def end(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _answer(settings: Settings, server: Server, ended: threading.Event) -> None:
-    address = _advertised(settings, server.address)
-    membership = _join(settings, address, ended) if settings.registry else None
-    try:
-        _log.info("%s of %d at %s", settings.name, settings.count, address)
-        while not ended.wait(1.0):  # without a limit, signals would wait as well on some systems
-            pass
-        _log.info("%s ends", settings.name)
-    finally:
-        if membership is not None:
-            membership.leave()
 
 
 def _join(settings: Settings, address: str, ended: threading.Event) -> Membership | None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -94,7 +95,8 @@ class Peer:
     """One service to talk to.
 
     find: its address "host:port", or a function that gives it, asked at every attempt to connect.
-    hello: what the service should know of its caller. deadline: seconds for a call, all attempts included;
+    hello: what the service should know of its caller, or a function that gives it, called at every attempt.
+    deadline: seconds for a call, all attempts included;
     a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
     connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
     anew: gives the calls, each with its head, that a service which has begun anew must get before any other.
@@ -106,7 +108,7 @@ class Peer:
         find: str | Callable[[], str],
         security: Security | None = None,
         *,
-        hello: Mapping[str, Any] | None = None,
+        hello: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
@@ -116,7 +118,7 @@ class Peer:
         self._find = find if callable(find) else lambda: find
         self._security = security or Security()
         self._session = secrets.token_hex(16)
-        self._hello = {**(hello or {}), "session": self._session, "patience": patience}
+        self._hello = hello if callable(hello) else partial(dict[str, Any], hello or {})
         self._deadline = deadline
         self._patience = patience
         self._forgetful = forgetful or anew is not None
@@ -273,7 +275,9 @@ class Peer:
         watcher.start()
         try:
             try:
-                said = connection.meet(self._hello)
+                said = connection.meet(
+                    {**self._hello(), "session": self._session, "patience": self._patience}
+                )
             except RefusedError as error:
                 raise RefusedError(f"{self.name} refused: {error}.") from error
             self._meet(said)

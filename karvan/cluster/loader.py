@@ -1,0 +1,419 @@
+"""The loader: hands out the batches that a program reads, to trainers that ask for them.
+
+Loader i of L numbers its batches 0, 1, 2, … in every epoch; number j of them, its *index*, is batch number
+j · L + i of the epoch, and belongs to trainer number modulo W.
+
+    trainer                                          loader
+    hello: from which epoch and index on it          waits until all W trainers have come, begins to read at
+      needs batches, and the positions it knows        the oldest place, drops what its trainer has already
+    stay, always one                                 is answered now and then: as long as it is under way, a
+                                                       trainer notices that its loader was replaced, also
+                                                       while it has no other call under way
+    next(epoch), several at a time                   gives the next batch of the trainer's queue: index,
+                                                       position behind it, arrays; or "end" with the number
+                                                       of its batches; or "wait" after a second
+    next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
+    resend(reference, worker), done(references)      see `sent_ids.py`
+    leave                                            this trainer wants no more
+
+A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
+
+**A loader dies.** Another takes its index; trainers find it and say hello, with what they need by then.
+Positions of the source tell where to begin; without them the epoch is read from its start, and as many
+batches are dropped, so such a source has to give the same batches every time.
+
+**A trainer comes anew**, in a new session. It may need batches that were handed out before: reading then
+goes back. A newer generation of trainers begins with empty queues; older ones are refused.
+
+**Reading fails.** Batches read before are still handed out, then every trainer gets the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from karvan.cluster.packing import pack
+from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
+from karvan.ragged import Batch
+from karvan.wire import Caller, Message, RefusedError, Service
+
+_log = logging.getLogger("karvan.cluster")
+
+_STAY = 30.0  # seconds
+_WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
+_POSITIONS = 64  # of the last batches, from which reading can begin again
+
+Place = tuple[int, int]  # epoch and index
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where to read on: a position of the source if one is known, otherwise index 0."""
+
+    epoch: int
+    index: int
+    position: Any
+
+
+class _Known(NamedTuple):
+    place: Place
+    position: Any  # the source's, before that place
+
+
+class _Item(NamedTuple):
+    epoch: int
+    message: Message
+    ends: bool = False
+
+
+@dataclass(eq=False)
+class _Trainer:
+    run: str
+    ids: list[str]
+    filled: Place  # all batches before it are in the queue, or not wanted
+    taken: frozenset[Place]  # batches behind `filled` that trainers of an earlier run have had
+    positions: list[_Known]
+    asked: int = -1  # the newest epoch
+    queue: deque[_Item] = field(default_factory=deque)
+    told: bool = False  # of an error
+    left: bool = False
+
+    def wants(self, place: Place) -> bool:
+        return place >= self.filled and place not in self.taken
+
+
+class LoaderService(Service):
+    """Loader number `index` of `count`: trainers call `answer`, one thread that reads calls the rest."""
+
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        *,
+        queue: int = 8,
+        generation: int = 0,
+        workers: Sequence[WorkerClient] = (),
+        split: Split = split_by_name,
+    ) -> None:
+        if queue < 2:
+            raise ValueError(f"queue must be at least 2 batches for each trainer, got {queue}.")
+        self.name = f"loader {index}"
+        self._index = index
+        self._count = count
+        # Trainers in step that take what is ready first could wait for each other if queues were shorter.
+        self._bound = max(queue, count + 2)
+        self._changed = threading.Condition()
+        self._generation = generation
+        self._world = 0
+        self._trainers: dict[int, _Trainer] = {}
+        self._gone: set[str] = set()  # runs that others have replaced
+        self._sent = SentIds(workers, split)
+        self._cursor: Place | None = None  # of the next batch that is read
+        self._positions: deque[_Known] = deque(maxlen=_POSITIONS)
+        self._error = ""
+        self._over = False  # the program has no more epochs
+        self._closed = False
+
+    # What trainers call
+
+    def welcome(self, caller: Caller) -> dict[str, Any]:
+        """See `Service.welcome`."""
+        hello = caller.hello
+        try:
+            generation, trainer, world = (int(hello[name]) for name in ("generation", "trainer", "trainers"))
+            place = (int(hello["loader"]), int(hello["loaders"]))
+            came = _came(hello) if hello["kind"] != "control" else None
+            run = str(hello["run"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise RefusedError("expected a trainer's hello, with its number and what it needs.") from error
+        if place != (self._index, self._count):
+            raise RefusedError(
+                f"expected to be asked for as loader {self._index} of {self._count}, "
+                f"got {place[0]} of {place[1]}."
+            )
+        if not 0 <= trainer < world:
+            raise RefusedError(f"expected a trainer from 0 to {world - 1}, got {trainer}.")
+        with self._changed:
+            if generation < self._generation or run in self._gone:
+                raise RefusedError(
+                    f"expected the newest trainers, of generation {self._generation} or later, "
+                    f"got one of generation {generation} that others have replaced."
+                )
+            if came is not None:
+                self._let_in(trainer, came, (generation, world))
+        return {"loader": self._index, "generation": generation}
+
+    def _let_in(self, trainer: int, came: _Trainer, job: tuple[int, int]) -> None:
+        if job != (self._generation, self._world):
+            if self._world:  # otherwise nobody has heard of the error yet
+                self._error = ""
+            self._gone |= {each.run for each in self._trainers.values()}
+            self._generation, self._world = job
+            self._trainers = {}
+            self._cursor = None  # whoever reads begins anew
+            self._sent.forget()
+        known = self._trainers.get(trainer)
+        if known is not None and known.run != came.run:
+            self._gone.add(known.run)
+            self._sent.forget(trainer)
+        if known is None or known.run != came.run:
+            self._trainers[trainer] = came
+        self._changed.notify_all()
+
+    def answer(self, call: Message, caller: Caller) -> Message:
+        """See `Service.answer`."""
+        method = call.head.get("method")
+        try:
+            match method:
+                case "next":
+                    return self._next(int(call.head["epoch"]), caller)
+                case "stay":
+                    with self._changed:
+                        trainer = self._of(caller)
+                        self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
+                    return Message({})
+                case "done":
+                    self._sent.done(int(caller.hello["trainer"]), call.head["references"])
+                    return Message({})
+                case "resend":
+                    self._sent.resend(Reference(*call.head["reference"]), int(call.head["worker"]))
+                    return Message({})
+                case "leave":
+                    with self._changed:
+                        self._of(caller).left = True
+                        self._changed.notify_all()
+                    return Message({})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedError(f"expected a well-formed call of {method!r}, got: {error}.") from error
+        return super().answer(call, caller)
+
+    def _next(self, epoch: int, caller: Caller) -> Message:
+        with self._changed:
+            trainer = self._of(caller)
+            trainer.asked = max(trainer.asked, epoch)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._reason(trainer, epoch), _WAIT)
+            self._of(caller)
+            item = _head(trainer, epoch)
+            if item is None:
+                return self._nothing(trainer, epoch)
+            if not item.ends:  # an end stays, for calls that were under way with the first one to get it
+                trainer.queue.popleft()
+                self._changed.notify_all()
+            return item.message
+
+    def _of(self, caller: Caller) -> _Trainer:
+        trainer = self._trainers.get(int(caller.hello["trainer"]))
+        if trainer is None or trainer.run != caller.hello["run"]:
+            raise RefusedError("expected a call of the newest trainers, got one of those before.")
+        return trainer
+
+    def _reason(self, trainer: _Trainer, epoch: int) -> bool:
+        """Whether a call need not wait any longer."""
+        if self._closed or self._error or not self._expects(trainer):
+            return True
+        return _head(trainer, epoch) is not None or self._beyond(epoch)
+
+    def _expects(self, trainer: _Trainer) -> bool:
+        """Whether it has neither left nor been replaced."""
+        return not trainer.left and trainer in self._trainers.values()
+
+    def _nothing(self, trainer: _Trainer, epoch: int) -> Message:
+        if self._error:
+            trainer.told = True
+            self._changed.notify_all()
+            raise RuntimeError(self._error)
+        if self._beyond(epoch):
+            raise RuntimeError(
+                f"expected epochs up to {self._last_epoch} to be asked for, which is all that its program "
+                f"sends, got {epoch}; a program for several has `for epoch in data.epochs()`."
+            )
+        missing = sorted(set(range(self._world)) - set(self._trainers))
+        return Message({"wait": missing})
+
+    @property
+    def _last_epoch(self) -> int:
+        return -1 if self._cursor is None else self._cursor[0] - 1
+
+    def _beyond(self, epoch: int) -> bool:
+        return self._over and self._cursor is not None and epoch > self._last_epoch
+
+    # What the thread that reads calls
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody serves it any more."""
+        return self._closed
+
+    def begin(self) -> Start | None:
+        """Where to begin to read, once all trainers have come and one wants more; None after `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
+            target = self._wanted()
+            if self._closed or target is None:
+                return None
+            epoch = target[0]
+            told = [known for one in self._trainers.values() for known in one.positions]
+            begins = [
+                known
+                for known in (*told, *self._positions)
+                if (epoch, 0) <= known.place <= target and known.position is not None
+            ]
+            found = max(begins, key=lambda known: known.place, default=_Known((epoch, 0), None))
+            self._cursor = found.place
+            return Start(*found.place, found.position)
+
+    def begin_once(self) -> None:
+        """As `begin`, for a program that can send epoch 0 only, from its start, and only once."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
+            self._cursor = (0, 0)
+
+    def behind(self) -> bool:
+        """Whether batches are wanted that come before the next one, so that reading has to begin anew."""
+        with self._changed:
+            return self._behind()
+
+    def send(self, batch: Batch, position: Any = None, meta: Any = None) -> bool:
+        """Hand on the next batch, with the source's position behind it; waits for room.
+
+        False: it is not wanted, because reading has to begin anew.
+        """
+        with self._changed:
+            if self._stopped():
+                return False
+            assert self._cursor is not None
+            epoch, index = place = self._cursor
+            number = index * self._count + self._index
+            owner = number % self._world
+            wanted = self._trainers[owner].wants(place)
+            if wanted:
+                self._changed.wait_for(
+                    lambda: self._stopped() or len(self._trainers[owner].queue) < self._bound
+                )
+                if self._stopped():
+                    return False
+            generation, names = self._generation, self._trainers[owner].ids
+        item = None
+        if wanted:  # outside of the lock: a worker may take its time
+            reference = Reference(generation, epoch, number)
+            rest, worker = self._sent.put(reference, owner, batch, names)
+            packed = pack(rest)
+            head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.rows}
+            if worker is not None:
+                head |= {"reference": list(reference), "worker": worker}
+            item = _Item(epoch, Message({**packed.head, **head}, packed.arrays))
+        with self._changed:
+            if self._stopped() or generation != self._generation:
+                return False
+            if item is not None:
+                self._trainers[owner].queue.append(item)
+            for each in self._trainers.values():
+                each.filled = max(each.filled, (epoch, index + 1))
+            self._cursor = (epoch, index + 1)
+            self._positions.append(_Known(self._cursor, position))
+            self._changed.notify_all()
+        return True
+
+    def end(self, position: Any = None) -> bool:
+        """The epoch has no more batches; `position` is where the next one begins. False as from `send`."""
+        with self._changed:
+            if self._stopped():
+                return False
+            assert self._cursor is not None
+            epoch, total = self._cursor
+            for each in self._trainers.values():
+                if each.filled[0] == epoch:
+                    if each.filled[1] > total:
+                        raise RuntimeError(
+                            f"Epoch {epoch} expected {each.filled[1]} batches, as before, got {total}: "
+                            "a source without positions must give the same batches every time."
+                        )
+                    each.queue.append(_end_of(epoch, total, position))
+                    each.filled = (epoch + 1, 0)
+            self._cursor = (epoch + 1, 0)
+            self._positions.append(_Known(self._cursor, position))
+            self._changed.notify_all()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """Reading has failed: trainers are told, until a new generation of them begins."""
+        with self._changed:
+            self._error = f"it could not read on: {type(error).__name__}: {error}"
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """There will be no more epochs."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def wait_until_told(self, seconds: float) -> None:
+        """Wait until all trainers know of the error."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._all(lambda one: one.told or one.left), seconds
+            )
+
+    def wait_until_left(self) -> bool:
+        """Wait until all trainers have left; False if they need something again."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._all(lambda one: one.left) or (self._world and self._behind())
+            )
+            return self._closed or not self._behind()
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _all(self, true_of: Any) -> bool:
+        return 0 < self._world == len(self._trainers) and all(map(true_of, self._trainers.values()))
+
+    def _wanted(self) -> Place | None:
+        """The oldest place that trainers need something from, if one of them has asked for it."""
+        if self._error or not self._all(lambda one: True):
+            return None
+        target = min(each.filled for each in self._trainers.values())
+        return target if max(each.asked for each in self._trainers.values()) >= target[0] else None
+
+    def _behind(self) -> bool:
+        if len(self._trainers) < self._world or self._cursor is None:
+            return True
+        return min(each.filled for each in self._trainers.values()) < self._cursor
+
+    def _stopped(self) -> bool:
+        return self._closed or self._behind()
+
+
+def _came(hello: Mapping[str, Any]) -> _Trainer:
+    epoch, end = int(hello["epoch"]), hello["end"]
+    trainer = _Trainer(
+        str(hello["run"]),
+        [str(name) for name in hello["ids"]],
+        (epoch, int(hello["next"])) if end is None else (epoch + 1, 0),
+        frozenset((epoch, int(index)) for index in hello["taken"]),
+        [_Known((epoch, int(index)), position) for index, position in hello["positions"]],
+    )
+    if end is not None:
+        trainer.queue.append(_end_of(epoch, int(end[0]), end[1]))
+        trainer.positions.append(_Known((epoch + 1, 0), end[1]))
+    return trainer
+
+
+def _head(trainer: _Trainer, epoch: int) -> _Item | None:
+    """What the trainer gets next of an epoch; all of those before are not wanted any more."""
+    while trainer.queue and trainer.queue[0].epoch < epoch:
+        trainer.queue.popleft()
+    return trainer.queue[0] if trainer.queue and trainer.queue[0].epoch == epoch else None
+
+
+def _end_of(epoch: int, total: int, position: Any) -> _Item:
+    return _Item(epoch, Message({"epoch": epoch, "end": total, "position": position}), ends=True)

@@ -1,0 +1,101 @@
+"""Ids that a loader has sent to embedding workers, kept until nobody can need them again.
+
+A job with embedding workers splits each batch: its id features go to worker number modulo workers, under a
+`Reference`; the trainer gets the rest, with the reference and the worker. The loader keeps the ids until the
+trainer says that it is done with the batch, so that they can be put again if a worker is replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from karvan.ragged import Batch
+from karvan.wire import RefusedError
+
+
+class Reference(NamedTuple):
+    """Names the ids of one batch; numbers begin at 0 again in every epoch."""
+
+    generation: int
+    epoch: int
+    number: int
+
+
+class WorkerClient(Protocol):
+    """One embedding worker, as a loader sees it."""
+
+    def put(self, reference: Reference, ids: Mapping[str, Any]) -> None:
+        """Give it the ids of a batch, again if it had them before; waits while it has no room."""
+
+
+class Split(Protocol):
+    """Parts a batch into ids, for an embedding worker, and the rest, for the trainer."""
+
+    def __call__(self, batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`names` are the features that the trainer looks up."""
+
+
+def split_by_name(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Features of these names are ids; one that is missing is an error."""
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(
+            f"A batch expects the id feature '{missing[0]}' that trainers look up, got: {', '.join(batch)}."
+        )
+    ids = {name: batch[name] for name in names}
+    return ids, {name: entry for name, entry in batch.items() if name not in ids}
+
+
+class SentIds:
+    """The ids of batches that trainers are not done with, and the workers that they were put to."""
+
+    def __init__(self, workers: Sequence[WorkerClient], split: Split = split_by_name) -> None:
+        self._workers = workers
+        self._split = split
+        self._lock = threading.Lock()
+        self._kept: dict[Reference, tuple[int, dict[str, Any]]] = {}  # with the trainer
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(
+        self, reference: Reference, trainer: int, batch: Batch, names: Sequence[str]
+    ) -> tuple[Batch, int | None]:
+        """Put a batch's ids to their worker; gives what is left for the trainer, and the worker if any."""
+        if not self._workers or not names:
+            return batch, None
+        ids, rest = self._split(batch, names)
+        worker = reference.number % len(self._workers)
+        with self._lock:
+            self._kept[reference] = (trainer, ids)
+        self._workers[worker].put(reference, ids)
+        return Batch(rest), worker
+
+    def resend(self, reference: Reference, worker: int) -> None:
+        """Put the ids of a batch to a worker again."""
+        with self._lock:
+            kept = self._kept.get(reference)
+        if kept is None:
+            raise RefusedError(f"expected a batch that its trainer is not done with, got {reference}.")
+        if not 0 <= worker < len(self._workers):
+            raise RefusedError(f"expected a worker from 0 to {len(self._workers) - 1}, got {worker}.")
+        self._workers[worker].put(reference, kept[1])
+
+    def done(self, trainer: int, references: Sequence[Sequence[int]]) -> None:
+        """A trainer is done with these batches."""
+        with self._lock:
+            for each in references:
+                reference = Reference(*each)
+                if reference in self._kept and self._kept[reference][0] == trainer:
+                    del self._kept[reference]
+
+    def forget(self, trainer: int | None = None) -> None:
+        """Let go of what was kept for a trainer that begins anew, or for all."""
+        with self._lock:
+            self._kept = {
+                reference: kept
+                for reference, kept in self._kept.items()
+                if trainer is not None and kept[0] != trainer
+            }

@@ -1,0 +1,283 @@
+"""`stream`: the batches that a job's loaders read, for a trainer.
+
+For each loader a trainer has a few calls of `next` under way; an answer that nobody has taken yet counts as
+one of them, so a trainer that is slow asks for nothing, and the loader's queue fills up. `loader.py` has the
+protocol, and what happens when somebody dies. A loader that is gone is looked for until `timeout` has passed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from karvan import ranks
+from karvan.cluster import stream_place
+from karvan.cluster.packing import unpack
+from karvan.cluster.sent_ids import Reference
+from karvan.cluster.stream_line import Caller, Line, leave_all
+from karvan.ragged import Batch
+from karvan.wire import Security
+from karvan.wire.directory import Addresses, Directory, StaticDirectory, directory_from_environment
+
+_FOUND_WITHIN = 5.0  # seconds; who does not find a loader tries again until the call's deadline
+_WAKE = 1.0  # seconds after which one who waits looks whether it is too late
+
+
+class LoadedBatch(Batch):
+    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`).
+
+    Where embedding workers have its ids, `reference` names them and `worker` is who has them.
+    """
+
+    epoch = 0
+    number = 0
+    meta: Any = None
+    reference: Reference | None = None
+    worker: int | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
+        """See `Batch.to`."""
+        return self.with_entries(super().to(device, non_blocking))
+
+    def pin_memory(self) -> LoadedBatch:
+        """See `Batch.pin_memory`."""
+        return self.with_entries(super().pin_memory())
+
+    def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
+        """Another batch that comes from the same place."""
+        made = LoadedBatch.trusted(dict(entries), self.rows)
+        assert isinstance(made, LoadedBatch)
+        for name in ("epoch", "number", "meta", "reference", "worker"):
+            setattr(made, name, getattr(self, name))
+        return made
+
+
+def stream(
+    *,
+    ordered: bool = True,
+    ahead: int = 4,
+    timeout: float = 300.0,
+    ids: Sequence[str] = (),
+    loaders: int | Sequence[str] | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+) -> LoaderStream:
+    """The batches that the job's loaders read for this trainer; one iteration is one epoch.
+
+        trainer.fit(kv.stream(), epochs=3)
+
+    ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
+    first do. ahead: batches of each loader that are asked for beforehand. timeout: seconds for which a loader
+    that is gone is waited for. ids: features that embedding workers look up. loaders: how many there are, or
+    their addresses; a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
+    """
+    return LoaderStream(ordered, ahead, timeout, ids, loaders, rank, world)
+
+
+class LoaderStream:
+    """See `stream`. Leaving an iteration early keeps the place, and the next one goes on there."""
+
+    def __init__(
+        self,
+        ordered: bool,
+        ahead: int,
+        timeout: float,
+        ids: Sequence[str],
+        loaders: int | Sequence[str] | None,
+        rank: int | None,
+        world: int | None,
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead}.")
+        self._ordered = ordered
+        self._ahead = ahead
+        self._timeout = timeout
+        self._ids = list(ids)
+        self._given = rank, world
+        self._directory: Directory | StaticDirectory | None = None
+        if loaders is None:
+            loaders = int(os.environ.get("KARVAN_LOADERS", "0") or 0)
+        elif not isinstance(loaders, int):
+            self._directory = StaticDirectory({"loader": list(loaders)})
+            loaders = len(loaders)
+        if loaders < 1:
+            raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADERS), or addresses.")
+        self._epoch = 0
+        self._finished = False  # whether the epoch was given to its end here, so that the next one follows
+        self._changed = threading.Condition()
+        self._lines = [Line(loader, self._changed) for loader in range(loaders)]
+        weakref.finalize(self, leave_all, self._lines).atexit = False  # connections end with the process
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, from 0."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        if self._finished:
+            self._next_epoch()
+        caller = self._caller()
+        for line in self._lines:
+            line.ask(caller)
+        for line in self._by_number(caller) if self._ordered else self._by_arrival():
+            yield self._handed_out(line)
+        self._finished = True
+
+    def close(self) -> None:
+        """Leave the loaders; iterating again comes back to them."""
+        rank, _ = self._place()
+        self._go_to(self._epoch, [line.state(rank) for line in self._lines], self._finished)
+        if self._directory is not None:
+            self._directory.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this trainer is, for JSON: behind all batches that were handed out."""
+        rank, world = self._place()
+        return stream_place.state_of(self._epoch, world, [rank], [line.state(rank) for line in self._lines])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place: this trainer's own, or the merged one of all trainers of any number."""
+        stream_place.check(state)
+        rank, world = self._place()
+        if len(state["loaders"]) != len(self._lines):
+            raise ValueError(
+                f"A stream of {len(self._lines)} loaders expects a state of as many, "
+                f"got one of {len(state['loaders'])}."
+            )
+        whole = len(state["ranks"]) == state["trainers"]
+        if not whole and (state["trainers"] != world or rank not in state["ranks"]):
+            raise ValueError(
+                f"Trainer {rank} of {world} expects its own state or the merged one of all, "
+                f"got that of {state['ranks']} of {state['trainers']}."
+            )
+        if not self._finished and state == self.state_dict():
+            return
+        if whole:
+            state = stream_place.merge([state])
+        self._go_to(int(state["epoch"]), state["loaders"], False)
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the states of all trainers into one that any number of them can go on from."""
+        return stream_place.merge(states)
+
+    def done(self, batches: Iterable[LoadedBatch]) -> None:
+        """Say that the ids of these batches are not needed any more."""
+        for loader, references in self._references(batches).items():
+            self._lines[loader].call("done", {"references": references})
+
+    def resend(self, batch: LoadedBatch, worker: int | None = None) -> None:
+        """Have the ids of a batch put to its embedding worker again, or to another one."""
+        for loader, (reference,) in self._references([batch]).items():
+            chosen = batch.worker if worker is None else worker
+            self._lines[loader].call("resend", {"reference": reference, "worker": chosen}).wait()
+
+    def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
+        leave_all(self._lines)
+        place = self._place()
+        self._epoch, self._finished = epoch, finished
+        self._lines[:] = [
+            Line.of(loader, self._changed, epoch, state, (*place, len(states)))
+            for loader, state in enumerate(states)
+        ]
+
+    def _references(self, batches: Iterable[LoadedBatch]) -> dict[int, list[list[int]]]:
+        found: dict[int, list[list[int]]] = {}
+        for batch in batches:
+            if batch.reference is not None:
+                found.setdefault(batch.number % len(self._lines), []).append(list(batch.reference))
+        return found
+
+    def _place(self) -> tuple[int, int]:
+        """This trainer's rank, and the number of trainers."""
+        here = ranks.current()
+        rank, world = here.rank, here.world
+        if world == 1 and os.environ.get("KARVAN_ROLE") == "trainer":
+            rank, world = int(os.environ["KARVAN_INDEX"]), int(os.environ["KARVAN_COUNT"])
+        rank = rank if self._given[0] is None else self._given[0]
+        world = world if self._given[1] is None else self._given[1]
+        if not 0 <= rank < world:
+            raise ValueError(f"A stream expects a rank below its world, got {rank} of {world}.")
+        return rank, world
+
+    def _caller(self) -> Caller:
+        rank, world = self._place()
+        security = Security.from_environment()
+        if self._directory is None:
+            self._directory = directory_from_environment(security=security)
+        find = partial(_find, self._directory)
+        generation = int(os.environ.get("KARVAN_GENERATION", "0") or 0)
+        return Caller(
+            rank, world, len(self._lines), generation, self._ids, self._ahead, self._timeout, find, security
+        )
+
+    def _by_number(self, caller: Caller) -> Iterator[Line]:
+        rank, world, count = caller.rank, caller.world, len(self._lines)
+        mine = [line for line in self._lines if (line.loader - rank) % math.gcd(count, world) == 0]
+        first = min(line.first * count + line.loader for line in mine)
+        number = rank + max(0, -(-(first - rank) // world)) * world
+        while not all(line.end is not None and number // count >= line.end[0] for line in mine):
+            line, index = self._lines[number % count], number // count
+            if line.wants(index) and self._has_batch(line):
+                if int(line.waiting[0].head["index"]) != index:
+                    raise RuntimeError(
+                        f"{line.name} expected to give its batch {index} of epoch {self._epoch}, "
+                        f"got {line.waiting[0].head['index']}."
+                    )
+                yield line
+            number += world
+        for line in self._lines:
+            self._has_batch(line)  # the others have nothing for this trainer, but an end
+
+    def _by_arrival(self) -> Iterator[Line]:
+        def ready() -> bool:
+            return any(line.waiting for line in self._lines) or all(line.end for line in self._lines)
+
+        while True:
+            with self._changed:
+                self._wait(self._lines, ready)
+                waiting = [line for line in self._lines if line.waiting]
+            if not waiting:
+                return
+            yield min(waiting, key=lambda line: int(line.waiting[0].head["index"]))
+
+    def _has_batch(self, line: Line) -> bool:
+        """Wait for the next batch of a loader, or for its end."""
+        with self._changed:
+            self._wait([line], line.ready)
+            return bool(line.waiting)
+
+    def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+        begun = time.monotonic()
+        while not ready():
+            for line in lines:
+                line.check(time.monotonic() - begun > self._timeout)
+            self._changed.wait(_WAKE)
+
+    def _handed_out(self, line: Line) -> LoadedBatch:
+        answer = line.take()
+        head = answer.head
+        batch = LoadedBatch.trusted(dict(unpack(answer)), int(head["rows"]))
+        assert isinstance(batch, LoadedBatch)
+        batch.epoch, batch.meta = self._epoch, head["meta"]
+        batch.number = int(head["index"]) * len(self._lines) + line.loader
+        if "reference" in head:
+            batch.reference, batch.worker = Reference(*head["reference"]), int(head["worker"])
+        return batch
+
+    def _next_epoch(self) -> None:
+        self._finished = False
+        self._epoch += 1
+        for line in self._lines:
+            line.next_epoch()
+
+
+def _find(addresses: Addresses, loader: int) -> str:
+    return addresses.find("loader", loader, _FOUND_WITHIN)

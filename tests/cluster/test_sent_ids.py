@@ -1,0 +1,87 @@
+"""Ids on their way to embedding workers, and what is kept of them."""
+
+import threading
+
+import pytest
+import torch
+
+import karvan as kv
+from karvan.cluster.loader import LoaderService
+from karvan.cluster.loader_source import serve
+from karvan.cluster.sent_ids import Reference, SentIds
+from karvan.wire import RefusedError, Server
+
+
+class Worker:
+    """Takes ids, in this process."""
+
+    def __init__(self):
+        self.had = []
+
+    def put(self, reference, ids):
+        self.had.append((reference, {name: entry.tolist() for name, entry in ids.items()}))
+
+
+def batch():
+    return kv.Batch({"user": torch.tensor([4, 5]), "price": torch.tensor([0.5, 1.0])})
+
+
+def test_ids_go_to_the_worker_of_the_number_and_the_rest_to_the_trainer():
+    workers = [Worker(), Worker()]
+    sent = SentIds(workers)
+    rest, worker = sent.put(Reference(0, 0, 3), 0, batch(), ["user"])
+    assert (list(rest), worker) == (["price"], 1)
+    assert workers[1].had == [((0, 0, 3), {"user": [4, 5]})]
+    assert workers[0].had == []
+
+
+def test_ids_can_be_sent_again_until_their_trainer_is_done():
+    workers = [Worker(), Worker()]
+    sent = SentIds(workers)
+    references = [Reference(0, 0, number) for number in range(4)]
+    for reference in references:
+        sent.put(reference, reference.number % 2, batch(), ["user"])
+    sent.resend(references[0], 1)
+    assert [reference.number for reference, _ in workers[1].had] == [1, 3, 0]
+    sent.done(0, references[:2])  # 1 is another trainer's
+    assert len(sent) == 3
+    with pytest.raises(RefusedError, match="not done with"):
+        sent.resend(references[0], 0)
+    with pytest.raises(RefusedError, match="from 0 to 1, got 2"):
+        sent.resend(references[1], 2)
+    sent.forget(1)
+    assert len(sent) == 1
+    sent.forget()
+    assert len(sent) == 0
+
+
+def test_without_workers_or_names_a_batch_stays_whole():
+    whole = batch()
+    assert SentIds([]).put(Reference(0, 0, 0), 0, whole, ["user"]) == (whole, None)
+    assert SentIds([Worker()]).put(Reference(0, 0, 0), 0, whole, []) == (whole, None)
+
+
+def test_a_batch_without_an_id_feature_is_an_error_that_names_it():
+    with pytest.raises(ValueError, match="'item' that trainers look up, got: user, price"):
+        SentIds([Worker()]).put(Reference(0, 0, 0), 0, batch(), ["item"])
+
+
+def test_a_stream_gets_references_and_has_ids_sent_again():
+    workers = [Worker()]
+    service = LoaderService(workers=workers)
+    reading = threading.Thread(target=serve, args=(service, [batch()] * 3), daemon=True)
+    reading.start()
+    with Server(service) as server:
+        one = kv.stream(loaders=[server.address], ids=["user"])
+        batches = list(one)
+        assert [(each.rows, list(each), each.worker) for each in batches] == [(2, ["price"], 0)] * 3
+        assert [each.reference for each in batches] == [reference for reference, _ in workers[0].had]
+        assert batches[0].to("cpu").reference == batches[0].reference
+        one.resend(batches[2])
+        assert workers[0].had[3] == workers[0].had[2]
+        one.done(batches[:2])
+        with pytest.raises(RefusedError, match="not done with"):
+            one.resend(batches[0])
+        one.resend(batches[2])
+        one.close()
+        service.close()
