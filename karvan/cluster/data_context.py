@@ -27,6 +27,7 @@ from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import Batches, as_batch, serve
 from karvan.cluster.role import Settings, listening
 from karvan.cluster.sent_ids import Split, WorkerClient, split_by_name
+from karvan.cluster.worker_client import workers_from_environment
 from karvan.data import Loader, read
 
 _TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
@@ -36,7 +37,8 @@ class DataContext:
     """This process as loader number `index` of `count`, at work from here on until `close`.
 
     queue: how many batches wait for each trainer; reading waits while there are as many. Where it listens
-    comes from `settings`, or from the environment (see `karvan.cluster.role`), as in a launched job.
+    comes from `settings`, or from the environment (see `karvan.cluster.role`), as in a launched job. workers:
+    those that ids go to, without it the embedding workers of the launched job.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class DataContext:
         *,
         queue: int = 8,
         settings: Settings | None = None,
-        workers: Sequence[WorkerClient] = (),
+        workers: Sequence[WorkerClient] | None = None,
         split: Split = split_by_name,
     ) -> None:
         self._settings = settings = settings or Settings.from_environment("loader")
@@ -55,7 +57,7 @@ class DataContext:
             settings.count,
             queue=queue,
             generation=settings.generation,
-            workers=workers,
+            workers=workers_from_environment() if workers is None else workers,
             split=split,
         )
         self._begun = False

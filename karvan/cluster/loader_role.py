@@ -23,6 +23,7 @@ from typing import Any
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import serve
 from karvan.cluster.role import Settings
+from karvan.cluster.worker_client import workers_from_environment
 from karvan.data import Column, Fixed, Loader, Raw, Varlen, read
 from karvan.wire import Service
 
@@ -34,7 +35,12 @@ _OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "file
 def make(settings: Settings) -> Service:
     """The loader of a process; see `role.py`."""
     source = read_share(_data_of(os.environ), settings.index, settings.count)
-    service = LoaderService(settings.index, settings.count, generation=settings.generation)
+    service = LoaderService(
+        settings.index,
+        settings.count,
+        generation=settings.generation,
+        workers=workers_from_environment(),
+    )
 
     def run() -> None:
         while not service.closed:

@@ -22,11 +22,21 @@ class Reference(NamedTuple):
     epoch: int
     number: int
 
+    @property
+    def name(self) -> str:
+        """As embedding workers know it."""
+        return f"{self.generation}/{self.epoch}/{self.number}"
+
+    @classmethod
+    def named(cls, name: str) -> Reference:
+        """The reference of that name."""
+        return cls(*map(int, name.split("/")))
+
 
 class WorkerClient(Protocol):
     """One embedding worker, as a loader sees it."""
 
-    def put(self, reference: Reference, ids: Mapping[str, Any]) -> None:
+    def put(self, reference: str, ids: Mapping[str, Any]) -> None:
         """Give it the ids of a batch, again if it had them before; waits while it has no room."""
 
 
@@ -70,7 +80,7 @@ class SentIds:
         worker = reference.number % len(self._workers)
         with self._lock:
             self._kept[reference] = (trainer, ids)
-        self._workers[worker].put(reference, ids)
+        self._workers[worker].put(reference.name, ids)
         return Batch(rest), worker
 
     def resend(self, reference: Reference, worker: int) -> None:
@@ -81,7 +91,7 @@ class SentIds:
             raise RefusedError(f"expected a batch that its trainer is not done with, got {reference}.")
         if not 0 <= worker < len(self._workers):
             raise RefusedError(f"expected a worker from 0 to {len(self._workers) - 1}, got {worker}.")
-        self._workers[worker].put(reference, kept[1])
+        self._workers[worker].put(reference.name, kept[1])
 
     def done(self, trainer: int, references: Sequence[Sequence[int]]) -> None:
         """A trainer is done with these batches."""

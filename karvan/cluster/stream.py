@@ -12,18 +12,19 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from karvan import ranks
+from karvan import ragged, ranks
 from karvan.cluster import stream_place
 from karvan.cluster.packing import unpack
 from karvan.cluster.sent_ids import Reference
 from karvan.cluster.stream_line import Caller, Line, leave_all
-from karvan.ragged import Batch
+from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Security
 from karvan.wire.directory import Addresses, Directory, StaticDirectory, directory_from_environment
 
@@ -112,6 +113,7 @@ class LoaderStream:
             raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADERS), or addresses.")
         self._epoch = 0
         self._finished = False  # whether the epoch was given to its end here, so that the next one follows
+        self._released: deque[ragged.Reference] = deque()  # whose ids nobody needs any more
         self._changed = threading.Condition()
         self._lines = [Line(loader, self._changed) for loader in range(loaders)]
         weakref.finalize(self, leave_all, self._lines).atexit = False  # connections end with the process
@@ -125,6 +127,9 @@ class LoaderStream:
         if self._finished:
             self._next_epoch()
         caller = self._caller()
+        workers = ranks.current().workers
+        if workers is not None:
+            workers.resend, workers.release = self._resend, self._released.append
         for line in self._lines:
             line.ask(caller)
         for line in self._by_number(caller) if self._ordered else self._by_arrival():
@@ -170,14 +175,13 @@ class LoaderStream:
 
     def done(self, batches: Iterable[LoadedBatch]) -> None:
         """Say that the ids of these batches are not needed any more."""
-        for loader, references in self._references(batches).items():
-            self._lines[loader].call("done", {"references": references})
+        self._done([batch.reference for batch in batches if batch.reference is not None])
 
     def resend(self, batch: LoadedBatch, worker: int | None = None) -> None:
         """Have the ids of a batch put to its embedding worker again, or to another one."""
-        for loader, (reference,) in self._references([batch]).items():
-            chosen = batch.worker if worker is None else worker
-            self._lines[loader].call("resend", {"reference": reference, "worker": chosen}).wait()
+        chosen = batch.worker if worker is None else worker
+        if batch.reference is not None and chosen is not None:
+            self._resend(ragged.Reference(chosen, batch.reference.name, batch.rows))
 
     def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
         leave_all(self._lines)
@@ -188,12 +192,25 @@ class LoaderStream:
             for loader, state in enumerate(states)
         ]
 
-    def _references(self, batches: Iterable[LoadedBatch]) -> dict[int, list[list[int]]]:
-        found: dict[int, list[list[int]]] = {}
-        for batch in batches:
-            if batch.reference is not None:
-                found.setdefault(batch.number % len(self._lines), []).append(list(batch.reference))
-        return found
+    def _done(self, references: Iterable[Reference]) -> None:
+        by_loader: dict[int, list[list[int]]] = {}
+        for reference in references:
+            by_loader.setdefault(reference.number % len(self._lines), []).append(list(reference))
+        for loader, listed in by_loader.items():
+            self._lines[loader].call("done", {"references": listed})
+
+    def _resend(self, wanted: ragged.Reference) -> None:
+        reference = Reference.named(wanted.name)
+        line = self._lines[reference.number % len(self._lines)]
+        line.call("resend", {"reference": list(reference), "worker": wanted.worker}).wait()
+
+    def _release(self) -> None:
+        """Tell the loaders which ids they need not keep."""
+        released = []
+        while self._released:
+            released.append(Reference.named(self._released.popleft().name))
+        if released:
+            self._done(released)
 
     def _place(self) -> tuple[int, int]:
         """This trainer's rank, and the number of trainers."""
@@ -264,12 +281,17 @@ class LoaderStream:
     def _handed_out(self, line: Line) -> LoadedBatch:
         answer = line.take()
         head = answer.head
-        batch = LoadedBatch.trusted(dict(unpack(answer)), int(head["rows"]))
+        entries: dict[str, Any] = dict(unpack(answer))
+        if "reference" in head:
+            name, worker = Reference(*head["reference"]).name, int(head["worker"])
+            entries[REFERENCE] = ragged.Reference(worker, name, int(head["rows"]))
+        batch = LoadedBatch.trusted(entries, int(head["rows"]))
         assert isinstance(batch, LoadedBatch)
         batch.epoch, batch.meta = self._epoch, head["meta"]
         batch.number = int(head["index"]) * len(self._lines) + line.loader
         if "reference" in head:
             batch.reference, batch.worker = Reference(*head["reference"]), int(head["worker"])
+            self._release()
         return batch
 
     def _next_epoch(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,9 @@ from torch import Tensor
 from karvan.cluster.packing import pack
 from karvan.ragged import Ragged
 from karvan.wire import Peer, Security, WireError
+from karvan.wire.directory import directory_from_environment
 
+_FOUND_WITHIN = 5.0  # seconds; who does not find a worker tries again until the call's deadline
 _PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full, at first and at last
 
 
@@ -68,3 +72,16 @@ class WorkerClient:
     def close(self) -> None:
         """Leave it."""
         self._peer.close()
+
+
+def workers_from_environment() -> list[WorkerClient]:
+    """The embedding workers of this process's job, none if it has none."""
+    count = int(os.environ.get("KARVAN_WORKERS", "0") or 0)
+    if not count:
+        return []
+    security = Security.from_environment()
+    directory = directory_from_environment(security=security)
+    return [
+        WorkerClient(worker, partial(directory.find, "embedding-worker", worker, _FOUND_WITHIN), security)
+        for worker in range(count)
+    ]
