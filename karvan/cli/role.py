@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.errors import FAILED, OK, CommandError
+from karvan.cli.errors import DAMAGED, FAILED, OK, USAGE, CommandError, code_of
 from karvan.cli.output import help_of
 
 
@@ -89,7 +89,7 @@ def _run(name: str) -> int:
         settings = Settings.from_environment(name)
         serve(make, settings)
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(str(error), DAMAGED if code_of(error) == DAMAGED else USAGE) from error
     except (WireError, RefusedError, ListenError) as error:
         raise CommandError(str(error), FAILED) from error
     end(OK)

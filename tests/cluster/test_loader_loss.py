@@ -131,6 +131,7 @@ def test_a_new_generation_of_trainers_goes_on_from_a_saved_state(tmp_path):
             take(late)
 
 
+@pytest.mark.slow
 def test_a_program_of_one_epoch_is_started_again_when_trainers_begin_anew():
     with Loaders(1, "once", 40, 4) as loaders:
         one = loaders.stream()
