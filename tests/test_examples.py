@@ -40,7 +40,12 @@ def _reached(name, *arguments):
     return float(reached), float(best) if best else 0.0
 
 
-@pytest.mark.parametrize("name", GATES)
+SLOW = ("planted.py", "criteo.py")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in GATES]
+)
 def test_the_example_reaches_its_auc(name):
     arguments, gate = GATES[name]
     reached, best = _reached(name, *arguments)

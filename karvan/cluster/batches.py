@@ -47,7 +47,7 @@ class Batches:
     def __init__(self, owner: Owner, hello: Mapping[str, Any]) -> None:
         self._owner = owner
         self._trainers = int(hello["trainers"])
-        self._together = hello["mode"] == "sync" and self._trainers > 1
+        self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
         self._by_key = hello.get("grad_reduce") == "key"
         self._rounds = Rounds(self._trainers, _WAIT)
         self._lock = threading.Lock()

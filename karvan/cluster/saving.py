@@ -48,6 +48,12 @@ class Saving:
             if track:
                 self._versions = {number: dict(capture.versions)}
 
+    def hold(self, number: int, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        """For a server that began anew after a capture: what it has now stands for what was lost."""
+        if number not in self._open:
+            parts = {name: int(told["parts"]) for name, told in tables.items()}
+            self.capture(number, list(tables), parts, None, False)
+
     def close(self, number: int) -> None:
         """Let go of it."""
         with self._lock:

@@ -216,6 +216,8 @@ class ParameterServer(Service):
 
     def _save(self, call: Message) -> Message:
         head = call.head
+        if self._batches is not None and self._batches.restored:
+            self._saving.hold(int(head["capture"]), head["tables"])
         return Message(
             {"shares": self._saving.save(int(head["capture"]), Path(head["folder"]), head["tables"])}
         )

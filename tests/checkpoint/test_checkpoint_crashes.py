@@ -172,7 +172,8 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("full_every", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("full_every", [1, 3])
 def test_two_writers_and_a_reader_of_one_folder_do_no_harm(tmp_path, full_every):
     writers = [
         subprocess.Popen(

@@ -146,6 +146,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(run, place):
     _goes_on(run, place, 13)
 
 
+@pytest.mark.slow
 def test_after_kill_9_the_same_command_goes_on_from_the_last_checkpoint(run, place):
     process = _process("train", place / "job.py", "--epochs", 100_000)
     while not kv.Checkpoints(place / "run").list() and process.poll() is None:

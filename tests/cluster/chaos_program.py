@@ -1,8 +1,9 @@
 """A trainer of a launched job: python chaos_program.py DATA NOTES PAUSE.
 
-Every record has an id of its own. Its row begins at 0, and every training of it adds 1 (with one trainer), so
-the final model knows how often it was trained on each. The process notes how far it is, so that a test can
-kill it, and pauses after each step until there is a note that says hurry.
+It reads its data itself, or by loaders if the job has some. Every record has an id of its own. Its row begins
+at 0, and every training of it adds 1 (with one trainer), so the final model knows how often it was trained on
+each. The process notes how far it is, so that a test can kill it, and pauses after each step until there is a
+note that says hurry.
 """
 
 import os
@@ -57,7 +58,11 @@ trainer = kv.Trainer(
     callbacks=[Note()],
     progress="none",
 )
-result = trainer.fit(kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3))
+if int(os.environ["KARVAN_LOADERS"]):
+    batches = kv.stream(ids=["record", "user"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=60)
+else:
+    batches = kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3)
+result = trainer.fit(batches)
 stores = [engine.store for engine in (model.records, model.users)]
 most, lost = max(store.window.most for store in stores), sum(store.lost_updates for store in stores)
 (notes / f"done-{connection.rank}").write_text(f"{result.step} {most} {lost}")

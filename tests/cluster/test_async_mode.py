@@ -208,6 +208,7 @@ def learns(of_rank):
     return np.nanmean(of_rank["losses"][half:]) < np.nanmean(of_rank["losses"][:half]) - 0.05
 
 
+@pytest.mark.slow
 def test_two_trainers_learn_and_end_with_what_the_servers_have(tmp_path, monkeypatch):
     with Processes(2) as cluster:
         more = {"KARVAN_MODE": "async", "KARVAN_STALENESS": "2", "KARVAN_LR_STALENESS": "1"}

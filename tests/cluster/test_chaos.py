@@ -23,7 +23,7 @@ ROWS = 2001
 class LaunchedJob:
     """`karvan launch` in a process, with data of which every record has an id."""
 
-    def __init__(self, folder, mode, staleness, trainers=1, pause=0.02, extra=""):
+    def __init__(self, folder, mode, staleness, trainers=1, loaders=0, workers=0, pause=0.02, extra=""):
         self.folder = folder
         for name in ("data", "notes"):
             (folder / name).mkdir()
@@ -40,7 +40,9 @@ class LaunchedJob:
             f"name: chaos\nentry: {HERE / 'chaos_program.py'}\nmode: {mode}\nstaleness: {staleness}\n"
             f"checkpoints: {folder / 'checkpoints'}\nmax_restarts: 1000\nrestart_window: 1\n"
             f"roles:\n  trainers: {{replicas: {trainers}, args: {arguments}, threads: 1}}\n"
-            f"  parameter_servers: {{replicas: 2, threads: 1}}\n{extra}"
+            f"  parameter_servers: {{replicas: 2, threads: 1}}\n"
+            f"  embedding_workers: {{replicas: {workers}, threads: 1}}\n  loaders: {loaders}\n"
+            f"data: {{train: {folder / 'data'}/*.parquet, batch_size: 16, shuffle: 64, seed: 3}}\n{extra}"
         )
         self.log = folder / "log"
         self.process = subprocess.Popen(
@@ -106,10 +108,10 @@ class LaunchedJob:
         self.process.kill()
 
 
-def test_a_job_outlives_a_server_and_a_trainer(tmp_path):
-    with LaunchedJob(tmp_path, "hybrid", 4) as job:
-        job.kill("parameter-server", 8)
-        job.kill("trainer", 8)
+def test_a_job_outlives_the_death_of_each_role(tmp_path):
+    with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1) as job:
+        for role in ("loader", "embedding-worker", "parameter-server", "trainer"):
+            job.kill(role, 6)
         job.finish()
         times, _ = job.records()
         np.testing.assert_array_equal(times, 1)
@@ -118,6 +120,7 @@ def test_a_job_outlives_a_server_and_a_trainer(tmp_path):
         assert most <= 4
 
 
+@pytest.mark.slow
 def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path):
     with LaunchedJob(tmp_path, "hybrid", 4, extra="on_server_loss: reload\n") as job:
         job.kill("parameter-server", 25)
@@ -133,12 +136,24 @@ def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["parameter-server", "trainer"])
+@pytest.mark.parametrize("role", ["parameter-server", "trainer", "loader", "embedding-worker"])
 def test_a_role_is_killed_twenty_times(tmp_path, role):
-    with LaunchedJob(tmp_path, "hybrid", 4) as job:
+    with LaunchedJob(tmp_path, "hybrid", 4, loaders=2, workers=1) as job:
         for _ in range(20):
             job.kill(role, random.randint(1, 6))
             time.sleep(random.uniform(0, 0.3))
+        job.finish()
+        np.testing.assert_array_equal(job.records()[0], 1)
+        if role in ("loader", "embedding-worker"):  # which are replaced, while the others go on
+            assert "Generation" not in job.log.read_text()
+
+
+@pytest.mark.slow
+def test_roles_are_killed_in_turn(tmp_path):
+    with LaunchedJob(tmp_path, "hybrid", 4, trainers=1, loaders=2, workers=2) as job:
+        for number in range(20):
+            roles = ("loader", "parameter-server", "embedding-worker", "trainer")
+            job.kill(roles[number % 4], random.randint(1, 6))
         job.finish()
         np.testing.assert_array_equal(job.records()[0], 1)
 

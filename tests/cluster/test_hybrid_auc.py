@@ -67,6 +67,7 @@ def adult_auc():
     ).evaluation["auc"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ADULT.exists(), reason="needs the Adult data")
 def test_adult():
     expected = adult_auc()

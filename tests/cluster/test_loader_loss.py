@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from loader_helpers import Loaders, close_all, ids_of, in_threads, take, take_all
+from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
 
 from karvan.wire import RefusedError
 
@@ -67,6 +67,7 @@ def test_a_killed_loader_is_replaced_without_losing_a_batch(mode):
         close_all(streams)
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_killed_behind_the_end_of_an_epoch_gives_the_next_one():
     with Loaders(1, "serve", ROWS, BATCH) as loaders:
         first, second = expected(loaders, 2, epochs=2)
@@ -110,6 +111,7 @@ def lines_of(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_new_generation_of_trainers_goes_on_from_a_saved_state(tmp_path):
     path = tmp_path / "taken"
     with Loaders(1, "serve", ROWS, BATCH) as loaders:

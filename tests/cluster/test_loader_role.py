@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from loader_helpers import Loaders, close_all, ids_of, in_threads, take, take_all
+from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
 
 import karvan as kv
 from karvan.cluster.loader import LoaderService

@@ -80,7 +80,9 @@ def test_random_batches_give_the_bits_of_memory(data):
         assert_same(train(servers=addresses, steps=len(batches), batches=batches), expected)
 
 
-@pytest.mark.parametrize("name", ["adagrad", "a feature without gradients"])
+@pytest.mark.parametrize(
+    "name", ["adagrad", pytest.param("a feature without gradients", marks=pytest.mark.slow)]
+)
 def test_synchronous_trainers_give_the_bits_of_sharded_ones(name):
     expected = ranks_helpers.run(2, "sharded_programs:train", **SCENARIOS[name])
     with serving(3) as addresses:

@@ -9,6 +9,7 @@ import karvan as kv
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import serve
 from karvan.cluster.sent_ids import Reference, SentIds
+from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 
 
@@ -19,7 +20,7 @@ class Worker:
         self.had = []
 
     def put(self, reference, ids):
-        self.had.append((reference, {name: entry.tolist() for name, entry in ids.items()}))
+        self.had.append((Reference.named(reference), {name: entry.tolist() for name, entry in ids.items()}))
 
 
 def batch():
@@ -74,7 +75,9 @@ def test_a_stream_gets_references_and_has_ids_sent_again():
     with Server(service) as server:
         one = kv.stream(loaders=[server.address], ids=["user"])
         batches = list(one)
-        assert [(each.rows, list(each), each.worker) for each in batches] == [(2, ["price"], 0)] * 3
+        assert [(each.rows, list(each), each.worker) for each in batches] == [
+            (2, ["price", REFERENCE], 0)
+        ] * 3
         assert [each.reference for each in batches] == [reference for reference, _ in workers[0].had]
         assert batches[0].to("cpu").reference == batches[0].reference
         one.resend(batches[2])

@@ -334,7 +334,9 @@ def test_a_store_in_memory_takes_no_references():
     assert empty["user"].shape == (0, 4)
 
 
-@pytest.mark.parametrize("moment", ["sent", "claimed", "pushed"])
+@pytest.mark.parametrize(
+    "moment", ["pushed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sent", "claimed"))]
+)
 def test_a_killed_worker_is_replaced_without_losing_a_batch(job, clusters, moment):
     given = batches(4)
     reference, expected = in_memory(given)
@@ -412,7 +414,8 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
         assert torch.isfinite(torch.tensor(vectors)).all()
 
 
-@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [False, True])
 def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path, kills):
     with killing(clusters[2], 7, (2.5, 5)) if kills else nullcontext():
         clusters[2].run_trainers(

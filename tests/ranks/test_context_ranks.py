@@ -11,6 +11,9 @@ def results(tmp_path_factory):
     return run(2, "context_programs:run_all", path=str(tmp_path_factory.mktemp("run")))
 
 
+pytestmark = pytest.mark.slow
+
+
 def assert_same_bits(one, other):
     for name, value in one[0].items():
         assert torch.equal(value, other[0][name])

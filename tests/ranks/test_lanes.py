@@ -41,7 +41,7 @@ def test_one_who_is_alone_hears_herself():
 @pytest.mark.parametrize(
     ("how", "transport", "victim"),
     [
-        ("killed", "memory", 1),
+        pytest.param("killed", "memory", 1, marks=pytest.mark.slow),
         ("killed", "memory", 0),
         pytest.param("stopped", "memory", 1, marks=pytest.mark.slow),
         pytest.param("busy elsewhere", "network", 1, marks=pytest.mark.slow),
