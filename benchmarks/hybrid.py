@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 
 import train
@@ -34,7 +35,7 @@ class ServerProcesses:
     """Parameter servers, each a process with one thread; ends with the block it is used in."""
 
     def __init__(self, stack: ExitStack, count: int) -> None:
-        self.addresses = []
+        self._processes = []
         for index in range(count):
             environment = {
                 **os.environ,
@@ -50,8 +51,13 @@ class ServerProcesses:
                 text=True,
             )
             stack.callback(process.kill)
-            assert process.stderr is not None
-            self.addresses.append(process.stderr.readline().split()[-1])  # "… at host:port"
+            self._processes.append(process)
+
+    @cached_property
+    def addresses(self) -> list[str]:
+        """Where they are, once they are there."""
+        lines = [process.stderr.readline() for process in self._processes if process.stderr is not None]
+        return [line.split()[-1] for line in lines]  # "… at host:port"
 
     def delayed(self, stack: ExitStack, seconds: float) -> list[str]:
         """Their addresses by way of a proxy that delays."""
@@ -64,21 +70,25 @@ def jobs(report: Report, rounds: int, rows: int, steps: int, epochs: int) -> Non
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="."))
         data = train.Data(Path(folder), steps, rows)
         options = {"path": str(data.folder / "train.parquet"), "rows": rows, "batch": BATCH, "epochs": epochs}
-        made = {"memory": JobOfRanks("dlrm", 1, cores(), wire="float32", **options)}
+        made = {"memory": JobOfRanks("dlrm", 1, cores(), wire="float32", wait=False, **options)}
         stack.callback(made["memory"].end)
-        for name, staleness, delay in (
-            ("hybrid", 4, 0.0),
-            ("sync", 1, 0.0),
-            ("hybrid_8", 8, 0.0),
-            ("hybrid_8_delayed", 8, DELAY),
-            ("sync_delayed", 1, DELAY),
-        ):
-            servers = ServerProcesses(stack, SERVERS)
+        kinds = {
+            "hybrid": (4, 0.0),
+            "sync": (1, 0.0),
+            "hybrid_8": (8, 0.0),
+            "hybrid_8_delayed": (8, DELAY),
+            "sync_delayed": (1, DELAY),
+        }
+        started = {name: ServerProcesses(stack, SERVERS) for name in kinds}  # all at once
+        for name, (staleness, delay) in kinds.items():
+            servers = started[name]
             addresses = servers.delayed(stack, delay) if delay else servers.addresses
             made[name] = JobOfRanks(
-                "remote_dlrm", 1, cores(), servers=addresses, staleness=staleness, **options
+                "remote_dlrm", 1, cores(), wait=False, servers=addresses, staleness=staleness, **options
             )
             stack.callback(made[name].end)
+        for job in made.values():
+            job.wait()
         rates: dict[str, list[float]] = {name: [] for name in made}
         last = {}
         for turn in range(rounds + 1):
@@ -123,8 +133,8 @@ def main() -> None:
     args = parser((__doc__ or "").splitlines()[0]).parse_args()
     report = Report("hybrid", args.quick)
     if args.quick:
-        serving(report, 2, 200_000, 40)
-        jobs(report, 1, 10_000, 4, 2)
+        serving(report, 1, 200_000, 30)
+        jobs(report, 1, 5_000, 4, 2)
     else:
         serving(report, 5, 2_000_000, 100)
         jobs(report, 3, 100_000, 12, 3)

@@ -27,7 +27,7 @@ DIM, LR = 16, 0.02
 class JobOfRanks:
     """Processes that wait for `burst`."""
 
-    def __init__(self, kind: str, ranks: int, threads: int, **options: Any) -> None:
+    def __init__(self, kind: str, ranks: int, threads: int, *, wait: bool = True, **options: Any) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -48,7 +48,12 @@ class JobOfRanks:
                     command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
                 )
             )
-        self._answers()  # all are set up
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until all are set up."""
+        self._answers()
 
     def burst(self) -> dict[str, float]:
         """Let all go; seconds are those of the slowest, everything else is summed over ranks."""
