@@ -92,6 +92,8 @@ class TrainContext(Kept):
             run.precision,
         )
         super().__init__(run.model, run.connection, run.precision, update)
+        if self.connection.settings.mode == "async":
+            raise ValueError("A TrainContext is for modes sync and hybrid, got async: expected a kv.Trainer.")
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import trustme
 
 import karvan as kv
 
@@ -118,6 +119,21 @@ def test_a_job_outlives_the_death_of_each_role(tmp_path):
         assert "begins" in job.log.read_text()
         most = int((tmp_path / "notes" / "done-0").read_text().split()[1])
         assert most <= 4
+
+
+@pytest.mark.slow
+def test_all_roles_with_a_token_and_mutual_tls(tmp_path):
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    (tmp_path / "cert").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+    (tmp_path / "key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "ca").write_bytes(authority.cert_pem.bytes())
+    (tmp_path / "token").write_text("secret")
+    files = ", ".join(f"{name}: {tmp_path / name}" for name in ("cert", "key", "ca"))
+    secured = f"token_file: {tmp_path / 'token'}\ntls: {{{files}, mutual: true}}\n"
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=2, workers=2, extra=secured) as job:
+        job.finish()
+        np.testing.assert_array_equal(job.records()[1], 1)
 
 
 @pytest.mark.slow

@@ -111,3 +111,10 @@ def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
                 with kv.InferContext(other) as infer:
                     outputs += [infer.predict(batch) for batch in batches(3)]
         assert all(torch.equal(one, two) for one, two in zip(outputs, expected * 2, strict=False))
+
+
+def test_dense_parameters_on_servers_are_for_the_trainer():
+    with serving(1) as addresses:
+        ranks.connect("remote", servers=addresses, mode="async")
+        with pytest.raises(ValueError, match="modes sync and hybrid, got async"):
+            context()
