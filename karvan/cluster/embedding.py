@@ -116,7 +116,8 @@ class Embedding:
         replies = []
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
-            replies.append(self._speaker.servers.peer(server).begin("push", told, arrays))
+            # Not behind lookups, which wait for those of other trainers, who may wait for this push.
+            replies.append(self._speaker.servers.peer(server, "push").begin("push", told, arrays))
         for reply in replies:
             reply.wait()
 

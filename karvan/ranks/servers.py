@@ -13,8 +13,6 @@ from karvan.wire.directory import Addresses, Directory, StaticDirectory
 
 SERVER = "parameter-server"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
-# Lookups and gradients, in order; questions; checkpoints, which take long; dense parameters.
-LINES = ("train", "ask", "save", "dense")
 
 
 class Servers:
@@ -61,7 +59,11 @@ class Servers:
         return self._models
 
     def peer(self, server: int, line: str = "train") -> Peer:
-        """The peer for a kind of work, connected when it is first used."""
+        """The peer for a kind of work, connected when it is first used.
+
+        train: lookups and gradients, in order; push: the gradients that a worker sends; ask: questions; save:
+        checkpoints, which take long; dense: dense parameters.
+        """
         with self._lock:
             key = (line, server)
             if key not in self._peers:
