@@ -14,6 +14,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from karvan.settings import SettingsError
 
 OK, FAILED, USAGE, DAMAGED, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by what a fit says of itself
@@ -34,7 +38,7 @@ def code_of(error: BaseException) -> int:
     if _is_missing_or_damaged(error):
         return DAMAGED
     if _is_of_settings(error):
-        return DAMAGED if error.unreadable else USAGE  # type: ignore[attr-defined]
+        return DAMAGED if error.unreadable else USAGE
     return FAILED
 
 
@@ -78,7 +82,7 @@ def _is_missing_or_damaged(error: BaseException) -> bool:
     return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
 
 
-def _is_of_settings(error: BaseException) -> bool:
+def _is_of_settings(error: BaseException) -> TypeGuard[SettingsError]:
     return _is(error, "karvan.settings", "SettingsError")
 
 

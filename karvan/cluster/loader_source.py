@@ -7,6 +7,7 @@ from typing import Any
 
 from karvan.cluster.loader import LoaderService, Start
 from karvan.ragged import Batch
+from karvan.train.types import Positioned
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
@@ -46,7 +47,8 @@ class _Whole:
         if (start.epoch, start.index) != (self._next, 0):
             position = self._begin if start == Start(0, 0, None) else start.position
             if position is not None:
-                self._source.load_state_dict(position)  # type: ignore[attr-defined]
+                assert isinstance(self._source, Positioned)  # it has told the position
+                self._source.load_state_dict(position)
                 moved = start.index == 0
             elif self._begin is not None:
                 raise RuntimeError(f"Epoch {start.epoch} expects a position to begin at, got none.")

@@ -5,7 +5,7 @@ what happens:
 
     a loader or embedding worker dies    it alone is started again
     a parameter server dies              the job rolls back; with on_server_loss: reload it alone is started
-                                         again, with KARVAN_RELOAD=1
+                                         again, and trainers have it take its rows as they were saved
     a trainer dies                       the job rolls back
     a process is not healthy             it is killed, and so dies
     a process ends with code 2 or 3      the job fails with this code: wrong usage, or data that is not there,

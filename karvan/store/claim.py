@@ -21,6 +21,7 @@ from torch import Tensor
 from karvan import _native, buffers
 from karvan.ragged import Reference
 from karvan.store.laid import Laid
+from karvan.store.lookup import Lookup
 from karvan.store.protocol import Program
 from karvan.store.wording import from_wire, to_wire
 from karvan.wire import Array, Message
@@ -45,7 +46,7 @@ class Sent(NamedTuple):
     given: list[int]
 
 
-class Claim:
+class Claim(Lookup):
     """A batch that is to be claimed, or is."""
 
     def __init__(
@@ -58,40 +59,25 @@ class Claim:
         step: int,
         now: float,
     ) -> None:
+        super().__init__(program, training=training, step=step, now=now)
         self._store = store
-        self.program = program
         self.reference = reference
-        self.training = training
-        self.step = step
-        self.now = now
-        self.number = 0  # of a training lookup that has begun
-        self.begun = False
-        self.offered = False  # to begin when there is room
         self._answer: Future[Message] | None = None
         self._there: list[float] = []  # when the answer came
         self._outs: list[Tensor] = []
         self.laid: list[Laid] = []
 
-    def begin(self, number: int) -> None:
-        """Ask the worker; training lookups are numbered from 1, others are not."""
-        self.number = number
-        self.begun = True
+    def _ask(self) -> None:
         self._answer = self._store.send_claim(self)
         there = self._there
         self._answer.add_done_callback(lambda _: there.append(time.monotonic()))
 
-    def fits(self, training: bool, step: int, now: float) -> bool:
-        """Whether it is, or can be made, the lookup that a forward needs."""
-        if not self.begun and not self.offered:
-            self.training, self.step, self.now = training, step, now
-        return self.training == training and (self.step == step or not training)
-
     def ready(self) -> tuple[bool, float]:
-        """Whether there is still something to wait for; if not, since when there is not."""
+        """See `Lookup.ready`."""
         return not self._there, self._there[0] if self._there else 0.0
 
     def finish(self) -> None:
-        """Wait for the outputs."""
+        """See `Lookup.finish`."""
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors, offsets = answer.arrays

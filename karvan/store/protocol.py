@@ -45,6 +45,22 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
+class Agreed:
+    """What gradients say, by the tables' slots, as far as it has been found out already."""
+
+    def __init__(self, finite: list[bool], touched: list[bool]) -> None:
+        self._finite = finite
+        self._touched = touched
+
+    def finite(self) -> list[bool]:
+        """See `Gradients.finite`."""
+        return self._finite
+
+    def touched(self) -> list[bool]:
+        """See `Gradients.touched`."""
+        return self._touched
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """A table, in the terms of the native core."""
@@ -129,8 +145,6 @@ class AwayLookup(Protocol):
 
 class Store(ABC):
     """Holds tables of rows."""
-
-    takes_references = False  # whether it can embed batches whose ids are elsewhere
 
     @abstractmethod
     def add_table(self, spec: TableSpec) -> None:
@@ -220,6 +234,11 @@ class Store(ABC):
 
         The last one counts index entries that growth has moved; while it rises, the index is growing.
         """
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether it can embed batches whose ids are elsewhere."""
+        return False
 
     @property
     def share(self) -> tuple[int, int]:

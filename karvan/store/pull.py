@@ -9,6 +9,7 @@ import torch
 
 from karvan import _native, buffers
 from karvan.store import incomplete
+from karvan.store.lookup import Lookup
 from karvan.store.messages import cut, floats, words
 from karvan.store.protocol import Program
 from karvan.store.wording import from_wire
@@ -31,7 +32,7 @@ class Puller(Protocol):
         """A lookup whose gradients have been sent, or will not be."""
 
 
-class Pull:
+class Pull(Lookup):
     """A batch whose keys are to be looked up, or are."""
 
     def __init__(
@@ -44,15 +45,9 @@ class Pull:
         step: int,
         now: float,
     ) -> None:
+        super().__init__(program, training=training, step=step, now=now)
         self._store = store
-        self.program = program
         self.plan = plan
-        self.training = training
-        self.step = step
-        self.now = now
-        self.number = 0  # of a training lookup that has begun
-        self.begun = False
-        self.offered = False  # to begin when there is room
         self.replies: list[Reply] = []
         servers, slots = store.count, len(program.tables)
         self.route = _native.Route(plan, servers, True)
@@ -64,25 +59,16 @@ class Pull:
         self.route.pack_keys(message.data_ptr())
         self.sent = cut(message, sizes)
 
-    def begin(self, number: int) -> None:
-        """Send the keys; training lookups are numbered from 1, others are not."""
-        self.number = number
-        self.begun = True
+    def _ask(self) -> None:
         self.replies = self._store.send_pull(self)
 
-    def fits(self, training: bool, step: int, now: float) -> bool:
-        """Whether it is, or can be made, the lookup that a forward needs."""
-        if not self.begun and not self.offered:
-            self.training, self.step, self.now = training, step, now
-        return self.training == training and (self.step == step or not training)
-
     def ready(self) -> tuple[bool, float]:
-        """Whether there is still something to wait for; if not, since when there is not."""
+        """See `Lookup.ready`."""
         waiting = not all(reply.done for reply in self.replies)
         return waiting, max(reply.begun + reply.seconds for reply in self.replies)
 
     def finish(self) -> None:
-        """Wait for the vectors, and pool them."""
+        """See `Lookup.finish`."""
         sizes = floats(self.wanted, self.dims)
         vectors = buffers.empty(sum(sizes))
         flat, at = vectors.numpy(), 0

@@ -28,7 +28,7 @@ from torch import Tensor
 from karvan import _native, ranks
 from karvan.ragged import Reference
 from karvan.store.claim import Claim, Sent, watch
-from karvan.store.protocol import Plan, Prepared, Program, Rule
+from karvan.store.protocol import Agreed, Plan, Prepared, Program, Rule
 from karvan.store.pull import Pull
 from karvan.store.remote_tables import RemoteTables
 from karvan.store.window import Window
@@ -38,7 +38,7 @@ from karvan.wire import Message, Reply
 T = TypeVar("T")
 
 
-class Own:
+class Own(Agreed):
     """Gradients that are still here. What they say holds for all trainers that wait for each other.
 
     made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks one.
@@ -47,18 +47,9 @@ class Own:
     def __init__(
         self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> None:
+        super().__init__(finite, touched)
         self.made = made
         self.complete = complete
-        self._finite = finite
-        self._touched = touched
-
-    def finite(self) -> list[bool]:
-        """See `Gradients.finite`."""
-        return self._finite
-
-    def touched(self) -> list[bool]:
-        """See `Gradients.touched`."""
-        return self._touched
 
 
 class RemoteStore(RemoteTables):
@@ -90,7 +81,7 @@ class RemoteStore(RemoteTables):
         return self._connection.settings.mode == "sync" and self._connection.world > 1
 
     @property
-    def takes_references(self) -> bool:  # type: ignore[override]
+    def takes_references(self) -> bool:
         """See `Store.takes_references`."""
         return self._workers is not None
 

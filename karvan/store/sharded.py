@@ -31,6 +31,7 @@ from karvan.store.messages import Routed, cut, floats, words
 from karvan.store.owner import Answered, Owner, Summed
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import (
+    Agreed,
     Counts,
     Found,
     Keys,
@@ -48,21 +49,12 @@ from karvan.store.protocol import (
 _LIMITED = ("lru", "lfu")  # policies whose number is one of rows
 
 
-class Sums:
-    """Gradients that are with their owners. What `finite` and `touched` say holds for all ranks."""
+class Sums(Agreed):
+    """Gradients that are with their owners. What they say holds for all ranks."""
 
     def __init__(self, finite: list[bool], touched: list[bool], owned: Summed) -> None:
-        self._finite = finite
-        self._touched = touched
+        super().__init__(finite, touched)
         self.owned = owned
-
-    def finite(self) -> list[bool]:
-        """See `Gradients.finite`."""
-        return self._finite
-
-    def touched(self) -> list[bool]:
-        """See `Gradients.touched`."""
-        return self._touched
 
 
 class Away(NamedTuple):

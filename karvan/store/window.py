@@ -14,17 +14,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class Lookup(Protocol):
-    """A lookup that can be begun."""
-
-    begun: bool
-
-    def begin(self, number: int) -> None:
-        """Send it; the window's lock is held."""
-
+from karvan.store.lookup import Lookup
 
 _EARLY = 8  # steps in a row for which lookups were there too early, until they run less far ahead
 

@@ -43,10 +43,12 @@ def close_at_exit(caller: Caller | None = None, listener: Listener | None = None
     atexit.register(_close_all)
 
 
-def closed(one: Caller | Listener) -> None:
+def closed(caller: Caller | None = None, listener: Listener | None = None) -> None:
     """It is closed already."""
-    _callers.discard(one)  # type: ignore[arg-type]
-    _listeners.discard(one)
+    if caller is not None:
+        _callers.discard(caller)
+    if listener is not None:
+        _listeners.discard(listener)
 
 
 def _close_all() -> None:

@@ -99,7 +99,7 @@ class Server:
         if self._closed or os.getpid() != self._process:  # it belongs to the process that this one came from
             return
         self._closed = True
-        closed(self)
+        closed(listener=self)
         ending = threading.Thread(target=self._flight.shutdown, name="karvan-shutdown", daemon=True)
         ending.start()
         due = time.monotonic() + grace

@@ -217,3 +217,13 @@ def test_a_table_of_another_shape_is_refused():
 def test_wrong_options_are_refused(options, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         ranks.connect(options.pop("kind"), **options)
+
+
+def test_a_launched_job_says_what_travels_and_how_stale(monkeypatch):
+    monkeypatch.setenv("KARVAN_WIRE", "bfloat16")
+    monkeypatch.setenv("KARVAN_MODE", "hybrid")
+    monkeypatch.setenv("KARVAN_STALENESS", "6")
+    with serving(1) as addresses:
+        settings = ranks.connect("remote", servers=addresses).settings
+        assert (settings.wire, settings.mode, settings.staleness) == ("bfloat16", "hybrid", 6)
+        assert ranks.connect("remote", servers=addresses, wire="float16").settings.wire == "float16"
