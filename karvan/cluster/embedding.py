@@ -153,9 +153,7 @@ class Embedded:
             now=float(head["now"]),
         )
         self.pull.of_store = int(head["store"])
-        self._sizes = [0] * len(self.inputs)
-        for place, one in enumerate(self.inputs):
-            self._sizes[place] = one.numel()
+        self._sizes = [one.numel() for one in self.inputs]
 
     def finish(self) -> list[Tensor]:
         """The outputs of all features, once the servers have answered."""

@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from karvan.cluster.registry import Membership
 from karvan.wire import Security, Server, Service, WireError
+from karvan.wire.membership import Membership
 
 _log = logging.getLogger("karvan.cluster")
 

@@ -17,10 +17,9 @@ numbers of lookups and pushes are the trainer's, and servers do each once.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from karvan.ranks.servers import Servers, find_servers
 from karvan.store.wording import to_wire
 from karvan.wire import Caller, Message, RefusedError, Service
 
-_log = logging.getLogger("karvan.cluster")
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
@@ -53,11 +51,6 @@ class EmbeddingWorker(Service):
         self._speakers: dict[int, Speaker] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
-        self._methods: dict[str, Callable[[Message, Speaker], Message]] = {
-            "engine": self._engine,
-            "claim": self._claim,
-            "backward": self._backward,
-        }
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`: loaders may say anything, a trainer says what a parameter server wants."""
@@ -66,11 +59,14 @@ class EmbeddingWorker(Service):
             return {"worker": self._index}
         try:
             generation, run, trainer = int(hello["generation"]), str(hello["run"]), int(hello["trainer"])
-            place = int(hello["worker"])
+            place = (int(hello["worker"]), int(hello["workers"]))
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
-        if place != self._index:
-            raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
+        if place != (self._index, self._count):
+            raise RefusedError(
+                f"expected to be asked for as worker {self._index} of {self._count}, "
+                f"got {place[0]} of {place[1]}."
+            )
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -102,8 +98,12 @@ class EmbeddingWorker(Service):
                     return Message({})
                 case "describe":
                     return Message(self._describe())
-                case "engine" | "claim" | "backward":
-                    return self._methods[method](call, self._speaker(caller))
+                case "engine":
+                    return self._engine(call, self._speaker(caller))
+                case "claim":
+                    return self._claim(call, self._speaker(caller))
+                case "backward":
+                    return self._backward(call, self._speaker(caller))
         except (KeyError, TypeError, IndexError) as error:
             raise RefusedError(
                 f"expected a well-formed call of {method!r}, got one without {error}."

@@ -10,6 +10,8 @@ what happens:
     a process is not healthy             it is killed, and so dies
     a process ends with code 2 or 3      the job fails with this code: wrong usage, or data that is not there,
                                          will be the same next time
+    trainers fail by themselves, three   the job fails with code 1: a program that is wrong will be wrong next
+      times from the same checkpoint       time
     too many deaths in a while           the job fails with code 1
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143
@@ -34,6 +36,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from karvan.launch.attempts import Attempts
 from karvan.launch.commands import Commands, commands_of
 from karvan.launch.engine import Engine, Handle, Process, end_text, name_of
 from karvan.launch.environment import environment_of
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from karvan.launch.spec import JobSpec
 
 _FAILED = 1
+_OF_SIGNALS = 128  # exit codes from here on, and negative ones, are of processes that a signal has ended
 _NOT_RETRIED = (2, 3)  # wrong usage; data or a checkpoint that is not there or damaged
 _LONGEST_DELAY = 30.0
 _GRACE_OF_OTHERS = 10.0  # trainers have a checkpoint to save, nobody else does
@@ -132,6 +136,7 @@ class Job:
         self._events: queue.SimpleQueue[_Ended | _Asked] = queue.SimpleQueue()
         self._outcome: Outcome | None = None
         self._restarts: deque[float] = deque()
+        self._attempts = Attempts(self.spec.checkpoints)
         self._rollback: float | None = None  # when it is due
         self._checked = 0.0
         self._hurry = False
@@ -190,6 +195,9 @@ class Job:
             pass  # the rollback starts it again
         elif code in _NOT_RETRIED:
             self._fail(member, code, f"{member.name} {end_text(code)}, which is not tried again.")
+        elif self._is_in_vain(member, code):
+            text = f"{member.name} {end_text(code)}, once more without a newer checkpoint."
+            self._fail(member, _FAILED, text)
         elif not self._may_restart():
             limit = f"{self.spec.max_restarts} restarts within {self.spec.restart_window:g} seconds"
             self._fail(member, _FAILED, f"{member.name} {end_text(code)}, after {limit}.")
@@ -200,6 +208,12 @@ class Job:
         else:
             self.logs.tell(f"{member.name} {end_text(code)}; it is started again.")
             member.due = time.monotonic() + self._delay()
+
+    def _is_in_vain(self, member: _Member, code: int) -> bool:
+        if not 0 < code < _OF_SIGNALS:
+            self._attempts.forget()
+            return False
+        return member.role == TRAINER and self._attempts.failed()
 
     def _fail(self, member: _Member, code: int, text: str) -> None:
         tail = self.logs.tail(member.name)

@@ -29,6 +29,7 @@ from karvan.ranks.watch import Watch
 if TYPE_CHECKING:
     from karvan.ranks.servers import Servers
     from karvan.ranks.workers import Workers
+    from karvan.wire.membership import Membership
 
 _log = logging.getLogger("karvan.ranks")
 
@@ -74,6 +75,7 @@ class Connection:
         self.servers: Servers | None = None
         self.under_way: Joined | None = None  # a save, which needs its lane
         self.workers: Workers | None = None
+        self._member: Membership | None = None
 
     @property
     def main(self) -> Lane:
@@ -111,6 +113,7 @@ class Connection:
         """Find servers and workers at these addresses, or where the environment says; a collective."""
         from karvan.ranks.servers import find_servers  # with Flight, which others need not wait for
         from karvan.ranks.workers import find_workers
+        from karvan.wire.membership import member_from_environment
 
         hello = {
             "trainer": self.rank,
@@ -125,6 +128,7 @@ class Connection:
         reload = self.settings.on_server_loss == "reload"
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
         self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
+        self._member = member_from_environment("trainer")
 
     def fail(self, lane: str, error: BaseException) -> None:
         """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
@@ -141,6 +145,8 @@ class Connection:
             self.workers.close()
         if self.servers is not None:
             self.servers.close()
+        if self._member is not None:
+            self._member.leave()
 
 
 class SharedConnection(Connection):

@@ -143,6 +143,17 @@ class AwayLookup(Protocol):
         """The outputs of all features, which are handed over: whoever keeps the lookup does not keep them."""
 
 
+class Ahead(NamedTuple):
+    """How far training lookups have run ahead: batches between lookup and applied gradient.
+
+    total: the sum of these over all lookups so far; most: the largest.
+    """
+
+    lookups: int = 0
+    total: int = 0
+    most: int = 0
+
+
 class Store(ABC):
     """Holds tables of rows."""
 
@@ -239,6 +250,11 @@ class Store(ABC):
     def takes_references(self) -> bool:
         """Whether it can embed batches whose ids are elsewhere."""
         return False
+
+    @property
+    def ahead(self) -> Ahead:
+        """How far lookups have run ahead of gradients: not at all."""
+        return Ahead()
 
     @property
     def share(self) -> tuple[int, int]:

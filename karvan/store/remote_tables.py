@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from karvan import ranks
 from karvan.store.capture import Capture
 from karvan.store.owners import hashes_of, owners_of
-from karvan.store.protocol import AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
+from karvan.store.protocol import Ahead, AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
 from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, spec_to_json
 from karvan.wire import Message
@@ -50,6 +50,11 @@ class RemoteTables(AwayStore):
     def dim(self, table: str) -> int:
         """The floats of a vector."""
         return self._dims[table]
+
+    @property
+    def ahead(self) -> Ahead:
+        """See `Store.ahead`."""
+        return Ahead(self.window.lookups, self.window.total, self.window.most)
 
     @property
     def share(self) -> tuple[int, int]:

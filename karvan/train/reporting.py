@@ -20,7 +20,10 @@ class Reporter:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._tables = [table for engine in engines_of(trainer.model) for table in engine.tables()]
+        self._engines = engines_of(trainer.model)
+        self._tables = [table for engine in self._engines for table in engine.tables()]
+        self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
+        self._stale: dict[str, float] = {}  # what that has told of them
         self._last = (time.monotonic(), trainer.counts.samples)
 
     def training(self) -> None:
@@ -43,10 +46,43 @@ class Reporter:
             **losses,
             **metrics,
             **held,
+            **self._staleness(),
             **rates,
         }
         self._tell("train", values)
         trainer.window.reset()
+
+    def _staleness(self) -> dict[str, float]:
+        """Where rows or parameters are on servers: how far gradients were behind since the last report.
+
+        staleness: batches between lookup and applied gradient, this one included; staleness_max: the most of
+        them, since training began. dense_staleness: steps of others between pulling dense parameters and
+        pushing their gradients.
+        """
+        trainer = self._trainer
+        if trainer.connection.servers is None:
+            return {}
+        ahead, dense = [engine.store.ahead for engine in self._engines], trainer.dense.staleness
+        now = {
+            "lookups": sum(each.lookups for each in ahead),
+            "out": sum(each.total for each in ahead),
+            "pushes": dense.pushes,
+            "behind": dense.total,
+        }
+        told = trainer.connection.main.gather_json(
+            [
+                {name: value - self._counted.get(name, 0) for name, value in now.items()},
+                max((each.most for each in ahead), default=0),
+            ]
+        )
+        self._counted = now
+        counts = {name: sum(each[name] for each, _ in told) for name in now}
+        if counts["lookups"]:  # not if all were made before
+            self._stale["staleness"] = counts["out"] / counts["lookups"]
+            self._stale["staleness_max"] = max(most for _, most in told)
+        if counts["pushes"]:
+            self._stale["dense_staleness"] = counts["behind"] / counts["pushes"]
+        return self._stale
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
         """What an evaluation gave."""

@@ -71,15 +71,15 @@ class LaunchedJob:
                     found.append(int(place.parent.name))
         return found
 
-    def kill(self, role, after):
-        """kill -9 one of a role once training has gone on for some steps."""
+    def kill(self, role, after, how=signal.SIGKILL):
+        """Send a signal to one of a role once training has gone on for some steps."""
         begun = None
         until = time.monotonic() + 60
         while time.monotonic() < until:
             step = self.step()
             begun = step if begun is None or step < begun else begun
             if step and step >= begun + after and (pids := self.pids(role)):
-                os.kill(random.choice(pids), signal.SIGKILL)
+                os.kill(random.choice(pids), how)
                 return
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.01)
@@ -181,3 +181,28 @@ def test_synchronous_trainers_and_servers_are_killed(tmp_path):
             job.kill(("trainer", "parameter-server")[number % 2], random.randint(1, 6))
         job.finish()
         np.testing.assert_array_equal(job.records()[1], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hybrid", "async"])
+def test_roles_of_two_trainers_are_killed_in_turn(tmp_path, mode):
+    with LaunchedJob(tmp_path, mode, 4, trainers=2, loaders=2, workers=2) as job:
+        for number in range(20):
+            roles = ("loader", "parameter-server", "embedding-worker", "trainer")
+            job.kill(roles[number % 4], random.randint(1, 6))
+        job.finish()
+        np.testing.assert_array_equal(job.records()[0], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["trainer", "parameter-server", "embedding-worker", "loader"])
+def test_a_role_that_hangs_is_killed_and_the_job_goes_on(tmp_path, role):
+    with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1, pause=0.5) as job:
+        job.kill(role, 6, signal.SIGSTOP)
+        until = time.monotonic() + 180
+        while "does not answer any more" not in job.log.read_text():
+            assert time.monotonic() < until, job.log.read_text()
+            assert job.process.poll() is None, job.log.read_text()
+            time.sleep(0.1)
+        job.finish()
+        np.testing.assert_array_equal(job.records()[0], 1)

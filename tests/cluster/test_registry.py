@@ -9,13 +9,14 @@ import time
 
 import pytest
 
-from karvan.cluster.registry import Membership, Registry
+from karvan.cluster.registry import Registry
 from karvan.wire import RefusedError, Security, WireError
 from karvan.wire.directory import Directory, StaticDirectory, directory_from_environment
+from karvan.wire.membership import Membership
 
 MEMBER = """
 import sys, threading
-from karvan.cluster.registry import Membership
+from karvan.wire.membership import Membership
 Membership(sys.argv[1], "parameter-server", 0, sys.argv[2], beat=0.1)
 print("there", flush=True)
 threading.Event().wait()
@@ -125,7 +126,7 @@ def test_members_register_again_with_a_registry_that_was_restarted():
     assert directory.find("trainer", 0, 5) == "h:1"
     registry.close()
     port = int(registry.address.rpartition(":")[2])
-    again = Registry(port=port, generation=0)
+    again = Registry(port=port)
     assert directory.find("trainer", 0, 20) == "h:1"
     assert not member.replaced
     member.leave()
@@ -133,18 +134,25 @@ def test_members_register_again_with_a_registry_that_was_restarted():
     again.close()
 
 
-def test_generations_are_told_to_members_and_older_ones_cannot_register(registry):
-    member = Membership(registry.address, "trainer", 0, "h:1", generation=0, beat=0.1)
-    registry.generation = 3
-    wait_for(lambda: member.job_generation == 3)
-    with pytest.raises(RefusedError, match="generation 3, got 2"):
-        Membership(registry.address, "trainer", 1, "h:2", generation=2)
-    member.generation = 3
-    wait_for(lambda: registry.members()[0].generation == 3)
-    registry.generation = 0  # as a registry that was restarted
+def test_a_process_of_an_older_generation_cannot_take_a_place(registry):
+    member = Membership(registry.address, "trainer", 0, "h:1", generation=3)
+    assert registry.members()[0].generation == 3
     with pytest.raises(RefusedError, match="generation 3, got 2"):
         Membership(registry.address, "trainer", 0, "h:2", generation=2)
+    assert registry.members()[0].address == "h:1"
     member.leave()
+
+
+def test_a_trainer_may_be_silent_longer_than_others():
+    registry = Registry(lost_after=0.2)
+    trainer = Membership(registry.address, "trainer", 0, "h:1", beat=100)
+    loader = Membership(registry.address, "loader", 0, "h:2", beat=100)
+    wait_for(lambda: registry.healthy("loader", 0) is False)
+    assert registry.healthy("trainer", 0) is True
+    wait_for(lambda: registry.healthy("trainer", 0) is False)
+    trainer.leave()
+    loader.leave()
+    registry.close()
 
 
 def test_a_registry_that_is_not_there_is_named_in_time():

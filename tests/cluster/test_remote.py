@@ -1,5 +1,6 @@
 """The remote store: what parameter servers hold is what memory would, and lookups stay within the bound."""
 
+import contextlib
 import gc
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan import ranks
+from karvan.cluster.registry import Registry
 from karvan.wire import RefusedError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
@@ -227,3 +229,16 @@ def test_a_launched_job_says_what_travels_and_how_stale(monkeypatch):
         settings = ranks.connect("remote", servers=addresses).settings
         assert (settings.wire, settings.mode, settings.staleness) == ("bfloat16", "hybrid", 6)
         assert ranks.connect("remote", servers=addresses, wire="float16").settings.wire == "float16"
+
+
+def test_a_trainer_of_a_launched_job_is_known_to_its_registry(monkeypatch):
+    with serving(1) as addresses, contextlib.closing(Registry()) as registry:
+        monkeypatch.setenv("KARVAN_REGISTRY", registry.address)
+        ranks.connect("remote", servers=addresses)
+        assert registry.members() == []  # it is nobody's trainer
+        monkeypatch.setenv("KARVAN_ROLE", "trainer")
+        monkeypatch.setenv("KARVAN_INDEX", "3")
+        ranks.connect("remote", servers=addresses)
+        assert registry.healthy("trainer", 3) is True
+        ranks.disconnect()
+        assert registry.healthy("trainer", 3) is None

@@ -1,5 +1,7 @@
 """Trainers on parameter servers: checkpoints that servers write, and what becomes of a fit that goes on."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 import karvan as kv
 from karvan import ranks
 from karvan.checkpoint import Checkpoint
+from karvan.train import JsonLinesLog
 from karvan.wire import PeerLostError, RefusedError
 
 
@@ -162,3 +165,27 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
         cluster.wait()
         with pytest.raises(PeerLostError, match="parameter server 1 has begun anew"):
             engine({"user": torch.arange(50)})
+
+
+def reported(folder, **options):
+    """What training reports about staleness, of every second step."""
+    log = folder / "log.jsonl"
+    trainer_of(folder / "run", logs=[JsonLinesLog(log)], log_every=2, **options).fit(batches())
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "staleness" in name} for line in lines]
+
+
+def test_the_staleness_that_was_observed_is_reported(tmp_path):
+    for name in ("memory", "sync", "hybrid", "async"):
+        (tmp_path / name).mkdir()
+    assert reported(tmp_path / "memory") == [{}] * 6
+    with serving(2) as addresses:
+        ranks.connect("remote", servers=addresses)
+        assert reported(tmp_path / "sync") == [{"staleness": 1, "staleness_max": 1}] * 6
+        ranks.connect("remote", servers=addresses, staleness=3)
+        for line in reported(tmp_path / "hybrid"):
+            assert 1 <= line["staleness"] <= line["staleness_max"] <= 3
+        ranks.connect("remote", servers=addresses, mode="async", staleness=2)
+        for line in reported(tmp_path / "async"):
+            assert line["dense_staleness"] == 0  # there is no other trainer
+            assert 1 <= line["staleness"] <= 2

@@ -1,7 +1,8 @@
 """A role that does nothing but note what happens to it, in FOLDER/events.
 
 It ends with the code that FOLDER/end-ROLE has, if there is such a file. Files in FOLDER change what it does:
-`stubborn` lets it live on after SIGTERM, `parent` lets it start a child.
+`stubborn` lets it live on after SIGTERM, `parent` lets it start a child, `once` lets an order to end be for
+one process only.
 """
 
 import json
@@ -41,4 +42,7 @@ note("start", child=child, env={key: value for key, value in os.environ.items() 
 while not there(f"end-{role}"):
     time.sleep(0.01)
 with open(f"{folder}/end-{role}") as order:
-    sys.exit(int(order.read()))
+    code = int(order.read())
+if there("once"):
+    os.remove(f"{folder}/end-{role}")
+sys.exit(code)

@@ -144,6 +144,29 @@ def test_too_many_deaths_fail_the_job_and_show_the_last_lines(tmp_path):
     assert len(job.events("start", "loader")) == 3
 
 
+def test_a_trainer_that_fails_from_the_same_checkpoint_is_given_up(tmp_path):
+    with Running(tmp_path, {}, checkpoints=str(tmp_path / "checkpoints")) as job:
+        job.order("end-trainer", 1)
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert outcome.failure.startswith("trainer-0 ended with code 1, once more without a newer checkpoint.")
+    assert outcome.failure.endswith("trainer-0 was here")
+    assert len(job.events("start", "trainer")) == 3
+
+
+def test_a_trainer_that_fails_but_has_saved_is_started_again(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with Running(tmp_path, {}, checkpoints=str(checkpoints)) as job:
+        job.order("once")
+        for times in range(1, 6):
+            job.wait_for("start", "trainer", times)
+            (checkpoints / f"step-{times:012d}").mkdir(parents=True)
+            job.order("end-trainer", 1)
+        job.wait_for("start", "trainer", 6)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+
+
 def test_deaths_long_ago_do_not_count(tmp_path):
     with Running(tmp_path, {"loaders": 1}, max_restarts=1, restart_window=1e-9) as job:
         for times in range(1, 4):

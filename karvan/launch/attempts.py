@@ -1,0 +1,32 @@
+"""Whether trying again is in vain: trainers that fail by themselves, from the same checkpoint each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MOST = 3  # failures from the same checkpoint
+
+
+class Attempts:
+    """Counts failures of trainers since the newest checkpoint in a folder, if there is one."""
+
+    def __init__(self, checkpoints: Path | None) -> None:
+        self._checkpoints = checkpoints
+        self._newest = ""
+        self._failures = 0
+
+    def failed(self) -> bool:
+        """A trainer has failed by itself; whether that was once too often."""
+        newest = self._find_newest()
+        self._failures = self._failures + 1 if newest == self._newest else 1
+        self._newest = newest
+        return self._failures >= _MOST
+
+    def forget(self) -> None:
+        """Somebody was killed, so what failed before may have failed for that."""
+        self._failures = 0
+
+    def _find_newest(self) -> str:
+        if self._checkpoints is None:
+            return ""
+        return max((path.name for path in self._checkpoints.glob("step-*")), default="")
