@@ -38,12 +38,11 @@ _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
 class EmbeddingWorker(Service):
-    """Worker number `index` of `count`; expire and most: see `KeptIds`."""
+    """Worker number `index`; expire and most: see `KeptIds`."""
 
-    def __init__(self, index: int = 0, count: int = 1, *, expire: float = 1000.0, most: int = 1000) -> None:
+    def __init__(self, index: int = 0, *, expire: float = 1000.0, most: int = 1000) -> None:
         self.name = f"embedding worker {index}"
         self._index = index
-        self._count = count
         self._ids = KeptIds(expire, most)
         self._lock = threading.Lock()
         self._generation = -1
@@ -59,14 +58,11 @@ class EmbeddingWorker(Service):
             return {"worker": self._index}
         try:
             generation, run, trainer = int(hello["generation"]), str(hello["run"]), int(hello["trainer"])
-            place = (int(hello["worker"]), int(hello["workers"]))
+            place = int(hello["worker"])
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
-        if place != (self._index, self._count):
-            raise RefusedError(
-                f"expected to be asked for as worker {self._index} of {self._count}, "
-                f"got {place[0]} of {place[1]}."
-            )
+        if place != self._index:
+            raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -245,7 +241,6 @@ def make(settings: Settings) -> Service:
     """The worker of a process; see `role.py`."""
     return EmbeddingWorker(
         settings.index,
-        settings.count,
         expire=float(os.environ.get("KARVAN_WORKER_EXPIRE", "1000")),
         most=int(os.environ.get("KARVAN_WORKER_BATCHES", "1000")),
     )

@@ -129,7 +129,7 @@ class Workers:
                     f"embedding worker {worker}",
                     self._find[worker],
                     self._security,
-                    hello={**self._hello, "worker": worker, "workers": len(self), "line": line},
+                    hello={**self._hello, "worker": worker, "line": line},
                     deadline=self._timeout,
                     forgetful=True,
                 )

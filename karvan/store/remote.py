@@ -101,7 +101,7 @@ class RemoteStore(RemoteTables):
                 lookup.offered = True
                 self.window.offer(lookup)
             else:
-                lookup.begin(0)
+                self._begin_evaluation(lookup)
         return lookup
 
     def forward(
@@ -126,13 +126,19 @@ class RemoteStore(RemoteTables):
         if training:
             self.window.need(lookup)
         elif not lookup.begun:
-            lookup.begin(0)
+            self._begin_evaluation(lookup)
         if training:
             self._watch(lookup)
         lookup.finish()
         if isinstance(lookup, Pull):
             self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
         return Plan(lookup.plan if isinstance(lookup, Pull) else None, {}, lookup)
+
+    def _begin_evaluation(self, lookup: Pull | Claim) -> None:
+        """Begin a lookup that sees all gradients of this trainer."""
+        if self._workers is not None:  # otherwise they are in one line
+            self.window.drain()
+        lookup.begin(0)
 
     def _lookup(
         self,

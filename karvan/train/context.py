@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.course import Course
+from karvan.train.dense.make import make_stepping
 from karvan.train.eval_context import EvalContext, running
 from karvan.train.feed import same
 from karvan.train.kept import Kept
@@ -64,7 +65,8 @@ class TrainContext(Kept):
 
     After `kv.connect` in several processes all of them run the same loop, each with its share of the data,
     and go through it equally often: one whose data has ended is given batches of no rows until all have
-    ended. Their labels are empty, and `backward` does not look at their loss.
+    ended. Their labels are empty, and `backward` does not look at their loss. In mode async each makes steps
+    of its own on parameters that servers have; leaving the context gives the model what all have made.
     """
 
     def __init__(
@@ -85,19 +87,26 @@ class TrainContext(Kept):
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
         run = self._running = running(model, mixed_precision, device, ahead)
+        here, dense = run.connection, make_dense(dense_optimizer, model)
+        if here.settings.dense.rejects:
+            raise ValueError(
+                "With grads_to_wait or tolerance servers may reject a step, which a loop of one's own cannot "
+                "compute again: expected mode async without them, or a kv.Trainer."
+            )
+        stepping = make_stepping(model, dense, engines_of(model), here, run.ahead)
         update = Update(
-            make_dense(dense_optimizer, model),
+            dense,
             make_sparse(sparse_optimizer, model),
             UpdateSettings(accumulate, clip_norm, clip_value),
             run.precision,
+            stepping,
         )
-        super().__init__(run.model, run.connection, run.precision, update)
-        if self.connection.settings.mode == "async":
-            raise ValueError("A TrainContext is for modes sync and hybrid, got async: expected a kv.Trainer.")
+        super().__init__(run.model, here, run.precision, update, stepping)
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"
-        self._passes = Passes(accumulate, None, self.connection.rank, self.connection.world)
+        together = here.world == 1 or here.settings.mode != "async"
+        self._passes = Passes(accumulate, None, here.rank, here.world, together)
         self._parallel = make_parallel(model, self.connection)
         self._moving = make_placement(self.model, self.device, same, [])
         for engine in engines_of(model):
@@ -115,6 +124,7 @@ class TrainContext(Kept):
         _in_use.add(self.model)
         self._entered = True
         self.update.forget()
+        self.dense.begin()
         self.model.train()
         return self
 
@@ -130,6 +140,7 @@ class TrainContext(Kept):
         self._turn = self._pass = self._step = None
         self.update.forget()
         if error is None:
+            self.dense.take()
             self._wait_for_saves()
 
     def loader(self, data: Iterable[Any]) -> Loader:
@@ -204,6 +215,8 @@ class TrainContext(Kept):
         if not self.model.training:
             raise RuntimeError("forward trains, but the model is in eval mode: expected train mode.")
         made, batch = self._pass_of(batch)
+        if not made.place:
+            self.dense.fresh()
         run = self._running
         with (
             self._parallel.passing(made.last),
@@ -263,7 +276,8 @@ class TrainContext(Kept):
         if step.done < len(step.group):
             raise _incomplete(step)
         self._step = None
-        taken = bool(self.update.apply())
+        learns = self._passes.together or any(step.weights)
+        taken = bool(self.update.apply() if learns else self.update.pass_over())
         self._count(step)
         if not taken:
             self._left_out(whole)
@@ -287,8 +301,12 @@ class TrainContext(Kept):
             _log.warning("Step %d was left out: %s is not finite.", self.step, what)
 
     def eval(self) -> EvalContext:
-        """A context that evaluates the model as it is now, and changes nothing of training."""
+        """A context that evaluates the model as it is now, and changes nothing of training.
+
+        All ranks ask for one together, as in mode async they have to settle on a model.
+        """
         self._require("eval")
+        self.dense.settle()
         return EvalContext.of(self._running, self._label)
 
     def _iteration(self) -> Generator[Any, None, None] | None:

@@ -16,6 +16,7 @@ from karvan.checkpoint.tables import tables_of
 from karvan.ranks import Connection
 from karvan.train import state
 from karvan.train.course import Course
+from karvan.train.dense.here import DenseHere
 from karvan.train.gathering import summed
 from karvan.train.precision import Precision
 from karvan.train.randomness import set_random_state
@@ -27,12 +28,18 @@ class Kept:
     """The state of training in a hand-written loop; `TrainContext` derives from it."""
 
     def __init__(
-        self, model: nn.Module, connection: Connection, precision: Precision, update: Update
+        self,
+        model: nn.Module,
+        connection: Connection,
+        precision: Precision,
+        update: Update,
+        dense: DenseHere,
     ) -> None:
         self.model = model
         self.connection = connection
         self.precision = precision
         self.update = update
+        self.dense = dense
         self.counts = Counts()
         self._course: Course | None = None  # of the loader that was used last
         self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
@@ -87,6 +94,7 @@ class Kept:
         """
         if self._in_step():
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
+        self.dense.take()
         course = self._course
         data = {"position": None, "epoch_random": None} if course is None else course.state()
         if self._saved is not None:  # nothing was trained since it was loaded
@@ -127,6 +135,7 @@ class Kept:
         saved = found.load(self.model)
         state.restore_trained(self, saved)
         set_random_state(state.random_of(self.connection, saved))
+        self.dense.begin()
         self._saved = saved
         return dict(saved.get("extra", {}))
 

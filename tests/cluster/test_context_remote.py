@@ -113,8 +113,33 @@ def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
         assert all(torch.equal(one, two) for one, two in zip(outputs, expected * 2, strict=False))
 
 
-def test_dense_parameters_on_servers_are_for_the_trainer():
+@pytest.mark.parametrize("options", [{}, {"accumulate": 5}])
+def test_one_trainer_with_dense_parameters_on_servers_has_the_bits_of_memory(tmp_path, options):
+    def run(folder):
+        def save(ctx):
+            evaluate(ctx)
+            if ctx.step == 3:
+                ctx.save(folder)
+
+        first = train(context(**options), epochs=1, after=save)
+        ctx = context(**options)
+        ctx.load(folder / "step-000000000003")
+        train(ctx, after=evaluate)
+        ctx.save(folder)
+        bias = ctx.model.out.bias.detach().clone()
+        return first.model.out.bias.detach().clone(), bias, ctx.step
+
+    expected = run(tmp_path / "memory")
+    for servers in (1, 3):
+        with serving(servers) as addresses:
+            ranks.connect("remote", servers=addresses, mode="async", staleness=1)
+            assert run(tmp_path / f"{servers}") == expected
+        step = f"step-{expected[2]:012d}"
+        assert_same_checkpoint(tmp_path / f"{servers}" / step, tmp_path / "memory" / step)
+
+
+def test_a_loop_of_ones_own_cannot_compute_a_step_again():
     with serving(1) as addresses:
-        ranks.connect("remote", servers=addresses, mode="async")
-        with pytest.raises(ValueError, match="modes sync and hybrid, got async"):
+        ranks.connect("remote", servers=addresses, mode="async", tolerance=1)
+        with pytest.raises(ValueError, match=r"cannot compute again.*kv\.Trainer"):
             context()

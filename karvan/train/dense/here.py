@@ -23,6 +23,9 @@ class DenseHere:
     def begin(self) -> None:
         """The model is as training is to begin with; a collective."""
 
+    def fresh(self) -> None:
+        """Have the newest parameters that there are, before a step."""
+
     def attempts(self) -> Generator[int, None, None]:
         """Attempts at a step; who makes one that is not rejected asks for no more."""
         yield 0

@@ -64,13 +64,17 @@ class DenseAway(DenseHere):
         self._first_does(self._fill)
         self._dense.join()
 
+    def fresh(self) -> None:
+        """See `DenseHere.fresh`."""
+        self._dense.before_step()
+
     def attempts(self) -> Generator[int, None, None]:
         """See `DenseHere.attempts`."""
         try:
             for number in range(self._most):
                 for engine in self._engines:
                     engine.again.replay() if number else engine.again.record()
-                self._dense.before_step()
+                self.fresh()
                 yield number
         finally:
             for engine in self._engines:
@@ -94,7 +98,7 @@ class DenseAway(DenseHere):
         """See `DenseHere.settle`."""
         self._connection.main.barrier()
         self._first_does(lambda: list(self._call(DensePeer.flush, self._servers)))
-        self._dense.before_step()
+        self.fresh()
 
     def take(self) -> None:
         """See `DenseHere.take`."""
