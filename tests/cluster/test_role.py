@@ -15,6 +15,7 @@ from karvan.cluster.registry import Registry
 from karvan.cluster.role import Settings, factory_of
 from karvan.wire import Peer, RefusedError, Security
 from karvan.wire.directory import Directory
+from karvan.wire.membership import Membership
 
 PROGRAM = Path(__file__).parent / "echo_role.py"
 
@@ -82,11 +83,13 @@ def test_a_role_registers_and_leaves():
 
 
 def test_a_role_of_an_older_generation_is_refused():
-    registry = Registry(generation=4)
+    registry = Registry()
+    newer = Membership(registry.address, "loader", 0, "h:1", generation=4)
     with Role("loader", "--registry", registry.address, "--generation", 3) as role:
         assert role.wait() == 1
         assert "generation 4, got 3" in role.err
         assert "Traceback" not in role.err
+    newer.leave()
     registry.close()
 
 
