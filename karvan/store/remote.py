@@ -101,7 +101,7 @@ class RemoteStore(RemoteTables):
                 lookup.offered = True
                 self.window.offer(lookup)
             else:
-                lookup.begin(0)
+                self._begin_evaluation(lookup)
         return lookup
 
     def forward(
@@ -126,7 +126,7 @@ class RemoteStore(RemoteTables):
         if training:
             self.window.need(lookup)
         elif not lookup.begun:
-            lookup.begin(0)
+            self._begin_evaluation(lookup)
         if training:
             self._watch(lookup)
         lookup.finish()
@@ -156,6 +156,11 @@ class RemoteStore(RemoteTables):
             make = _native.prepare if ahead else _native.Plan
             inputs = make(program.native, inputs)
         return Pull(self, program, inputs, training=training, step=step, now=now)
+
+    def _begin_evaluation(self, lookup: Pull | Claim) -> None:
+        """Ask, behind the gradients that are on their way: those of workers go by lines of their own."""
+        self.window.drain()
+        lookup.begin(0)
 
     def _watch(self, lookup: Pull | Claim) -> None:
         """Tell the window whether a lookup that ran ahead was there in time."""
