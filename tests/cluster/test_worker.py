@@ -161,6 +161,24 @@ def test_hybrid_training_stays_within_its_bound(job, staleness):
     assert engine.store.window.lookups == 16
 
 
+@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize("where", ["worker", "trainer"])
+def test_an_evaluation_has_the_gradients_of_the_step_before(job, where, staleness):
+    loader = job(2, 1, staleness=staleness)
+    engine = kv.EmbeddingEngine({"user": kv.Table(1, init=kv.init.Constant(0.0))})
+    optimizer = kv.optim.SGD(engine, lr=1.0)
+    batch = {"user": torch.arange(12)}
+    for step in range(1, 9):
+        engine.train()
+        engine(loader.send(batch))["user"].sum().backward()
+        optimizer.step()
+        engine.eval()
+        asked = loader.send(batch) if where == "worker" else dict(batch)
+        if step % 2:
+            engine.prepare(asked, training=False)
+        assert engine(asked)["user"].tolist() == [[-float(step)]] * 12
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
 def test_half_wires_are_near_memory(job, wire):
     given = batches(3)
