@@ -163,11 +163,6 @@ class RemoteStore(RemoteTables):
             inputs = make(program.native, inputs)
         return Pull(self, program, inputs, training=training, step=step, now=now)
 
-    def _begin_evaluation(self, lookup: Pull | Claim) -> None:
-        """Ask, behind the gradients that are on their way: those of workers go by lines of their own."""
-        self.window.drain()
-        lookup.begin(0)
-
     def _watch(self, lookup: Pull | Claim) -> None:
         """Tell the window whether a lookup that ran ahead was there in time."""
         now = time.monotonic()

@@ -85,29 +85,6 @@ def test_results_are_those_of_memory_bit_for_bit(job, servers, workers):
     assert loader.resent == 0
 
 
-def test_an_evaluation_sees_the_gradients_of_the_step_before(job):
-    given, looked_at = batches(40), batches(1, seed=9)[0]
-
-    def run(engine, sent, looked_at):
-        optimizer = kv.optim.Adagrad(engine, lr=0.1)
-        seen = []
-        for batch, ahead in zip(sent, itertools.cycle([True, False])):
-            loss_of(engine.train()(batch)).backward()
-            optimizer.step()
-            engine.eval()
-            if ahead:
-                engine.prepare(looked_at, training=False)
-            seen += [each.clone() for each in tensors(engine(looked_at))]
-        return seen
-
-    kv.connect("memory")
-    expected = run(kv.EmbeddingEngine(all_layouts(), seed=5), given, looked_at)
-    loader = job(1, 1)
-    engine = kv.EmbeddingEngine(all_layouts(), seed=5)
-    found = run(engine, [loader.send(batch) for batch in given], loader.send(looked_at))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_passes_of_a_step_may_be_with_several_workers(job, accumulate):
     given = batches(6)
