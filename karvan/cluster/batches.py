@@ -42,10 +42,13 @@ class Batches:
     Embedding workers ask in the name of trainers, and one that replaces a dead one asks again for what may
     have been done. So a lookup that is kept is answered as it was, and a push, which has a number, is applied
     once. The passes of a push may come from several workers; the last one to come has it applied.
+
+    counts_skips: whether it is for this server to count the updates that trainers leave out.
     """
 
-    def __init__(self, owner: Owner, hello: Mapping[str, Any]) -> None:
+    def __init__(self, owner: Owner, hello: Mapping[str, Any], *, counts_skips: bool = True) -> None:
         self._owner = owner
+        self._counts_skips = counts_skips
         self._trainers = int(hello["trainers"])
         self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
         self._by_key = hello.get("grad_reduce") == "key"
@@ -186,7 +189,7 @@ class Batches:
             passes = [there[place] for place in range(len(there))]
 
         def work(of_trainers: list[list[Vectors]]) -> None:
-            for table in head["skipped"]:
+            for table in head["skipped"] if self._counts_skips else ():
                 self._owner.store.skip(table)
             summed: list[tuple[Answered, Summed]] = []
             for number, part in enumerate(passes):

@@ -30,25 +30,21 @@ goes back. A newer generation of trainers begins with empty queues; older ones a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
 from karvan.cluster.packing import pack
 from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
 from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Service
 
-_log = logging.getLogger("karvan.cluster")
-
 _STAY = 30.0  # seconds
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
 _POSITIONS = 64  # of the last batches, from which reading can begin again
-
-Place = tuple[int, int]  # epoch and index
 
 
 @dataclass(frozen=True)
@@ -58,33 +54,6 @@ class Start:
     epoch: int
     index: int
     position: Any
-
-
-class _Known(NamedTuple):
-    place: Place
-    position: Any  # the source's, before that place
-
-
-class _Item(NamedTuple):
-    epoch: int
-    message: Message
-    ends: bool = False
-
-
-@dataclass(eq=False)
-class _Trainer:
-    run: str
-    ids: list[str]
-    filled: Place  # all batches before it are in the queue, or not wanted
-    taken: frozenset[Place]  # batches behind `filled` that trainers of an earlier run have had
-    positions: list[_Known]
-    asked: int = -1  # the newest epoch
-    queue: deque[_Item] = field(default_factory=deque)
-    told: bool = False  # of an error
-    left: bool = False
-
-    def wants(self, place: Place) -> bool:
-        return place >= self.filled and place not in self.taken
 
 
 class LoaderService(Service):
@@ -110,11 +79,11 @@ class LoaderService(Service):
         self._changed = threading.Condition()
         self._generation = generation
         self._world = 0
-        self._trainers: dict[int, _Trainer] = {}
+        self._trainers: dict[int, TrainerQueue] = {}
         self._gone: set[str] = set()  # runs that others have replaced
         self._sent = SentIds(workers, split)
         self._cursor: Place | None = None  # of the next batch that is read
-        self._positions: deque[_Known] = deque(maxlen=_POSITIONS)
+        self._positions: deque[Known] = deque(maxlen=_POSITIONS)
         self._error = ""
         self._over = False  # the program has no more epochs
         self._closed = False
@@ -127,7 +96,7 @@ class LoaderService(Service):
         try:
             generation, trainer, world = (int(hello[name]) for name in ("generation", "trainer", "trainers"))
             place = (int(hello["loader"]), int(hello["loaders"]))
-            came = _came(hello) if hello["kind"] != "control" else None
+            came = TrainerQueue.of(hello) if hello["kind"] != "control" else None
             run = str(hello["run"])
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its number and what it needs.") from error
@@ -148,7 +117,7 @@ class LoaderService(Service):
                 self._let_in(trainer, came, (generation, world))
         return {"loader": self._index, "generation": generation}
 
-    def _let_in(self, trainer: int, came: _Trainer, job: tuple[int, int]) -> None:
+    def _let_in(self, trainer: int, came: TrainerQueue, job: tuple[int, int]) -> None:
         if job != (self._generation, self._world):
             if self._world:  # otherwise nobody has heard of the error yet
                 self._error = ""
@@ -199,31 +168,31 @@ class LoaderService(Service):
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._reason(trainer, epoch), _WAIT)
             self._of(caller)
-            item = _head(trainer, epoch)
+            item = trainer.first(epoch)
             if item is None:
                 return self._nothing(trainer, epoch)
             if not item.ends:  # an end stays, for calls that were under way with the first one to get it
-                trainer.queue.popleft()
+                trainer.items.popleft()
                 self._changed.notify_all()
             return item.message
 
-    def _of(self, caller: Caller) -> _Trainer:
+    def _of(self, caller: Caller) -> TrainerQueue:
         trainer = self._trainers.get(int(caller.hello["trainer"]))
         if trainer is None or trainer.run != caller.hello["run"]:
             raise RefusedError("expected a call of the newest trainers, got one of those before.")
         return trainer
 
-    def _reason(self, trainer: _Trainer, epoch: int) -> bool:
+    def _reason(self, trainer: TrainerQueue, epoch: int) -> bool:
         """Whether a call need not wait any longer."""
         if self._closed or self._error or not self._expects(trainer):
             return True
-        return _head(trainer, epoch) is not None or self._beyond(epoch)
+        return trainer.first(epoch) is not None or self._beyond(epoch)
 
-    def _expects(self, trainer: _Trainer) -> bool:
+    def _expects(self, trainer: TrainerQueue) -> bool:
         """Whether it has neither left nor been replaced."""
         return not trainer.left and trainer in self._trainers.values()
 
-    def _nothing(self, trainer: _Trainer, epoch: int) -> Message:
+    def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message:
         if self._error:
             trainer.told = True
             self._changed.notify_all()
@@ -264,7 +233,7 @@ class LoaderService(Service):
                 for known in (*told, *self._positions)
                 if (epoch, 0) <= known.place <= target and known.position is not None
             ]
-            found = max(begins, key=lambda known: known.place, default=_Known((epoch, 0), None))
+            found = max(begins, key=lambda known: known.place, default=Known((epoch, 0), None))
             self._cursor = found.place
             return Start(*found.place, found.position)
 
@@ -294,7 +263,7 @@ class LoaderService(Service):
             wanted = self._trainers[owner].wants(place)
             if wanted:
                 self._changed.wait_for(
-                    lambda: self._stopped() or len(self._trainers[owner].queue) < self._bound
+                    lambda: self._stopped() or len(self._trainers[owner].items) < self._bound
                 )
                 if self._stopped():
                     return False
@@ -307,16 +276,16 @@ class LoaderService(Service):
             head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.rows}
             if worker is not None:
                 head |= {"reference": list(reference), "worker": worker}
-            item = _Item(epoch, Message({**packed.head, **head}, packed.arrays))
+            item = Item(epoch, Message({**packed.head, **head}, packed.arrays))
         with self._changed:
             if self._stopped() or generation != self._generation:
                 return False
             if item is not None:
-                self._trainers[owner].queue.append(item)
+                self._trainers[owner].items.append(item)
             for each in self._trainers.values():
                 each.filled = max(each.filled, (epoch, index + 1))
             self._cursor = (epoch, index + 1)
-            self._positions.append(_Known(self._cursor, position))
+            self._positions.append(Known(self._cursor, position))
             self._changed.notify_all()
         return True
 
@@ -334,10 +303,9 @@ class LoaderService(Service):
                             f"Epoch {epoch} expected {each.filled[1]} batches, as before, got {total}: "
                             "a source without positions must give the same batches every time."
                         )
-                    each.queue.append(_end_of(epoch, total, position))
-                    each.filled = (epoch + 1, 0)
+                    each.end(epoch, total, position)
             self._cursor = (epoch + 1, 0)
-            self._positions.append(_Known(self._cursor, position))
+            self._positions.append(Known(self._cursor, position))
             self._changed.notify_all()
         return True
 
@@ -374,7 +342,7 @@ class LoaderService(Service):
             self._closed = True
             self._changed.notify_all()
 
-    def _all(self, true_of: Any) -> bool:
+    def _all(self, true_of: Callable[[TrainerQueue], bool]) -> bool:
         return 0 < self._world == len(self._trainers) and all(map(true_of, self._trainers.values()))
 
     def _wanted(self) -> Place | None:
@@ -391,29 +359,3 @@ class LoaderService(Service):
 
     def _stopped(self) -> bool:
         return self._closed or self._behind()
-
-
-def _came(hello: Mapping[str, Any]) -> _Trainer:
-    epoch, end = int(hello["epoch"]), hello["end"]
-    trainer = _Trainer(
-        str(hello["run"]),
-        [str(name) for name in hello["ids"]],
-        (epoch, int(hello["next"])) if end is None else (epoch + 1, 0),
-        frozenset((epoch, int(index)) for index in hello["taken"]),
-        [_Known((epoch, int(index)), position) for index, position in hello["positions"]],
-    )
-    if end is not None:
-        trainer.queue.append(_end_of(epoch, int(end[0]), end[1]))
-        trainer.positions.append(_Known((epoch + 1, 0), end[1]))
-    return trainer
-
-
-def _head(trainer: _Trainer, epoch: int) -> _Item | None:
-    """What the trainer gets next of an epoch; all of those before are not wanted any more."""
-    while trainer.queue and trainer.queue[0].epoch < epoch:
-        trainer.queue.popleft()
-    return trainer.queue[0] if trainer.queue and trainer.queue[0].epoch == epoch else None
-
-
-def _end_of(epoch: int, total: int, position: Any) -> _Item:
-    return _Item(epoch, Message({"epoch": epoch, "end": total, "position": position}), ends=True)

@@ -12,7 +12,6 @@ import logging
 import resource
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from karvan.store.wording import rule_from_json, spec_from_json
 from karvan.wire import Caller, Message, RefusedError, Service
 
 _log = logging.getLogger("karvan.cluster")
-_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
 
 
 class ParameterServer(Service):
@@ -106,7 +104,7 @@ class ParameterServer(Service):
             if run != self._run:
                 self._end("the job's trainers have begun anew")
                 self._run = run
-                self._batches = Batches(self._owner, hello)
+                self._batches = Batches(self._owner, hello, counts_skips=self._index == 0)
                 self._dense.begin(dense)
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
@@ -141,9 +139,7 @@ class ParameterServer(Service):
 
     def _add_table(self, call: Message) -> Message:
         spec = spec_from_json(call.head["spec"])
-        kind, value, every = spec.evict
-        if kind in _LIMITED:
-            spec = replace(spec, evict=(kind, float(-(-int(value) // self._count)), every))
+        spec = spec.share(self._index, self._count)
         self._store.add_table(spec)
         self._specs[spec.name] = spec
         return Message({})

@@ -7,6 +7,7 @@ protocol, and what happens when somebody dies. A loader that is gone is looked f
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -28,8 +29,11 @@ from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Security
 from karvan.wire.directory import Addresses, Directory, StaticDirectory, directory_from_environment
 
+_log = logging.getLogger("karvan.cluster")
+
 _FOUND_WITHIN = 5.0  # seconds; who does not find a loader tries again until the call's deadline
 _WAKE = 1.0  # seconds after which one who waits looks whether it is too late
+_LONG = 60.0  # seconds without a batch after which people are told
 
 
 class LoadedBatch(Batch):
@@ -273,9 +277,15 @@ class LoaderStream:
 
     def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
         begun = time.monotonic()
+        told = False
         while not ready():
+            waited = time.monotonic() - begun
             for line in lines:
-                line.check(time.monotonic() - begun > self._timeout)
+                line.check(waited > self._timeout)
+            if waited > _LONG and not told:
+                told = True
+                names = ", ".join(line.name for line in lines if not line.ready())
+                _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
             self._changed.wait(_WAKE)
 
     def _handed_out(self, line: Line) -> LoadedBatch:

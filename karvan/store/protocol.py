@@ -16,7 +16,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -61,6 +61,9 @@ class Agreed:
         return self._touched
 
 
+_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """A table, in the terms of the native core."""
@@ -73,6 +76,14 @@ class TableSpec:
     evict: tuple[str, float, int]
     seed: int
     shards: int
+
+    def share(self, holder: int, holders: int) -> TableSpec:
+        """That of one of several holders: of the rows that a policy allows it has its part, at least one."""
+        kind, value, every = self.evict
+        if kind not in _LIMITED:
+            return self
+        part = int(value) * (holder + 1) // holders - int(value) * holder // holders
+        return replace(self, evict=(kind, float(max(1, part)), every))
 
 
 class Rows(NamedTuple):

@@ -123,7 +123,7 @@ class RemoteTables(AwayStore):
             reply.wait()
 
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`; each server holds an equal share of the rows that a policy allows."""
+        """See `Store.add_table`; each server holds its part of the rows that a policy allows."""
         self._servers.call("add_table", {"spec": spec_to_json(spec)}, line="train")
         self._dims[spec.name] = spec.dim
         self._servers.declare(spec.name, spec=spec_to_json(spec))
@@ -137,8 +137,9 @@ class RemoteTables(AwayStore):
         self._servers.declare(table, initial=list(initial))
 
     def skip(self, table: str) -> None:
-        """See `Store.skip`."""
-        self._ask("skip", {"table": table})
+        """See `Store.skip`; the first server counts for all."""
+        self.window.drain()
+        self._servers.call("skip", {"table": table}, of=[0] if 0 in self._mine else [])
 
     def evict(self, table: str, *, step: int, now: float) -> int:
         """See `Store.evict`."""

@@ -13,7 +13,6 @@ on each lane. Everything else concerns this rank's share alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +44,6 @@ from karvan.store.protocol import (
     TableSpec,
     Vectors,
 )
-
-_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
 
 
 class Sums(Agreed):
@@ -234,11 +231,8 @@ class ShardedStore(Store):
         return 1.0 if self._by_key else 1.0 / self._ranks
 
     def add_table(self, spec: TableSpec) -> None:
-        """See `Store.add_table`; each rank holds an equal share of the rows that a policy allows."""
-        kind, value, every = spec.evict
-        if kind in _LIMITED:
-            spec = replace(spec, evict=(kind, float(-(-int(value) // self._ranks)), every))
-        self._local.add_table(spec)
+        """See `Store.add_table`; each rank holds its part of the rows that a policy allows."""
+        self._local.add_table(spec.share(*self.share))
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""

@@ -229,6 +229,19 @@ def test_two_trainers_learn_and_end_with_what_the_servers_have(tmp_path, monkeyp
     assert all(torch.equal(each, one["model"][name]) for name, each in alone.model.named_parameters())
 
 
+@pytest.mark.slow
+def test_loops_of_two_trainers_learn_and_end_with_what_the_servers_have():
+    with serving(2) as addresses:
+        options = {"servers": addresses, "mode": "async", "staleness": 2, "lr_staleness": True}
+        one, other = run(2, "async_programs:loop", epochs=5, counts=[12, 9], **options)
+    assert learns(one)
+    assert learns(other)
+    assert (one["staleness"]["pushes"], other["staleness"]["pushes"]) == (60, 45)
+    assert [each["1"]["version"] for each in one["told"]] == [105, 105]
+    assert all(torch.equal(one["model"][name], other["model"][name]) for name in one["model"])
+    assert torch.equal(one["evaluated"], other["evaluated"])
+
+
 def test_trainers_of_the_sync_policy_compute_rejected_steps_again(monkeypatch):
     with serving(1) as addresses:
         options = {"servers": addresses, "mode": "async", "grads_to_wait": 2, "tolerance": 0}

@@ -128,3 +128,36 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
     }
     ranks.disconnect()
     return made
+
+
+def loop(epochs, counts, **connect):
+    """The same in a loop of one's own."""
+    torch.set_num_threads(1)
+    kv.connect("remote", timeout=60, **connect)
+    rank = ranks.current().rank
+    torch.manual_seed(rank)
+    ctx = kv.TrainContext(
+        Net(),
+        dense_optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01),
+        sparse_optimizer=kv.optim.Adam(lr=0.05),
+    )
+    losses = []
+    with ctx:
+        data = batches(counts[rank], seed=rank)
+        for _ in range(epochs):
+            for batch in ctx.loader(data):
+                output, _ = ctx.forward(batch)
+                here = loss(output, batch)
+                losses.append(float(here))
+                ctx.backward(here)
+        with ctx.eval() as evaluation:
+            evaluated = [evaluation.forward(batch)[0] for batch in evaluation.loader(batches(3, seed=9))]
+    made = {
+        "losses": losses,
+        "model": {name: each.detach().clone() for name, each in ctx.model.named_parameters()},
+        "evaluated": torch.cat(evaluated),
+        "told": told(ctx),
+        "staleness": vars(ctx.dense.staleness),
+    }
+    ranks.disconnect()
+    return made

@@ -1,14 +1,25 @@
 """Hand-written loops over real processes against the Trainer on the same data."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from ranks_helpers import run
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return run(2, "context_programs:run_all", path=str(tmp_path_factory.mktemp("run")))
+from cluster_helpers import serving
+
+
+@pytest.fixture(scope="module", params=["sharded", "remote"])
+def results(request, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("run"))
+    if request.param == "sharded":
+        return run(2, "context_programs:run_all", path=path, kind="sharded")
+    with serving(3) as addresses:
+        return run(2, "context_programs:run_all", path=path, kind="remote", servers=addresses)
 
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.store import MemoryStore, Rows, Store
+from karvan.store import MemoryStore, Rows, Store, TableSpec
 
 
 class DistinctKeysStore(MemoryStore):
@@ -120,3 +120,13 @@ def test_snapshot_parts_make_up_the_whole_and_load_elsewhere():
         engine.table("a").snapshot(7, 7)
     with pytest.raises(ValueError, match="twice"):
         other.table("a").load(Rows(*(np.concatenate([x, x]) for x in whole)))
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 100, 101])
+def test_the_rows_that_a_policy_allows_are_shared_out_whole(capacity):
+    for kind in ("lru", "lfu"):
+        spec = TableSpec("t", 2, "float32", ("zeros", 0, 0, 0, 0), ("all", 0, 0), (kind, capacity, 1), 0, 1)
+        for holders in (1, 2, 3, 4):
+            parts = [spec.share(holder, holders).evict[1] for holder in range(holders)]
+            assert sum(parts) == max(capacity, holders)
+            assert max(parts) - min(parts) <= 1
