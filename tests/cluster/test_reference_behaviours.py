@@ -46,10 +46,19 @@ from async_programs import batches, told, trainer_of
 from test_async_mode import assert_same
 
 WAYS = ["trainer", "worker"]  # who has the ids: the trainer's threads, or an embedding worker
-MOVES = [(1, 2), (2, 4), (4, 1)]  # from so many servers to so many
 _names = itertools.count()
 
-on_all = pytest.mark.parametrize(("servers", "way"), [(1, "trainer"), *itertools.product([2, 4], WAYS)])
+
+def slow(*values):
+    """Processes take long to start, so those of four servers are for `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+MOVES = [(1, 2), slow(2, 4), slow(4, 1)]  # from so many servers to so many
+on_all = pytest.mark.parametrize(
+    ("servers", "way"),
+    [(2, "trainer"), (2, "worker"), slow(1, "trainer"), slow(4, "trainer"), slow(4, "worker")],
+)
 
 
 @pytest.fixture(scope="module")
@@ -521,7 +530,7 @@ def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(j
     assert weight_of(7)[:2] == (2, -1.25 - 0.5 * 2)
 
 
-@pytest.mark.parametrize("servers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("servers", [2, slow(1), slow(4)])
 def test_elasticdl_12_a_worker_computes_a_rejected_gradient_again(job, servers):
     job(servers, mode="async", staleness=1, grads_to_wait=2, tolerance=0)
     model = Line()
@@ -571,9 +580,7 @@ def test_elasticdl_13_a_lazily_read_row_is_stable_across_pulls(job, servers, way
         assert engine.table("products").rows == 20
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [MOVES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in MOVES[1:])]
-)
+@pytest.mark.parametrize(("before", "after"), MOVES)
 def test_elasticdl_14_on_m_servers_training_goes_on_as_if_n_had_never_stopped(job, tmp_path, before, after):
     # Rows, counters of admission, dense parameters and both optimizers' states move, and steps go on. Only
     # the servers' versions begin at 0 with every fit, for all trainers at once.
