@@ -242,6 +242,7 @@ def test_loops_of_two_trainers_learn_and_end_with_what_the_servers_have():
     assert torch.equal(one["evaluated"], other["evaluated"])
 
 
+@pytest.mark.slow
 def test_trainers_of_the_sync_policy_compute_rejected_steps_again(monkeypatch):
     with serving(1) as addresses:
         options = {"servers": addresses, "mode": "async", "grads_to_wait": 2, "tolerance": 0}

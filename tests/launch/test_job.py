@@ -221,7 +221,7 @@ def test_what_a_role_has_started_ends_with_it(tmp_path):
         assert is_alive(server["child"])
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
-    assert not is_alive(server["child"])
+    wait_until(lambda: not is_alive(server["child"]))  # a kill takes a moment
 
 
 def test_who_does_not_stop_in_time_is_killed(tmp_path):

@@ -44,7 +44,8 @@ def step_folder(folder, step):
     return folder / f"step-{step:012d}"
 
 
-def test_rows_survive_any_numbers_of_ranks_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("worlds", [(2, 3), pytest.param((2, 4, 3), marks=pytest.mark.slow)])
+def test_rows_survive_any_numbers_of_ranks_bit_for_bit(tmp_path, worlds):
     model = Model()
     model.train_on(0)
     for key in (*RARE, *RARE):
@@ -56,7 +57,7 @@ def test_rows_survive_any_numbers_of_ranks_bit_for_bit(tmp_path):
     alone.save(2, {"rank": 0}, model, block=True)
     assert alone.latest().kind == "delta"
     before, expected = tmp_path / "1", model.content()
-    for world in (2, 4, 3):
+    for world in worlds:
         arguments = {"before": str(before), "place": str(tmp_path / str(world)), "see_rare": world == 3}
         results = run(world, "checkpoint_programs:go_on", **arguments)
         assert same(joined([r["loaded"] for r in results]), expected), world
