@@ -292,6 +292,7 @@ class Job:
         self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)
         member.code, member.due, member.started = None, None, time.monotonic()
+        self.logs.begin(member.name)
         member.handle = self.engine.start(
             member.process, lambda process, code: self._events.put(_Ended(process, code))
         )

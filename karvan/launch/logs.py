@@ -62,6 +62,11 @@ class Logs:
             except OSError:
                 self._leave_stream()
 
+    def begin(self, name: str) -> None:
+        """A process of that name is started: the last lines are its own from now on."""
+        with self._lock:
+            self._tails.pop(name, None)
+
     def tail(self, name: str) -> list[str]:
         """The last lines of a process."""
         with self._lock:
