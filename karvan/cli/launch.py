@@ -98,7 +98,7 @@ def _registry(spec: JobSpec) -> Registry:
     from karvan.launch.environment import security_of
     from karvan.wire import Security
 
-    return Registry(spec.host, security=Security.from_environment(security_of(spec)))
+    return Registry(spec.host, spec.registry_port, Security.from_environment(security_of(spec)))
 
 
 @contextmanager

@@ -31,6 +31,9 @@ class Speaker:
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], Embedded] = {}  # by store and batch
         self._done: dict[int, list[int]] = {}  # by store: batches that servers need not keep
+        self._begun_anew: list[tuple[int, str]] = []  # servers, and their new lives
+        self.declarations = 0  # of tables, that the trainer has told of
+        servers.when_lost(lambda server, life: self._begun_anew.append((server, life)))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -56,6 +59,17 @@ class Speaker:
         """What servers have not heard of."""
         with self._lock:
             return self._done.pop(store, [])
+
+    def declare(self, tables: Mapping[str, Mapping[str, Any]], declarations: int) -> None:
+        """What servers that begin anew must know of tables."""
+        for name, told in tables.items():
+            self.servers.declare(name, **told)
+        self.declarations = max(self.declarations, declarations)
+
+    def take_begun_anew(self) -> list[tuple[int, str]]:
+        """The servers that have begun anew, of which the trainer has not heard."""
+        taken, self._begun_anew = self._begun_anew, []
+        return taken
 
     def close(self) -> None:
         """Leave the servers."""
@@ -109,8 +123,11 @@ class Embedding:
     def forget(self, number: int) -> None:
         """See `Puller.forget`: the trainer says when."""
 
-    def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
-        """Send sums by key, by pass and server, and wait until they have been applied."""
+    def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> list[int]:
+        """Send sums by key, by pass and server, and wait until they have been applied.
+
+        Gives the servers by which they were not, because these have begun anew since the lookup.
+        """
         names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
         told = {**{name: head[name] for name in names}, "done": self._speaker.take_done(int(head["store"]))}
         replies = []
@@ -118,8 +135,7 @@ class Embedding:
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
             # Not behind lookups, which wait for those of other trainers, who may wait for this push.
             replies.append(self._speaker.servers.peer(server, "push").begin("push", told, arrays))
-        for reply in replies:
-            reply.wait()
+        return [server for server, reply in enumerate(replies) if reply.wait().head.get("lost")]
 
     @property
     def scale(self) -> float:

@@ -9,6 +9,9 @@ A worker holds nothing that cannot be had again. One that replaces a dead one kn
 it says so (`needs`), is told, and does what the dead one may have done already. That is no harm, because the
 numbers of lookups and pushes are the trainer's, and servers do each once.
 
+A parameter server that has begun anew, and may take its rows as they were saved, is told to do so by whoever
+meets it first; workers tell their trainers of it, and of gradients that found nothing to be applied to.
+
 | variable | meaning | default |
 |---|---|---|
 | KARVAN_WORKER_EXPIRE | seconds after which a batch that nobody has claimed is dropped | 1000 |
@@ -128,13 +131,14 @@ class EmbeddingWorker(Service):
 
     def _engine(self, call: Message, speaker: Speaker) -> Message:
         head = call.head
+        speaker.declare(head["tables"], int(head["declarations"]))
         speaker.engines[str(head["engine"])] = Embedding(speaker, head["features"], str(head["wire"]))
         return Message({})
 
     def _claim(self, call: Message, speaker: Speaker) -> Message:
         head = call.head
         self._let_go(head, speaker)
-        engine = speaker.engines.get(head["engine"])
+        engine = _engine_of(head, speaker)
         if engine is None:
             return _needs_engine()
         name = str(head["reference"])
@@ -148,16 +152,17 @@ class EmbeddingWorker(Service):
         self.claims += 1
         laid, offsets = [], [np.empty(0, np.int64)]
         for one in embedded.inputs:
-            told = one.laid()
-            laid.append([told.rows, told.ids, told.length, told.offsets is not None])
-            if told.offsets is not None:
-                offsets.append(told.offsets.numpy())
+            out = one.laid()
+            laid.append([out.rows, out.ids, out.length, out.offsets is not None])
+            if out.offsets is not None:
+                offsets.append(out.offsets.numpy())
         vectors = torch.cat([out.reshape(-1) for out in outs])
-        return Message({"laid": laid}, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
+        told = {"laid": laid, "begun_anew": speaker.take_begun_anew()}
+        return Message(told, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
 
     def _backward(self, call: Message, speaker: Speaker) -> Message:
         head = call.head
-        engine = speaker.engines.get(head["engine"])
+        engine = _engine_of(head, speaker)
         if engine is None:
             return _needs_engine()
         store = int(head["store"])
@@ -182,10 +187,10 @@ class EmbeddingWorker(Service):
             embedded.sum(array, told["given"], bool(head["complete"]))
             for embedded, told, array in zip(passes, head["passes"], call.arrays, strict=True)
         ]
-        engine.push(head, sums)
+        lost = engine.push(head, sums)
         self._let_go(head, speaker)
         self.backwards += 1
-        return Message({})
+        return Message({"lost": lost, "begun_anew": speaker.take_begun_anew()})
 
     def _let_go(self, head: Mapping[str, Any], speaker: Speaker) -> None:
         speaker.forget(int(head["store"]), [int(batch) for batch in head["done"]])
@@ -217,14 +222,20 @@ def _servers_for(hello: Mapping[str, Any]) -> Servers:
     """The parameter servers, as a trainer would talk to them."""
     told = {name: value for name, value in hello.items() if name not in ("method", "session", "arrays")}
     try:
-        servers = find_servers(None, told, _SERVER_WITHIN)
-    except RuntimeError as error:
-        raise RefusedError("expected parameter servers in the environment, got none.") from error
+        servers = find_servers(None, told, _SERVER_WITHIN, bool(hello.get("reload")))
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
     if len(servers) != int(hello["servers"]):
         raise RefusedError(
             f"expected a trainer with {len(servers)} parameter servers, got one with {hello['servers']}."
         )
     return servers
+
+
+def _engine_of(head: Mapping[str, Any], speaker: Speaker) -> Embedding | None:
+    """The engine, unless the trainer has more to tell of it."""
+    known = speaker.declarations >= int(head["declarations"])
+    return speaker.engines.get(head["engine"]) if known else None
 
 
 def _needs_engine() -> Message:

@@ -46,26 +46,20 @@ class Replicas(Section):
         return env
 
 
-class OptionalReplicas(Replicas):
-    """A role that a job may do without."""
-
-    replicas: Annotated[int, Field(ge=0)] = 0
-
-
-class Servers(Replicas):
-    """Replica i listens on port + i; 0 is any free port."""
+class Serving(Replicas):
+    """A role that listens: replica i on port + i; 0 is any free port."""
 
     port: Port = 0
 
     @model_validator(mode="after")
-    def _ports_exist(self) -> Servers:
+    def _ports_exist(self) -> Serving:
         if self.port and self.port + self.replicas > 65536:
             raise ValueError(f"{self.replicas} replicas from port {self.port} on need ports up to 65535")
         return self
 
 
-class Workers(Servers):
-    """The same for embedding workers, of which there may be none."""
+class OptionalServing(Serving):
+    """One that a job may do without."""
 
     replicas: Annotated[int, Field(ge=0)] = 0
 
@@ -74,9 +68,9 @@ class Roles(Section):
     """How many processes of each role."""
 
     trainers: Annotated[Replicas, BeforeValidator(_as_replicas)] = Replicas()
-    parameter_servers: Annotated[Servers, BeforeValidator(_as_replicas)] = Servers()
-    embedding_workers: Annotated[Workers, BeforeValidator(_as_replicas)] = Workers()
-    loaders: Annotated[OptionalReplicas, BeforeValidator(_as_replicas)] = OptionalReplicas()
+    parameter_servers: Annotated[Serving, BeforeValidator(_as_replicas)] = Serving()
+    embedding_workers: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
+    loaders: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
 
 
 class TLS(Section):
@@ -129,6 +123,7 @@ class JobSpec(Section):
     grace: Positive = 60.0
     logs: Path | None = None
     host: str = "127.0.0.1"
+    registry_port: Port = 0
     token_file: Path | None = None
     tls: TLS | None = None
 
@@ -156,8 +151,6 @@ class JobSpec(Section):
             raise ValueError(f"dense is for mode async, got mode {self.mode}")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
-        if self.on_server_loss == "reload" and self.roles.embedding_workers.replicas:
-            raise ValueError("on_server_loss reload is for jobs without embedding_workers")
         if self.on_server_loss == "reload" and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
         known = self.token_file is not None or (self.tls is not None and self.tls.mutual)

@@ -29,7 +29,9 @@ class Servers:
     ) -> None:
         self._saved = saved  # the folder of checkpoints from which a lost server's rows are taken
         self._declared: dict[str, dict[str, Any]] = {}
-        self._lost: list[Callable[[int], None]] = []
+        self.declarations = 0  # so far
+        self._lost: list[Callable[[int, str], None]] = []
+        self._lives: dict[int, str] = {}  # of servers that have begun anew, the last one known
         self._directory = directory
         self._count = count
         self._security = security
@@ -73,22 +75,34 @@ class Servers:
                     self._security,
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
-                    anew=partial(self._restore, server, line) if self._saved else None,
+                    anew=partial(self._restore, server) if self._saved else None,
                 )
             return self._peers[key]
 
     def declare(self, table: str, **told: Any) -> None:
         """What a server that begins anew must know of a table."""
         self._declared.setdefault(table, {}).update(told)
+        self.declarations += 1
 
-    def when_lost(self, tell: Callable[[int], None]) -> None:
-        """Whom to tell the number of a server that has begun anew."""
+    @property
+    def declared(self) -> Mapping[str, Mapping[str, Any]]:
+        """What was declared, by table."""
+        return self._declared
+
+    def when_lost(self, tell: Callable[[int, str], None]) -> None:
+        """Whom to tell the number of a server that has begun anew, and the name of its new life."""
         self._lost.append(tell)
 
-    def _restore(self, server: int, line: str) -> list[tuple[str, Mapping[str, Any]]]:
-        if line == "train":
-            for tell in self._lost:
-                tell(server)
+    def note_loss(self, server: int, life: str) -> None:
+        """A server has begun anew: those who want to know are told, once for each of its lives."""
+        with self._lock:
+            known = self._lives.get(server) == life
+            self._lives[server] = life
+        for tell in self._lost if not known else ():
+            tell(server, life)
+
+    def _restore(self, server: int, life: str) -> list[tuple[str, Mapping[str, Any]]]:
+        self.note_loss(server, life)
         return [("restore", {"tables": self._declared, "folder": self._saved})]
 
     def call(
@@ -138,7 +152,8 @@ def find_servers(
                 "started, got neither."
             )
         directory, count = StaticDirectory({SERVER: listed}), len(listed)
-    told = {"generation": int(environment.get("KARVAN_GENERATION", "0")), **hello, "servers": count}
+    generation = int(environment.get("KARVAN_GENERATION", "0"))
+    told = {"generation": generation, **hello, "servers": count, "reload": reload}
     saved = environment.get("KARVAN_CHECKPOINTS", "") if reload else ""
     if reload and not saved:
         raise ValueError("A lost server's rows are taken from KARVAN_CHECKPOINTS, a folder, got none.")

@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from karvan.wire import Array, Message, Peer, Security
 from karvan.wire.directory import Directory, StaticDirectory
 
 if TYPE_CHECKING:
     from karvan.ragged import Reference
+
+Then: TypeAlias = Callable[[Message | Exception], None]
 
 WORKER = "embedding-worker"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
@@ -66,12 +68,12 @@ class Workers:
         *,
         engine: Mapping[str, Any],
         references: Sequence[Reference],
-        then: Callable[[Exception | None], None] = lambda error: None,
+        then: Then = lambda answer: None,
     ) -> Future[Message]:
         """Call a worker, behind earlier calls; arrays must stay as they are until the answer is there.
 
         engine: what the worker is told if it does not know it. references: of the batches that the call is
-        about. then: called with what went wrong, or None, on the line's thread.
+        about. then: called with the answer, or with what went wrong, on the line's thread.
         """
         if not 0 <= worker < len(self):
             raise ValueError(f"Expected a reference to one of {len(self)} embedding workers, got {worker}.")
@@ -143,7 +145,7 @@ class _Line:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, work: Callable[[], Message], then: Callable[[Exception | None], None]) -> Future[Message]:
+    def put(self, work: Callable[[], Message], then: Then) -> Future[Message]:
         """Do it after what was put before."""
         job = _Job(work, then)
         self._queue.put(job)
@@ -160,7 +162,7 @@ class _Line:
 
 
 class _Job:
-    def __init__(self, work: Callable[[], Message], then: Callable[[Exception | None], None]) -> None:
+    def __init__(self, work: Callable[[], Message], then: Then) -> None:
         self.made: Future[Message] = Future()
         self._work = work
         self._then = then
@@ -172,7 +174,7 @@ class _Job:
             self._then(error)
             self.made.set_exception(error)
         else:
-            self._then(None)
+            self._then(answer)
             self.made.set_result(answer)
 
 

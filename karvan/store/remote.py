@@ -206,8 +206,16 @@ class RemoteStore(RemoteTables):
             **self._let_go(worker),
         }
         return self._workers.begin(
-            *(worker, "claim", "claim", head), engine=self._engine(claim), references=[claim.reference]
+            *(worker, "claim", "claim", head),
+            engine=self._engine(claim),
+            references=[claim.reference],
+            then=self._hear,
         )
+
+    def _hear(self, answer: Message | Exception) -> None:
+        """A worker tells of servers that have begun anew."""
+        for server, life in answer.head["begun_anew"] if isinstance(answer, Message) else ():
+            self._servers.note_loss(server, life)
 
     def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
         """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
@@ -298,11 +306,14 @@ class RemoteStore(RemoteTables):
         """A server has applied gradients, or has not, because it was lost in between."""
         if reply.error is None:
             self.seconds["push"].append(reply.seconds)
-            if reply.wait().head.get("lost"):
-                self.lost_updates += 1
-            else:
-                self._unsaved[server] += 1
+            self._count_update(server, lost=bool(reply.wait().head.get("lost")))
         pending.one(reply.error)
+
+    def _count_update(self, server: int, lost: bool) -> None:
+        if lost:
+            self.lost_updates += 1
+        else:
+            self._unsaved[server] += 1
 
     def _push_by(
         self,
@@ -329,15 +340,35 @@ class RemoteStore(RemoteTables):
             *(worker, "backward", "backward", told, [one.array for one in sent]),
             engine=self._engine(claims[0]),
             references=[claim.reference for claim in claims],
-            then=pending.one,
+            then=partial(self._pushed_by, pending, 0 in head["mine"]),
         )
 
+    def _pushed_by(self, pending: _Acknowledged, counts: bool, answer: Message | Exception) -> None:
+        """A worker has had gradients applied; of several that have passes of a step one counts."""
+        self._hear(answer)
+        if isinstance(answer, Exception):
+            pending.one(answer)
+            return
+        for server in range(self.count) if counts else ():
+            self._count_update(server, lost=server in answer.head["lost"])
+        pending.one(None)
+
     def _engine(self, claim: Claim) -> dict[str, Any]:
-        return {"engine": claim.program.name, "features": claim.program.told, "wire": self.wire}
+        return {
+            "engine": claim.program.name,
+            "features": claim.program.told,
+            "wire": self.wire,
+            "tables": self._servers.declared,
+            "declarations": self._servers.declarations,
+        }
 
     def _let_go(self, worker: int) -> dict[str, Any]:
-        """What a worker, and the servers by way of it, need not keep."""
-        return {"done": _taken(self._done_at[worker]), "gone": _taken(self._gone_at[worker])}
+        """What a worker, and the servers by way of it, need not keep; and what it should know by now."""
+        return {
+            "done": _taken(self._done_at[worker]),
+            "gone": _taken(self._gone_at[worker]),
+            "declarations": self._servers.declarations,
+        }
 
     def forget(self, number: int) -> None:
         """A lookup whose gradients have been sent, or will not be."""

@@ -66,7 +66,7 @@ class RemoteTables(AwayStore):
         self.window.drain()
         return self._servers.call(method, head, of=self._mine)
 
-    def _note_loss(self, server: int) -> None:
+    def _note_loss(self, server: int, life: str) -> None:
         lost, self._unsaved[server] = self._unsaved[server], 0
         self.lost_updates += lost
         _log.warning(

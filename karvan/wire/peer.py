@@ -99,7 +99,8 @@ class Peer:
     deadline: seconds for a call, all attempts included;
     a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
     connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
-    anew: gives the calls, each with its head, that a service which has begun anew must get before any other.
+    anew: gives the calls, each with its head, that a service which has begun anew must get before any other;
+    it is told the name of the service's new life.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Peer:
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
-        anew: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
+        anew: Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
     ) -> None:
         self.name = name
         self._find = find if callable(find) else lambda: find
@@ -313,7 +314,8 @@ class Peer:
             if forgotten:
                 self._answered = self._numbered = 0  # the service counts from 1 again
                 if self._anew is not None and unsure:
-                    self._waiting.extendleft(reversed([self._first(*each) for each in self._anew()]))
+                    first = [self._first(*each) for each in self._anew(incarnation)]
+                    self._waiting.extendleft(reversed(first))
             self.welcome = said
             self._sent = self._sent_bytes = 0
             self._heard = time.monotonic()

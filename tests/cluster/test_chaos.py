@@ -137,8 +137,10 @@ def test_all_roles_with_a_token_and_mutual_tls(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path):
-    with LaunchedJob(tmp_path, "hybrid", 4, extra="on_server_loss: reload\n") as job:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path, workers):
+    extra = "on_server_loss: reload\n"
+    with LaunchedJob(tmp_path, "hybrid", 4, loaders=min(workers, 1), workers=workers, extra=extra) as job:
         job.kill("parameter-server", 25)
         job.finish()
         times, _ = job.records()

@@ -14,7 +14,7 @@ WRONG = {
     "an unknown key": ("mod: sync", "unknown key 'mod'; there are: name, entry"),
     "an unknown role": ("roles: {masters: 1}", "roles: unknown key 'masters'; there are: trainers"),
     "a role's unknown key": ("roles: {trainers: {replica: 1}}", "roles.trainers: unknown key 'replica'"),
-    "a port of a loader": ("roles: {loaders: {port: 1}}", "roles.loaders: unknown key 'port'"),
+    "a port of a trainer": ("roles: {trainers: {port: 1}}", "roles.trainers: unknown key 'port'"),
     "no trainer": ("roles: {trainers: 0}", "roles.trainers.replicas: input should be greater"),
     "no server": ("roles: {parameter_servers: 0}", "roles.parameter_servers.replicas: input should be"),
     "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
