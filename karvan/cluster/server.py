@@ -201,7 +201,7 @@ class ParameterServer(Service):
         return Message({})
 
     def _stats(self, call: Message) -> Message:
-        return Message({"stats": self._store.stats(call.head["table"])})
+        return Message({"stats": {table: self._store.stats(table) for table in call.head["tables"]}})
 
     def _capture(self, call: Message) -> Message:
         head = call.head

@@ -76,6 +76,10 @@ class EmbeddingEngine(nn.Module):
             raise KeyError(f"No table '{name}' in this engine; it has: {', '.join(self._handles)}.")
         return self._handles[name]
 
+    def sizes(self) -> dict[str, int]:
+        """How many rows each table has, as far as this process's store holds them."""
+        return self.store.sizes([handle.name for handle in self.tables()])
+
     def tables(self) -> list[TableHandle]:
         """All tables."""
         return list(self._handles.values())

@@ -257,6 +257,10 @@ class Store(ABC):
         The last one counts index entries that growth has moved; while it rises, the index is growing.
         """
 
+    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
+        """How many rows tables have."""
+        return {table: self.stats(table)["rows"] for table in tables}
+
     @property
     def takes_references(self) -> bool:
         """Whether it can embed batches whose ids are elsewhere."""

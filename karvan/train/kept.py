@@ -21,7 +21,7 @@ from karvan.train.gathering import summed
 from karvan.train.precision import Precision
 from karvan.train.randomness import set_random_state
 from karvan.train.results import Counts, Window
-from karvan.train.update import Update
+from karvan.train.update import Update, engines_of
 
 
 class Kept:
@@ -141,7 +141,7 @@ class Kept:
 
     def sizes(self) -> dict[str, int]:
         """How many rows each table has, over all ranks or servers together; a collective."""
-        mine = {name: handle.rows for name, handle in tables_of(self.model).items()}
+        mine = {name: rows for engine in engines_of(self.model) for name, rows in engine.sizes().items()}
         return {name: int(rows) for name, rows in summed(self.connection.main, mine).items()}
 
     def clear(self, tables: str | Sequence[str] | None = None) -> None:

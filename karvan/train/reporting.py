@@ -21,7 +21,6 @@ class Reporter:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._engines = engines_of(trainer.model)
-        self._tables = [table for engine in self._engines for table in engine.tables()]
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
         self._stale: dict[str, float] = {}  # what that has told of them
         self._last = (time.monotonic(), trainer.counts.samples)
@@ -39,7 +38,11 @@ class Reporter:
         }
         metrics = self.metrics()
         held = summed(
-            lane, {"rows": sum(t.rows for t in self._tables), "memory": memory_bytes(trainer.device)}
+            lane,
+            {
+                "rows": sum(sum(engine.sizes().values()) for engine in self._engines),
+                "memory": memory_bytes(trainer.device),
+            },
         )
         values = {
             "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),

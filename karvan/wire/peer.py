@@ -39,17 +39,18 @@ _SLOWEST = 8e6  # bytes per second: more patience for more bytes
 class Reply:
     """The answer to a call, once it is there."""
 
-    def __init__(self, peer: Peer, method: str, call: Packed, deadline: float) -> None:
+    def __init__(self, peer: Peer, method: str, call: Packed, within: float) -> None:
         self._peer = peer
         self.method = method
         self.call = call
         self.bytes = sum(array.nbytes for array in call.arrays)
-        self.deadline = deadline
+        self.begun = time.monotonic()
+        self.within = within  # seconds
+        self.deadline = self.begun + within
         self._done = threading.Event()
         self._answer: Message | None = None
         self._error: Exception | None = None
         self._then: Callable[[Reply], None] | None = None
-        self.begun = time.monotonic()
         self.seconds = 0.0  # from the call to its answer
 
     def wait(self) -> Message:
@@ -160,7 +161,7 @@ class Peer:
         self.check_process()
         call = pack(Message({**(head or {}), "method": method}, arrays))
         seconds = self._deadline if deadline is None else deadline
-        reply = Reply(self, method, call, time.monotonic() + seconds)
+        reply = Reply(self, method, call, seconds)
         reply._then = then
         with self._changed:
             if self._failure is not None:
@@ -246,8 +247,7 @@ class Peer:
             late = next((each for each in self._waiting if now >= each.deadline), None)
         if late is None:
             return True
-        seconds = late.deadline - late.begun
-        expected = f"{self.name} expected to answer {late.method!r} within {seconds:.3g} s"
+        expected = f"{self.name} expected to answer {late.method!r} within {late.within:.3g} s"
         self._give_up(WireError(f"{expected}, got: {problem.removesuffix('.')}."))
         return False
 
@@ -324,7 +324,7 @@ class Peer:
     def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
         """A call that nobody waits for; what is wrong with it ends the peer."""
         call = pack(Message({**head, "method": method}))
-        reply = Reply(self, method, call, time.monotonic() + self._deadline)
+        reply = Reply(self, method, call, self._deadline)
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
         return reply
 

@@ -297,9 +297,11 @@ def test_calls_that_are_malformed_are_refused(job):
     head = {"engine": engine.program.name, "store": 1, "sequence": 1, "batches": [1], "mine": [0]}
     head |= {"rules": {}, "steps": {}, "skipped": [], "complete": True, "wire": "float32"}
     head |= {"passes": [{"reference": reference.name, "given": [0, 1]}], "done": [], "gone": []}
+    head |= {"declarations": 0}
 
     def call(arrays, method="backward", **changes):
         told = {"engine": engine.program.name, "features": engine.program.told, "wire": "float32"}
+        told |= {"tables": {}, "declarations": 0}
         future = workers.begin(
             *(0, "backward", method, {**head, **changes}, arrays), engine=told, references=[reference]
         )
