@@ -59,12 +59,12 @@ class Cluster:
         self.directory.all("parameter-server", self.servers)
         self.directory.all("embedding-worker", self.workers)
 
-    def replace(self, worker):
-        """Kill a worker in the middle of what it does; another one takes its place."""
-        process = self._processes["embedding-worker", worker]
+    def replace(self, index, role="embedding-worker"):
+        """Kill a process in the middle of what it does; another one takes its place."""
+        process = self._processes[role, index]
         process.send_signal(signal.SIGKILL)
         process.wait()
-        self.start("embedding-worker", worker, self.workers)
+        self.start(role, index, self.workers if role == "embedding-worker" else self.servers)
 
     def run_trainers(self, program, folder, world, *arguments):
         """Start a program so many times, as torch does, and wait for its end."""
