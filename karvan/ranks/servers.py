@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from karvan.wire import Message, Peer, Security
-from karvan.wire.directory import Addresses, Directory, StaticDirectory
+from karvan.wire.directory import Addresses, find_role
 
 SERVER = "parameter-server"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
@@ -140,18 +140,12 @@ def find_servers(
     reload: one that has begun anew takes its rows as they were saved, instead of being an error.
     """
     environment, security = os.environ, Security.from_environment()
-    static = environment.get("KARVAN_PARAMETER_SERVERS", "")
-    if addresses is None and "KARVAN_REGISTRY" in environment:
-        directory: Directory | StaticDirectory = Directory(environment["KARVAN_REGISTRY"], security)
-        count = int(environment.get("KARVAN_SERVERS", "1"))
-    else:
-        listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
-        if not listed:
-            raise RuntimeError(
-                'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
-                "started, got neither."
-            )
-        directory, count = StaticDirectory({SERVER: listed}), len(listed)
+    directory, count = find_role(SERVER, addresses, "KARVAN_SERVERS", security)
+    if not count:
+        raise RuntimeError(
+            'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
+            "started, got neither."
+        )
     generation = int(environment.get("KARVAN_GENERATION", "0"))
     told = {"generation": generation, **hello, "servers": count, "reload": reload}
     saved = environment.get("KARVAN_CHECKPOINTS", "") if reload else ""

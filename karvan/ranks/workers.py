@@ -6,7 +6,6 @@ it needs, the engine or the ids of a batch, and is told. The ids are asked of wh
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from karvan.wire import Array, Message, Peer, Security
-from karvan.wire.directory import Directory, StaticDirectory
+from karvan.wire.directory import find_role
 
 if TYPE_CHECKING:
     from karvan.ragged import Reference
@@ -180,14 +179,8 @@ class _Job:
 
 def find_workers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Workers | None:
     """The workers at these addresses, or those that the environment names; None if there are none."""
-    environment, security = os.environ, Security.from_environment()
-    static = environment.get("KARVAN_EMBEDDING_WORKERS", "")
-    if addresses is None and "KARVAN_REGISTRY" in environment:
-        directory: Directory | StaticDirectory = Directory(environment["KARVAN_REGISTRY"], security)
-        count = int(environment.get("KARVAN_WORKERS", "0"))
-    else:
-        listed = [each for each in static.split(",") if each] if addresses is None else list(addresses)
-        directory, count = StaticDirectory({WORKER: listed}), len(listed)
+    security = Security.from_environment()
+    directory, count = find_role(WORKER, addresses, "KARVAN_WORKERS", security)
     if not count:
         return None
     find = [partial(directory.find, WORKER, worker, _FOUND_WITHIN) for worker in range(count)]

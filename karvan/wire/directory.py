@@ -184,6 +184,20 @@ def directory_from_environment(
     )
 
 
+def find_role(
+    role: str, addresses: Sequence[str] | None, count: str, security: Security
+) -> tuple[Directory | StaticDirectory, int]:
+    """Where the processes of a role are, and how many: at these addresses, or as the environment says.
+
+    count: the variable that has their number, where the registry has their addresses.
+    """
+    if addresses is None and "KARVAN_REGISTRY" in os.environ:
+        return Directory(os.environ["KARVAN_REGISTRY"], security), int(os.environ.get(count, "0"))
+    if addresses is None:
+        addresses = [each.strip() for each in os.environ.get(STATIC[role], "").split(",") if each.strip()]
+    return StaticDirectory({role: addresses}), len(addresses)
+
+
 def _check_role(role: str) -> None:
     if role not in ROLES:
         raise ValueError(f"Expected a role of {', '.join(ROLES)}, got {role!r}.")
