@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.errors import DAMAGED, FAILED, OK, CommandError
 from karvan.cli.output import help_of, print_table
 from karvan.cli.target import pairs
 
@@ -96,9 +96,12 @@ def supervise(spec: JobSpec, registry: jobs.Registry, commands: Commands) -> int
 def _registry(spec: JobSpec) -> Registry:
     from karvan.cluster.registry import Registry
     from karvan.launch.environment import security_of
-    from karvan.wire import Security
+    from karvan.wire import ListenError, Security
 
-    return Registry(spec.host, spec.registry_port, Security.from_environment(security_of(spec)))
+    try:
+        return Registry(spec.host, spec.registry_port, Security.from_environment(security_of(spec)))
+    except ListenError as error:
+        raise CommandError(str(error), FAILED) from error
 
 
 @contextmanager

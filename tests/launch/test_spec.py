@@ -1,5 +1,6 @@
 """What a job.yaml may say, and `karvan launch` as far as it starts nothing."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -173,3 +174,14 @@ def test_the_page_lists_every_key_and_every_name_of_the_environment():
     keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
     names = [*environment.NAMES, *environment.TORCH_NAMES]
     assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
+
+
+def test_a_port_of_the_registry_that_is_taken_is_told_in_a_line(tmp_path, capsys):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(f"name: a\nentry: {tmp_path / 'train.py'}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["launch", str(tmp_path / "job.yaml"), "--set", f"registry_port={port}"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: registry expected to listen at 127.0.0.1:{port}, got: ")
+    assert "--debug" not in told
