@@ -20,6 +20,7 @@ from typing import Any
 
 from karvan.wire import Caller, Message, RefusedError, Security, Server, Service
 from karvan.wire.directory import ROLES, Member
+from karvan.wire.security import reachable
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -60,8 +61,8 @@ class Registry(Service):
 
     @property
     def address(self) -> str:
-        """Where it is."""
-        return self._server.address
+        """Where others find it."""
+        return reachable(self._server.address)
 
     def close(self) -> None:
         """Take no more calls."""

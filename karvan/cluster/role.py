@@ -18,11 +18,9 @@ SIGTERM and SIGINT end a role: it leaves the registry, so that nobody looks for 
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -32,6 +30,7 @@ from dataclasses import dataclass, field
 
 from karvan.wire import Security, Server, Service, WireError
 from karvan.wire.membership import Membership
+from karvan.wire.security import reachable
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -140,7 +139,7 @@ def listening(service: Service, settings: Settings, ended: threading.Event) -> I
     """Answer calls, and be in the registry, while inside; after `ended` a registry is not waited for."""
     try:
         with Server(service, settings.host, settings.port, settings.security) as server:
-            address = _advertised(settings, server.address)
+            address = reachable(server.address, settings.advertise)
             membership = _join(settings, address, ended) if settings.registry else None
             try:
                 _log.info("%s of %d at %s", settings.name, settings.count, address)
@@ -178,15 +177,3 @@ def _join(settings: Settings, address: str, ended: threading.Event) -> Membershi
             if time.monotonic() > due:
                 raise
     return None
-
-
-def _advertised(settings: Settings, address: str) -> str:
-    """The address for others; one that means all of this machine's becomes its name."""
-    host, _, port = address.rpartition(":")
-    if settings.advertise:
-        return f"{settings.advertise}:{port}"
-    try:
-        everywhere = ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:
-        everywhere = False
-    return f"{socket.getfqdn() if everywhere else host}:{port}"

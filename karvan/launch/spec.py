@@ -153,11 +153,10 @@ class JobSpec(Section):
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
         if self.on_server_loss == "reload" and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
-        known = self.token_file is not None or (self.tls is not None and self.tls.mutual)
-        if not known and not _is_loopback(self.host):
+        if (self.token_file is None or self.tls is None) and not _is_loopback(self.host):
             raise ValueError(
-                f"host {self.host} can be reached from other machines, which needs a token_file or tls with "
-                "mutual: true; without them only loopback hosts are allowed, such as 127.0.0.1"
+                f"host {self.host} can be reached from other machines, which needs a token_file and tls; "
+                "without both only loopback hosts are allowed, such as 127.0.0.1"
             )
         return self
 

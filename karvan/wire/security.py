@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,3 +144,13 @@ def split_address(address: str) -> tuple[str, int]:
     if not (host and colon and port.isdecimal() and int(port) < 65536):
         raise ValueError(f"An address expects host:port, got {address!r}.")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def reachable(address: str, advertised: str = "") -> str:
+    """An address for others: with the host that is advertised, or this machine's name if it means all."""
+    host, port = split_address(address)
+    try:
+        everywhere = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        everywhere = False
+    return join_address(advertised or (socket.getfqdn() if everywhere else host), port)

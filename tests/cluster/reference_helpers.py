@@ -1,6 +1,7 @@
 """What tests of the references' behaviours share: clusters, small models, and checks against plain Python."""
 
 import numpy as np
+import pytest
 import reference as ref
 import torch
 from slow_rows import first_vector
@@ -9,6 +10,20 @@ from worker_helpers import Cluster
 import karvan as kv
 from karvan import ranks
 from karvan.train.dense.peers import DensePeer
+
+WAYS = ["trainer", "worker"]  # who has the ids: the trainer's threads, or an embedding worker
+
+
+def slow(*values):
+    """Processes take long to start, so those of four servers are for `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+MOVES = [(1, 2), slow(2, 4), slow(4, 1)]  # from so many servers to so many
+on_all = pytest.mark.parametrize(
+    ("servers", "way"),
+    [(2, "trainer"), (2, "worker"), slow(1, "trainer"), slow(4, "trainer"), slow(4, "worker")],
+)
 
 
 class Clusters(dict):

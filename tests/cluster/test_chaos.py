@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,15 +123,16 @@ def test_a_job_outlives_the_death_of_each_role(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_roles_with_a_token_and_mutual_tls(tmp_path):
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_all_roles_with_a_token_and_mutual_tls(tmp_path, host):
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
+    issued = authority.issue_cert("127.0.0.1", socket.getfqdn())
     (tmp_path / "cert").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     (tmp_path / "key").write_bytes(issued.private_key_pem.bytes())
     (tmp_path / "ca").write_bytes(authority.cert_pem.bytes())
     (tmp_path / "token").write_text("secret")
     files = ", ".join(f"{name}: {tmp_path / name}" for name in ("cert", "key", "ca"))
-    secured = f"token_file: {tmp_path / 'token'}\ntls: {{{files}, mutual: true}}\n"
+    secured = f"host: {host}\ntoken_file: {tmp_path / 'token'}\ntls: {{{files}, mutual: true}}\n"
     with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=2, workers=2, extra=secured) as job:
         job.finish()
         np.testing.assert_array_equal(job.records()[1], 1)

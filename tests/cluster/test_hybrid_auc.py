@@ -15,11 +15,11 @@ import karvan as kv
 from karvan import ranks
 from karvan.cli.demo import run_demo
 
-ROOT = Path(__file__).parent.parent.parent
-ADULT = ROOT.parent / "shared" / "data" / "adult"
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
-import adult  # noqa: E402
+import adult
+
+ADULT = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "adult"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The numbered behaviours of the reference systems (shared/reference), through processes and sockets.
+"""The numbered behaviours of PERSIA, through processes and sockets.
 
 The same numbers stand in tests/embedding/test_behaviours.py, for rows in memory. What is expected here comes
 from the references' own numbers or from plain Python (`slow_rows.py`, tests/reference.py). PERSIA's 15 is in
@@ -10,82 +10,29 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from statistics import NormalDist
 
 import kinds_program
-import numpy as np
 import pytest
 import reference as ref
 import torch
 from reference_helpers import (
-    Clusters,
-    Line,
+    MOVES,
+    WAYS,
     Scaled,
     check_layout,
     first,
     ids,
     keys_of,
-    push,
+    on_all,
     values_of,
     visits,
-    weight_of,
 )
 from slow_rows import first_vector, owner_of
-from worker_helpers import Loader
 
 import karvan as kv
-from karvan import ranks
 from karvan.checkpoint import CheckpointError
 from karvan.ragged import REFERENCE
-from karvan.train.dense.peers import DensePeer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
-
-from async_programs import batches, told, trainer_of
-from test_async_mode import assert_same
-
-WAYS = ["trainer", "worker"]  # who has the ids: the trainer's threads, or an embedding worker
-_names = itertools.count()
-
-
-def slow(*values):
-    """Processes take long to start, so those of four servers are for `make test-slow`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-MOVES = [(1, 2), slow(2, 4), slow(4, 1)]  # from so many servers to so many
-on_all = pytest.mark.parametrize(
-    ("servers", "way"),
-    [(2, "trainer"), (2, "worker"), slow(1, "trainer"), slow(4, "trainer"), slow(4, "worker")],
-)
-
-
-@pytest.fixture(scope="module")
-def clusters():
-    made = Clusters()
-    yield made
-    for cluster in made.values():
-        cluster.close()
-
-
-@pytest.fixture
-def job(clusters, monkeypatch):
-    """job(servers, way) makes this process a trainer of empty tables; gives a function that sends ids."""
-    loaders = []
-
-    def begin(servers=1, way="trainer", **options):
-        connection = clusters[servers].connect(monkeypatch, int(way == "worker"), **options)
-        if way == "trainer":
-            return lambda batch, ids=None: dict(batch)
-        loader = Loader(clusters[servers], 1, f"reference job {next(_names)}").serve(connection)
-        loaders.append(loader)
-        return loader.send
-
-    yield begin
-    kv.connect("memory")
-    for loader in loaders:
-        loader.close()
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +50,6 @@ def loader(clusters):
     yield process
     process.terminate()
     assert process.wait(20) == 0
-
-
-# PERSIA
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -508,92 +452,3 @@ def test_persia_14_an_unfinished_or_damaged_checkpoint_is_an_error(job, tmp_path
     }
     load("whole")
     assert keys_of(engine.table("products")) == list(range(200))
-
-
-# ElasticDL
-
-
-def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(job):
-    job(1, mode="async", staleness=1, grads_to_wait=2, tolerance=0)
-    sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DensePeer(ranks.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
-    one, two = push(7, 1, 0, "a", 0), push(7, 4, 0, "b", 0)
-    assert [(each.accepted, each.version, each.applied) for each in (one, two)] == [
-        (True, 0, False),
-        (True, 1, True),
-    ]
-    assert weight_of(7)[:2] == (1, -0.5 * (1 + 4) / 2)
-    late = push(7, 8, 0, "a", 1)
-    assert (late.accepted, late.version, late.reason) == (False, 1, "stale")
-    assert push(7, 2, 1, "a", 1).accepted  # the same push, from newer parameters
-    assert push(7, 2, 1, "b", 1).version == 2
-    assert weight_of(7)[:2] == (2, -1.25 - 0.5 * 2)
-
-
-@pytest.mark.parametrize("servers", [2, slow(1), slow(4)])
-def test_elasticdl_12_a_worker_computes_a_rejected_gradient_again(job, servers):
-    job(servers, mode="async", staleness=1, grads_to_wait=2, tolerance=0)
-    model = Line()
-    inputs, labels = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [5.0]])
-    seen = []
-
-    def loss(output, batch):
-        seen.append(model.weight.item())
-        if len(seen) == 1:  # meanwhile others make a step, with a gradient of 1 each
-            owner = weight_of(1, servers)[2]
-            for trainer, server in itertools.product("bc", range(servers)):
-                assert push(1, 1 if server == owner else None, 0, trainer, 0, server).accepted
-        return (output - labels).square().mean()
-
-    trainer = kv.Trainer(model, loss, dense_optimizer=lambda p: torch.optim.SGD(p, lr=0.25), progress="none")
-    trainer.fit([{"x": inputs}])
-    after_others = -0.25 * 1.0
-    gradient = np.mean(2 * (after_others * inputs.numpy() - labels.numpy()) * inputs.numpy())
-    assert seen == [0.0, after_others]
-    assert model.weight.item() == pytest.approx(after_others - 0.25 * gradient)
-    assert weight_of(1, servers)[:2] == (2, model.weight.item())
-    assert trainer.dense.staleness.rejected == 1
-    assert [each["1"]["rejected"] for each in told(trainer)] == [1] * servers
-
-
-def test_elasticdl_13_each_push_is_a_version_and_stale_ones_count_less(job):
-    job(1, mode="async", staleness=1, lr_staleness=True)
-    sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DensePeer(ranks.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
-    expected = 0.0
-    for version, (seen, value) in enumerate([(0, 1), (0, 2), (0, 3), (1, 4), (4, 5), (0, 6)]):
-        answer = push(7, value, seen, f"trainer {value}", 0)
-        assert (answer.accepted, answer.version, answer.staleness) == (True, version + 1, version - seen)
-        expected -= 0.5 / max(1, version - seen) * value
-        assert weight_of(7)[:2] == (version + 1, pytest.approx(expected))
-
-
-@on_all
-def test_elasticdl_13_a_lazily_read_row_is_stable_across_pulls(job, servers, way):
-    send = job(servers, way, mode="async", staleness=2)
-    keys = list(range(20))
-    for _ in range(2):  # two engines with the same rows
-        engine = kv.EmbeddingEngine({"products": kv.Table(3)})
-        for _ in range(3):
-            out = engine(send({"products": ids(*keys)}))["products"]
-            assert torch.equal(out, first("products", keys, 3))
-        assert engine.table("products").rows == 20
-
-
-@pytest.mark.parametrize(("before", "after"), MOVES)
-def test_elasticdl_14_on_m_servers_training_goes_on_as_if_n_had_never_stopped(job, tmp_path, before, after):
-    # Rows, counters of admission, dense parameters and both optimizers' states move, and steps go on. Only
-    # the servers' versions begin at 0 with every fit, for all trainers at once.
-    def fit(servers, folder, steps):
-        job(servers, mode="async", staleness=1)
-        trainer = trainer_of(tmp_path / folder)
-        result = trainer.fit(batches(), train_steps=steps)
-        assert result.step == steps
-        return [each["1"]["version"] for each in told(trainer)]
-
-    assert fit(before, "straight", 6) == [6] * before
-    assert fit(before, "moved", 5) == [5] * before
-    assert fit(after, "moved", 6) == [1] * after
-    assert_same(tmp_path / "moved", tmp_path / "straight", 6)
-    saved = kv.Checkpoints(tmp_path / "moved").latest()
-    assert [float(slots["step"]) for slots in saved.state()["dense_optimizer"]["state"].values()] == [6.0] * 4
