@@ -1,34 +1,40 @@
 """`Loader`: batches of a source, read ahead on threads, from a position that can be saved and restored.
 
-Block number b of an epoch (see `shuffle.py`) belongs to rank b modulo world. Each rank hands out its blocks
-in order, so what it has handed out is always the start of its share: the same number of ranks goes on with
-the very batches that would have come, and any other number shares what is left.
+Each rank has a share of the records of every epoch (see `rank_shares.py`) and hands it out in order. So what
+it has handed out is the start of its share: the same number of ranks continues with the very batches that
+would have come, and any other number divides what is left.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import count
 from typing import Any
 
 from karvan import ranks
+from karvan.counts import check_counts, check_integers
+from karvan.data.jobs import jobs_of
 from karvan.data.pipeline import Closed, Outcome, Pipeline
-from karvan.data.position import VERSION, Position, check_settings
+from karvan.data.position import Division, Place, Position, check_settings, state_of
+from karvan.data.rank_shares import Shares, share_records, skip
 from karvan.data.reading import Job
-from karvan.data.shuffle import Block, Plan
+from karvan.data.shuffle import Plan
 from karvan.data.source import Source
-from karvan.data.splits import MOST_RECORDS_PER_SPLIT, check_rank, of_rank
+from karvan.data.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.steps import Decode, Steps, Transform
 from karvan.ragged import Batch
+
+_log = logging.getLogger("karvan.data")
 
 
 class Loader:
     """Iterates over the batches of this rank, from its position to the end of the last epoch.
 
-    Leaving an iteration early keeps the position, and the next one goes on there; after a finished one,
-    the next gives another `epochs` epochs. Batches have `batch_size` rows and do not span epochs, so the last
-    one of an epoch may be smaller; `drop_remainder` leaves it out, and its records count as handed out.
+    Leaving an iteration early keeps the position, and the next one continues there; after a finished one,
+    the next gives another `epochs` epochs. `len()` is the number of batches of a whole iteration. Batches
+    have `batch_size` rows and do not span epochs, so the last one of an epoch may be smaller;
+    `drop_remainder` leaves it out, and its records count as handed out.
 
     `epochs` is how often every record comes, None for endlessly. With `steps_per_epoch`, an epoch is instead
     that many batches on every rank, however large the data is: it goes on where the last epoch stopped, and
@@ -42,8 +48,8 @@ class Loader:
     one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be kept for long.
 
     `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
-    Data is divided by splits of `split_records`; a source whose records are decoded in groups says their
-    usual size by an attribute `group_records`.
+    The shares of ranks are equal to within one record. Data is divided by splits of `split_records`; a source
+    whose records are decoded in groups says their usual size by an attribute `group_records`.
     """
 
     def __init__(
@@ -64,18 +70,12 @@ class Loader:
         transform: Transform | None = None,
         split_records: int | None = None,
     ) -> None:
-        at_least_one = {
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "steps_per_epoch": steps_per_epoch,
-            "workers": workers,
-            "prefetch": prefetch,
-        }
-        for name, value in at_least_one.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, but is {value}.")
-        here = ranks.current()
-        rank, world = here.rank if rank is None else rank, here.world if world is None else world
+        check_counts(1, batch_size=batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        check_counts(1, workers=workers, prefetch=prefetch, split_records=split_records)
+        check_integers(seed=seed, rank=rank, world=world)
+        connection = ranks.current()
+        rank = connection.rank if rank is None else int(rank)
+        world = connection.world if world is None else int(world)
         check_rank(rank, world)
         self._source = source
         self._steps = Steps(decode, transform)
@@ -86,42 +86,91 @@ class Loader:
             split_records=split_records,
             group_records=getattr(source, "group_records", None),
         )
-        self._position = Position()
+        self._earlier: tuple[Division, ...] = ()
+        self._shares = Shares(self._plan, (), rank, world)
+        self._place = Place()
         self._pipeline: Pipeline | None = None
-        self._batch_size = batch_size
-        self._epochs = epochs
-        self._steps_per_epoch = steps_per_epoch
+        self._batch_size = int(batch_size)
+        self._epochs = None if epochs is None else int(epochs)
+        self._steps_per_epoch = None if steps_per_epoch is None else int(steps_per_epoch)
         self._drop_remainder = drop_remainder
         self._rank = rank
         self._world = world
         self._workers = workers
         self._prefetch = prefetch
-        self._until = epochs
+        self._until = self._epochs
         self._finished = False
         self._epoch = 0
+        self._warned = False
 
     @property
     def epoch(self) -> int:
         """The epoch of the last batch, from 0."""
         if self._steps_per_epoch is None:
             return self._epoch
-        return max(0, self._position.steps - 1) // self._steps_per_epoch
+        return max(0, self._place.steps - 1) // self._steps_per_epoch
+
+    def __len__(self) -> int:
+        """How many batches a whole iteration gives on this rank, wherever the position is."""
+        if self._epochs is None:
+            raise TypeError("A Loader with epochs=None gives batches without end, so it has no len().")
+        return self._epochs * (self._steps_per_epoch or self._batches(self._epoch_records))
+
+    def __bool__(self) -> bool:
+        return True  # not its len(), which may be 0, or not exist
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches the current iteration still gives on this rank; None without end."""
+        if self._until is None:
+            return None
+        if self._steps_per_epoch is not None:
+            return max(0, self._until * self._steps_per_epoch - self._place.steps)
+        begun = self._place.epoch
+        # Epochs that no earlier division has reached are alike.
+        alike = max(
+            [begun + 1, *(place.epoch + 1 for each in self._earlier for place in each.places.values())]
+        )
+        left = [self._shares.records(epoch) for epoch in range(begun, min(alike, self._until))]
+        if left:
+            left[0] -= self._place.records
+        whole = max(0, self._until - alike) * self._batches(self._epoch_records)
+        return sum(map(self._batches, left)) + whole
+
+    def __repr__(self) -> str:
+        shuffle = f"shuffle={self._plan.shuffle}, " if self._plan.shuffle else ""
+        batches = "endless" if self._epochs is None else f"{len(self)} batches"
+        return (
+            f"Loader({type(self._source).__name__}, {self._plan.records} records, parts={self._plan.parts}, "
+            f"batch_size={self._batch_size}, {shuffle}{batches}, rank {self._rank} of {self._world}, "
+            f"at epoch {self._place.epoch}, {self._place.records} of "
+            f"{self._shares.records(self._place.epoch)} records)"
+        )
+
+    @property
+    def _epoch_records(self) -> int:
+        """This rank's share of an epoch that is divided as a whole."""
+        return share_records(self._plan.records, self._rank, self._world)
+
+    def _batches(self, records: int) -> int:
+        return records // self._batch_size if self._drop_remainder else -(-records // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         if self._finished and self._until is not None and self._epochs is not None:
             self._until += self._epochs
         self._finished = False
+        self._warn_if_empty()
         pipeline = self._pipeline = Pipeline(
             self._source,
-            self._jobs(self._position),
+            self._jobs(self._shares, self._place),
             self._steps,
             batch_size=self._batch_size,
             drop_remainder=self._drop_remainder,
             workers=self._workers,
             prefetch=self._prefetch,
             buffer=min(self._plan.split_records, MOST_RECORDS_PER_SPLIT),
-            most_batches=self._steps_left(),
+            most_batches=None if self._steps_per_epoch is None else self.batches_left,
         )
         try:
             while (outcome := pipeline.next()).batch is not None:
@@ -129,6 +178,8 @@ class Loader:
                 yield outcome.batch
             self._count(outcome)
             self._finished = True
+            if self._steps_per_epoch is None and self._until is not None:
+                self._place = self._place._replace(epoch=self._until, records=0)  # the share may be empty
         except Closed:
             message = "This iteration has ended: the loader was closed, moved or iterated anew."
             raise RuntimeError(message) from None
@@ -137,11 +188,10 @@ class Loader:
 
     def _count(self, outcome: Outcome) -> None:
         for receipt in outcome.receipts:
-            self._position.add(receipt)
-        self._position.steps += outcome.batch is not None
-        if outcome.receipts and outcome.receipts[-1].epoch != self._epoch:
-            self._epoch = outcome.receipts[-1].epoch
-            self._forget_complete_epochs()
+            self._place = self._place.after(receipt)
+            self._epoch = receipt.epoch
+        if outcome.batch is not None:
+            self._place = self._place._replace(steps=self._place.steps + 1)
 
     def close(self) -> None:
         """End the current iteration and its threads; the position stays."""
@@ -154,67 +204,46 @@ class Loader:
 
         Resuming on another number of ranks takes the `merge` of all ranks' positions.
         """
-        self._forget_complete_epochs()
-        return {
-            "version": VERSION,
-            "settings": self._plan.settings(),
-            "world": self._world,
-            "ranks": [self._rank],
-            "until": self._until,
-            "position": self._position.state(),
-        }
+        now = Division(self._world, {self._rank: self._place})
+        return state_of(self._plan.settings(), self._until, self._earlier, now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: this rank's own, or a merged one of all ranks of any number."""
         check_settings(state, self._plan.settings(), "the one to load")
-        of, world = state["ranks"], state["world"]
-        own = world == self._world and self._rank in of
-        if len(of) != world and not own:
-            raise ValueError(
-                f"Rank {self._rank} of {self._world} needs its own position or the merged one of all ranks, "
-                f"but received that of ranks {of} of {world}."
-            )
+        earlier, place = Position.from_state(state).of_rank(self._rank, self._world)
         self.close()
-        self._position = Position.from_state(state["position"])
+        self._earlier, self._place = earlier, place
+        self._shares = Shares(self._plan, earlier, self._rank, self._world)
         self._until = (
             None if None in (self._epochs, state["until"]) else max(self._epochs or 0, state["until"])
         )
         self._finished = False
-        self._forget_complete_epochs()
-        self._epoch = self._position.epoch
+        self._epoch = place.epoch
 
-    def _forget_complete_epochs(self) -> None:
-        epoch = self._position.epoch
-        while self._position.progress(epoch).done and self._position.is_complete(
-            epoch, len(self._plan.blocks(epoch))
-        ):
-            epoch += 1
-        self._position.advance(epoch)
-
-    def _steps_left(self) -> int | None:
-        if self._steps_per_epoch is None or self._until is None:
-            return None
-        return max(0, self._until * self._steps_per_epoch - self._position.steps)
-
-    def _jobs(self, position: Position) -> Iterator[Job]:
-        """What is left for this rank; runs on the threads, so on a copy of the position."""
-        position = Position.from_state(position.state())
+    def _jobs(self, shares: Shares, place: Place) -> Iterator[Job]:
+        """What is left for this rank; runs on the threads."""
         endless = self._until is None or self._steps_per_epoch is not None
-        for epoch in count(position.epoch) if endless else range(position.epoch, self._until or 0):
-            share = of_rank(self._plan.blocks(epoch), self._rank, self._world)
-            progress = position.progress(epoch)
-            todo = [block for block in share if block.number not in progress.done]
-            if endless and len(todo) == len(share) and not self._gives_a_batch(todo):
-                raise ValueError(
-                    f"Rank {self._rank} of {self._world} must get at least one batch of {self._batch_size} "
-                    f"from an epoch, but gets {sum(block.records for block in todo)} records. "
-                    "There must be more data, or split_records, batch_size or shuffle must be smaller."
-                )
-            for block in todo:
-                order = partial(self._plan.order, epoch, block) if self._plan.shuffle else None
-                skip = progress.partial.get(block.number, 0)
-                last = block is todo[-1]
-                yield Job(epoch, block.number, block.splits, block.records, skip, order, last)
+        if endless and not self._batches(self._epoch_records):
+            raise ValueError(
+                f"Rank {self._rank} of {self._world} must get at least one batch of {self._batch_size} "
+                f"from an epoch, but gets {self._epoch_records} records. "
+                "There must be more data, or fewer ranks, or batch_size must be smaller."
+            )
+        for epoch in count(place.epoch) if endless else range(place.epoch, self._until or 0):
+            handed_out = place.records if epoch == place.epoch else 0
+            yield from jobs_of(self._plan, epoch, skip(shares.pieces(epoch), handed_out))
 
-    def _gives_a_batch(self, blocks: list[Block]) -> bool:
-        return sum(block.records for block in blocks) >= (self._batch_size if self._drop_remainder else 1)
+    def _warn_if_empty(self) -> None:
+        """Say once why this rank gets no batch, if there is data."""
+        records = self._epoch_records
+        if self._warned or not self._plan.records or self._batches(records):
+            return
+        self._warned = True
+        if records:
+            why = (
+                f"it has {records} of {self._plan.records} records, and drop_remainder drops them, because "
+                f"they are fewer than batch_size={self._batch_size}"
+            )
+        else:
+            why = f"there are only {self._plan.records} records, and each of the first ranks has one"
+        _log.warning("Rank %d of %d gets no batches: %s.", self._rank, self._world, why)

@@ -173,15 +173,14 @@ class Pipeline:
             last = jobs[-1].splits[0]
             splits = (Split(last.path, splits[0].first, last.first + last.count - splits[0].first),)
         if jobs[0].order is None:
-            skip, split = jobs[0].skip, splits[0]
-            yield from self._read(Split(split.path, split.first + skip, split.count - skip))
+            yield from self._read(splits[0])
             return
         batches = (batch for split in splits for batch in self._read(split))
-        blocks = regrouped(batches, [job.records for job in jobs])
+        blocks = regrouped(batches, [job.reads for job in jobs])
         for job in jobs:
             assert job.order is not None
             # No name for the block, which would keep it while the next one is read.
-            yield next(blocks).take(pa.array(job.order()[job.skip :]))
+            yield next(blocks).take(pa.array(job.order()))
         next(batches, None)  # lets the count of the last split be checked
 
     def _read(self, split: Split) -> Iterator[pa.RecordBatch]:

@@ -1,159 +1,115 @@
-"""Where a loader is in its data, in a form that does not depend on the number of workers or ranks.
+"""Where a loader is in its data: a few numbers for each rank, however much of the data is done.
 
-A position names the blocks (see `shuffle.py`) whose records have all been handed out, and for blocks that
-have been begun, how many. Epochs before `epoch` are complete. Every rank counts what it handed out on top of
-the position that it started from; `merge` joins the positions of all ranks, and any number of ranks may
-start from the result. Joining is a union, so the order of ranks and repetitions do not matter.
+The records of an epoch are divided over the ranks by a pure function (see `rank_shares.py`), and every rank
+hands out its share in order. So a rank's place is its epoch and the number of records of its share that it
+has handed out. `merge` joins the places of all ranks, in any order and any number of times.
 
-A position is asked for after every batch, so telling it must not take longer the more is finished. Finished
-blocks are therefore kept as the runs that tell them, to which the next one is added.
+A job that resumes on another number of ranks divides what is left. What is left follows from the division
+that ended and the places where its ranks were. A position therefore also lists the earlier divisions that
+still matter, so that the division can be computed again after the next stop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-VERSION = 1
-
-Run: TypeAlias = tuple[int, int, int]  # first, count, step
+VERSION = 2
 
 
 class Receipt(NamedTuple):
-    """So many records of a block, from its start on, have been handed out."""
+    """So many records of an epoch have been handed out, in the order of the rank's share."""
 
     epoch: int
-    block: int
     records: int
     complete: bool
+    """Whether they are the last ones of the share."""
 
 
-class Progress:
-    """What has been handed out of one epoch."""
+class Place(NamedTuple):
+    """Where a rank is: behind all epochs before `epoch`, and `records` records of its share of that one."""
 
-    def __init__(self) -> None:
-        self.done: set[int] = set()
-        self.partial: dict[int, int] = {}
-        self._runs: list[Run] = []  # what is done, in the order it came
+    epoch: int = 0
+    records: int = 0
+    steps: int = 0
+    """Batches since the very beginning."""
 
-    def add(self, block: int, records: int, complete: bool) -> None:
-        """Count records of a block; never backwards."""
-        if complete and block not in self.done:
-            self.done.add(block)
-            self.partial.pop(block, None)
-            _append(self._runs, block)
-        elif records and block not in self.done:
-            self.partial[block] = max(records, self.partial.get(block, 0))
-
-    def compact(self) -> None:
-        """Tell what is done by fewer runs, if it has fewer in the order of blocks."""
-        rising: list[Run] = []
-        for block in sorted(self.done):
-            _append(rising, block)
-        self._runs = min(rising, self._runs, key=len)
-
-    def told(self) -> tuple[tuple[Run, ...], tuple[tuple[int, int], ...]]:
-        """Runs of blocks that are done, and (block, records) of partial ones."""
-        return tuple(self._runs), tuple(sorted(self.partial.items()))
+    def after(self, receipt: Receipt) -> Place:
+        """The place behind what a receipt counts."""
+        if receipt.complete:
+            return self._replace(epoch=receipt.epoch + 1, records=0)
+        before = self.records if receipt.epoch == self.epoch else 0
+        return self._replace(epoch=receipt.epoch, records=before + receipt.records)
 
 
-class Entry(NamedTuple):
-    """What is told of successive epochs with equal progress."""
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A division of the data over `world` ranks, and the places of the ranks when it ended."""
 
-    epoch: int
-    epochs: int
-    done: tuple[Run, ...]
-    partial: tuple[tuple[int, int], ...]
+    world: int
+    places: Mapping[int, Place]
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch that is not complete on all ranks."""
+        return min(place.epoch for place in self.places.values())
+
+    def reaches(self, epoch: int) -> bool:
+        """Whether a rank has handed out records of this epoch, or of a later one."""
+        return any((place.epoch, place.records) > (epoch, 0) for place in self.places.values())
 
     def state(self) -> dict[str, Any]:
-        """As JSON, in lists of its own."""
-        return {
-            "epoch": self.epoch,
-            "epochs": self.epochs,
-            "done": [list(run) for run in self.done],
-            "partial": [list(begun) for begun in self.partial],
-        }
+        """As JSON; each place is [rank, epoch, records, steps]."""
+        return {"world": self.world, "places": [[rank, *place] for rank, place in self.places.items()]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Division:
+        """The division that `state()` described."""
+        return cls(state["world"], {rank: Place(*numbers) for rank, *numbers in state["places"]})
 
 
-class Position:
-    """Progress by epoch; `epoch` is the first one that is not known to be complete."""
+class Position(NamedTuple):
+    """The places of some or all ranks of a division, and the divisions before it that still matter."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.steps = 0
-        self._progress: dict[int, Progress] = {}
-        self._newest = 0  # the epoch that is being handed out
-        self._earlier: list[Entry] | None = None  # what was told of those before it, if that still holds
-
-    def progress(self, epoch: int) -> Progress:
-        """What has been handed out of an epoch; nothing, for one not begun."""
-        return self._progress.get(epoch) or Progress()
-
-    def add(self, receipt: Receipt) -> None:
-        """Count what a batch took."""
-        if receipt.epoch >= self.epoch:
-            if receipt.epoch != self._newest:
-                self._newest = max(self._newest, receipt.epoch)
-                self._earlier = None
-            progress = self._progress.setdefault(receipt.epoch, Progress())
-            progress.add(receipt.block, receipt.records, receipt.complete)
-
-    def is_complete(self, epoch: int, blocks: int) -> bool:
-        """Whether all of the epoch's `blocks` blocks are done."""
-        return epoch < self.epoch or len(self.progress(epoch).done) == blocks
-
-    def advance(self, epoch: int) -> None:
-        """Say that all epochs before this one are complete, and forget their details."""
-        if epoch > self.epoch:
-            self.epoch = epoch
-            self._progress = {number: p for number, p in self._progress.items() if number >= epoch}
-            self._earlier = None
-
-    def compact(self) -> None:
-        """Make what is told as short as it can be."""
-        for progress in self._progress.values():
-            progress.compact()
-        self._earlier = None
-
-    def join(self, other: Position) -> None:
-        """Count what the other position counts, too."""
-        self.steps = max(self.steps, other.steps)
-        for epoch, progress in other._progress.items():
-            self._add_told(epoch, *progress.told())
-        self.advance(other.epoch)
-
-    def _add_told(self, epoch: int, done: Iterable[Sequence[int]], partial: Iterable[Sequence[int]]) -> None:
-        for first, count, step in done:
-            for block in range(first, first + count * step, step):
-                self.add(Receipt(epoch, block, 0, True))
-        for block, records in partial:
-            self.add(Receipt(epoch, block, records, False))
-
-    def state(self) -> dict[str, Any]:
-        """As JSON; successive epochs with equal progress, as a rank's finished ones have, take one entry.
-
-        Finished blocks of an epoch are ranges [first, count, step], partial ones [block, records].
-        """
-        if self._earlier is None:
-            self._earlier = []
-            for epoch in sorted(self._progress.keys() - {self._newest}):
-                _tell(self._earlier, epoch, self._progress[epoch])
-        entries = list(self._earlier)
-        if self._newest in self._progress:
-            _tell(entries, self._newest, self._progress[self._newest])
-        progress = [entry.state() for entry in entries]
-        return {"epoch": self.epoch, "steps": self.steps, "progress": progress}
+    earlier: tuple[Division, ...]
+    now: Division
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Position:
-        """The position that `state()` described."""
-        position = cls()
-        position.steps = int(state["steps"])
-        for entry in state["progress"]:
-            for epoch in range(entry["epoch"], entry["epoch"] + entry["epochs"]):
-                position._add_told(epoch, entry["done"], entry["partial"])
-        position.advance(int(state["epoch"]))
-        return position
+        """The position in a loader's state."""
+        return cls(tuple(map(Division.from_state, state["earlier"])), Division.from_state(state))
+
+    def of_rank(self, rank: int, world: int) -> tuple[tuple[Division, ...], Place]:
+        """Where a rank continues: the divisions before its own, and its place.
+
+        A rank of the same division continues at its own place. Another number of ranks begins a new division
+        of what all of them have left.
+        """
+        places = self.now.places
+        if world == self.now.world and rank in places:
+            return self.earlier, places[rank]
+        if len(places) != self.now.world:
+            raise ValueError(
+                f"Rank {rank} of {world} needs its own position or the merged one of all ranks, "
+                f"but received that of ranks {sorted(places)} of {self.now.world}."
+            )
+        first = self.now.first_epoch
+        earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))
+        return earlier, Place(first, 0, max(place.steps for place in places.values()))
+
+
+def state_of(
+    settings: Mapping[str, Any], until: int | None, earlier: Sequence[Division], now: Division
+) -> dict[str, Any]:
+    """A loader's state, JSON-able, in lists and mappings of its own."""
+    return {
+        "version": VERSION,
+        "settings": dict(settings),
+        "until": until,
+        "earlier": [division.state() for division in earlier],
+        **now.state(),
+    }
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,8 +118,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not states:
         raise ValueError("merge needs the positions of at least one rank, but received none.")
     first = states[0]
-    position = Position()
-    ranks: set[int] = set()
+    places: dict[int, Place] = {}
     for state in states:
         check_settings(state, first["settings"], "the first position")
         if state["world"] != first["world"]:
@@ -171,24 +126,26 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 f"Positions to merge must come from one job, but their worlds are {first['world']} "
                 f"and {state['world']}."
             )
-        ranks.update(state["ranks"])
-        position.join(Position.from_state(state["position"]))
-    position.compact()
+        if state["earlier"] != first["earlier"]:
+            raise ValueError(
+                "Positions to merge must come from one job, but these ranks resumed from different "
+                "positions: all ranks of a job must load the same merged position."
+            )
+        for rank, place in Division.from_state(state).places.items():
+            places[rank] = max(place, places.get(rank, place))
     untils = [state["until"] for state in states]
-    return {
-        "version": VERSION,
-        "settings": dict(first["settings"]),
-        "world": first["world"],
-        "ranks": sorted(ranks),
-        "until": None if None in untils else max(untils),
-        "position": position.state(),
-    }
+    earlier = [Division.from_state(division) for division in first["earlier"]]
+    now = Division(first["world"], dict(sorted(places.items())))
+    return state_of(first["settings"], None if None in untils else max(untils), earlier, now)
 
 
 def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose: str) -> None:
     """Raise unless the state is a position in the same data, in the same order."""
     if state.get("version") != VERSION:
-        raise ValueError(f"A position must have version {VERSION}, but has {state.get('version')!r}.")
+        raise ValueError(
+            f"A position must have version {VERSION}, but has {state.get('version')!r}. "
+            "Another version of karvan saved it: finish the epoch with that one, or begin without a position."
+        )
     received = state["settings"]
     different = [name for name in settings if received.get(name) != settings[name]]
     if different:
@@ -196,28 +153,3 @@ def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose:
         raise ValueError(
             f"A position is valid for the same data and order only, but {whose} differs: {detail}."
         )
-
-
-def _tell(entries: list[Entry], epoch: int, progress: Progress) -> None:
-    """Add an epoch behind those before it: to the last entry, if it tells the same."""
-    done, partial = progress.told()
-    if entries:
-        last = entries[-1]
-        if epoch == last.epoch + last.epochs and (done, partial) == (last.done, last.partial):
-            entries[-1] = last._replace(epochs=last.epochs + 1)
-            return
-    entries.append(Entry(epoch, 1, done, partial))
-
-
-def _append(runs: list[Run], number: int) -> None:
-    """Add a number behind the others: to the last run, if it goes on there.
-
-    The share of a rank is one run, with the world as its step.
-    """
-    if runs:
-        first, count, step = runs[-1]
-        ahead = number - (first + (count - 1) * step)
-        if ahead == step or (count == 1 and ahead > 0):
-            runs[-1] = (first, count + 1, ahead)
-            return
-    runs.append((number, 1, 1))

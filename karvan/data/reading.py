@@ -21,17 +21,21 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A block of an epoch to hand out, from its record number `skip` on."""
+    """Records of an epoch to hand out: all of the splits, or those of a block that `order` chooses."""
 
     epoch: int
-    block: int
     splits: tuple[Split, ...]
     records: int
-    skip: int = 0
+    """How many are handed out."""
     order: Callable[[], Order] | None = None
-    """Gives the permutation of the block's records; None: as they are."""
+    """Gives the records to take from the block, in their order; None: all, as they are."""
     last: bool = False
     """Whether it is the last of its epoch: batches do not span epochs."""
+
+    @property
+    def reads(self) -> int:
+        """How many records are read."""
+        return sum(split.count for split in self.splits)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,14 +90,13 @@ class Reading:
         receipts, left, last = [], count, False
         while left:
             job = self.jobs.popleft()
-            handed = min(left, job.records - job.skip)
+            handed = min(left, job.records)
             left -= handed
-            rest = Job(job.epoch, job.block, (), job.records, job.skip + handed, None, job.last)
-            complete = rest.skip == rest.records
-            receipts.append(Receipt(job.epoch, job.block, rest.skip, complete))
-            if not complete:
-                self.jobs.appendleft(rest)
-            last = complete and job.last
+            rest = job.records - handed
+            if rest:
+                self.jobs.appendleft(Job(job.epoch, (), rest, None, job.last))
+            last = job.last and not rest
+            receipts.append(Receipt(job.epoch, handed, last))
         return count, rows, receipts, last
 
     def is_used(self) -> bool:
@@ -144,17 +147,17 @@ def runs(jobs: Iterator[Job]) -> Iterator[deque[Job]]:
     run: deque[Job] = deque()
     held = 0
     for job in jobs:
-        if run and not (_follows(run[-1], job) and held + job.records <= MOST_RECORDS_PER_READING):
+        if run and not (_follows(run[-1], job) and held + job.reads <= MOST_RECORDS_PER_READING):
             yield run
             run, held = deque(), 0
         run.append(job)
-        held += job.records
+        held += job.reads
     if run:
         yield run
 
 
 def _follows(before: Job, job: Job) -> bool:
-    if len(before.splits) > 1 or len(job.splits) > 1 or job.skip or before.epoch != job.epoch:
+    if len(before.splits) > 1 or len(job.splits) > 1 or before.epoch != job.epoch:
         return False
     end, start = before.splits[0], job.splits[0]
     return end.path == start.path and end.first + end.count == start.first

@@ -1,10 +1,13 @@
 """Which records come when: an epoch's order of blocks, and of the records inside each.
 
-A *block* is the unit that is handed to a rank and that a position counts in. Without shuffling it is a
-split. With it, the splits are shuffled, and a block is made of consecutive ones with about `shuffle` records
-together, or is a part of one if splits are larger than that. The records of a block are permuted by
-(seed, epoch, block number). That is the shuffle buffer: bounded by `shuffle`, the same on every machine, and
-the place inside it is one number, so it can be left and entered anywhere.
+A *block* is a run of records that is read as a whole, and mostly by one rank (see `rank_shares.py`). Without
+shuffling it is a split. With it, the splits are shuffled, and a block is made of consecutive ones with about
+`shuffle` records together, whose records are permuted by (seed, epoch, block number). That is the shuffle
+buffer: bounded by `shuffle`, the same on every machine, and the place inside it is one number, so it can be
+left and entered anywhere.
+
+Where splits are larger than `shuffle`, a block is one of them, or a part of a very large one, and its records
+are permuted within windows of `shuffle`. So blocks do not become small, and slow, because `shuffle` is small.
 
 Records of different blocks mix only as far as the splits do. Splits much smaller than `shuffle` mix better
 and read worse, because file formats decode whole row groups.
@@ -22,8 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from karvan.counts import is_integer
 from karvan.data.source import Part, Split
-from karvan.data.splits import cut, default_split_records, permutation, shuffled
+from karvan.data.splits import FEWEST_RECORDS_PER_BLOCK, cut, default_split_records, permutation, shuffled
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,15 @@ def _evenly(split: Split, most: int) -> Iterator[Split]:
         yield Split(split.path, split.first + first, end - first)
 
 
+def check_shuffle(shuffle: Any) -> None:
+    """Raise unless it is a number of records."""
+    meaning = "shuffle is how many records are shuffled at a time, 0 for none"
+    if not is_integer(shuffle):
+        raise TypeError(f"{meaning}, but is {shuffle!r}: expected a number, for example 100_000.")
+    if shuffle < 0:
+        raise ValueError(f"{meaning}, but is {shuffle}.")
+
+
 class Plan:
     """The order of a data set's records in every epoch, a pure function of the parts and these settings."""
 
@@ -90,15 +103,15 @@ class Plan:
         split_records: int | None = None,
         group_records: int | None = None,
     ) -> None:
-        if shuffle < 0:
-            raise ValueError(f"shuffle is a number of records, 0 for none, but is {shuffle}.")
-        self.shuffle = shuffle
-        self.seed = seed
+        check_shuffle(shuffle)
+        self.shuffle = int(shuffle)
+        self.seed = int(seed)
         if split_records is None:
             split_records = default_split_records(parts, shuffle, group_records)
-        self.split_records = split_records
+        self.split_records = int(split_records)
         self._splits = cut(parts, self.split_records)
         self._parts = list(parts)
+        self.records = sum(part.records for part in self._parts)
         self.blocks = lru_cache(maxsize=2)(self._blocks)
 
     def _blocks(self, epoch: int) -> list[Block]:
@@ -107,15 +120,22 @@ class Plan:
         splits = shuffled(self._splits, self.seed, epoch)
         if self.split_records <= self.shuffle:
             return blocks(splits, self.shuffle)
-        return blocks((part for split in splits for part in _evenly(split, self.shuffle)), 1)
+        most = max(self.shuffle, FEWEST_RECORDS_PER_BLOCK)
+        return blocks((part for split in splits for part in _evenly(split, most)), 1)
 
     def order(self, epoch: int, block: Block) -> npt.NDArray[np.int64]:
         """In which order the block's records come, if they are shuffled."""
-        return permutation(block.records, self.seed, epoch, block.number)
+        window = self.shuffle if self.split_records > self.shuffle else None
+        return permutation(block.records, self.seed, epoch, block.number, window=window)
 
     def settings(self) -> dict[str, Any]:
         """What a position is valid for, JSON-able. Folders do not count: data may move as a whole."""
         return dict(self._settings)
+
+    @property
+    def parts(self) -> int:
+        """How many parts the source has."""
+        return len(self._parts)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -124,7 +144,7 @@ class Plan:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "split_records": self.split_records,
-            "parts": len(self._parts),
-            "records": sum(part.records for part in self._parts),
+            "parts": self.parts,
+            "records": self.records,
             "names": hashlib.sha256(names.encode()).hexdigest()[:16],
         }

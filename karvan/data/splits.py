@@ -16,6 +16,8 @@ import numpy.typing as npt
 from karvan.data.source import Part, Split
 
 MOST_RECORDS_PER_SPLIT = 65_536
+FEWEST_RECORDS_PER_BLOCK = 8_192
+"""Reading a block costs about as much for a few records as for this many."""
 FEWEST_SPLITS = 64
 
 T = TypeVar("T")
@@ -37,26 +39,21 @@ def default_split_records(parts: Iterable[Part], shuffle: int, group_records: in
     """How many records a split gets unless somebody says otherwise.
 
     It depends on the data alone, never on the number of ranks: a position must mean the same on any of them.
-    Small data is cut finer, so that several ranks each get some of it, and a shuffle mixes well. But files
-    whose records must be decoded in groups are shuffled by whole groups, because smaller splits would decode
-    each group many times.
+    Small data is cut finer, so that a shuffle mixes well, and ranks move through unshuffled data side by
+    side. But splits do not become small because the shuffle is, and files whose records must be decoded in
+    groups are shuffled by whole groups, because smaller splits would decode each group many times.
     """
     total = sum(part.records for part in parts)
     if group_records and (shuffle or total >= FEWEST_SPLITS * group_records):
         return group_records
     finest = max(1, -(-total // FEWEST_SPLITS))
-    return min(MOST_RECORDS_PER_SPLIT, finest, shuffle or finest)
+    wanted = max(shuffle, FEWEST_RECORDS_PER_BLOCK) if shuffle else finest
+    return min(MOST_RECORDS_PER_SPLIT, finest, wanted)
 
 
 def shuffled(items: Sequence[T], *seeds: int) -> list[T]:
     """The items in the order that the seeds, for example (seed, epoch), stand for."""
     return [items[i] for i in permutation(len(items), *seeds)]
-
-
-def of_rank(items: Sequence[T], rank: int, world: int) -> list[T]:
-    """Every `world`-th item, from number `rank` on: disjoint between ranks, and complete over all of them."""
-    check_rank(rank, world)
-    return list(items[rank::world])
 
 
 def check_rank(rank: int, world: int) -> None:
@@ -65,16 +62,27 @@ def check_rank(rank: int, world: int) -> None:
         raise ValueError(f"A rank must be from 0 to world - 1, but rank is {rank} and world is {world}.")
 
 
-def permutation(count: int, *seeds: int) -> npt.NDArray[np.int64]:
+def permutation(count: int, *seeds: int, window: int | None = None) -> npt.NDArray[np.int64]:
     """A permutation of 0 … count - 1 that depends on nothing but the seeds.
 
     Numbers are sorted by a hash of (seeds, number), made of SplitMix64 steps; equal hashes keep their order.
+    With a `window`, each run of so many numbers is sorted for itself.
     """
+    if window == 1:
+        return np.arange(count)
     state = np.zeros(1, dtype=np.uint64)
     for seed in seeds:
         state = _mix(state ^ _mix(np.asarray([seed % 2**64], dtype=np.uint64)))
     keys = _mix(state + np.arange(count, dtype=np.uint64))
-    order: npt.NDArray[np.int64] = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    if window is None or window >= count:
+        return _sorted(keys)
+    whole = count - count % window
+    rows = _sorted(keys[:whole].reshape(-1, window)) + np.arange(0, whole, window)[:, None]
+    return np.concatenate([rows.reshape(-1), whole + _sorted(keys[whole:])])
+
+
+def _sorted(keys: Words) -> npt.NDArray[np.int64]:
+    order: npt.NDArray[np.int64] = np.argsort(keys, kind="stable", axis=-1).astype(np.int64, copy=False)
     return order
 
 

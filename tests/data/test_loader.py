@@ -1,10 +1,12 @@
 import gc
+import json
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -129,8 +131,8 @@ def test_transform_runs_on_every_batch_on_a_thread():
         ({"prefetch": 0}, "prefetch must be at least 1, but is 0"),
         ({"epochs": 0}, "epochs must be at least 1, but is 0"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be at least 1, but is 0"),
-        ({"shuffle": -1}, "shuffle is a number of records, 0 for none, but is -1"),
-        ({"split_records": 0}, "records_per_split is 0"),
+        ({"shuffle": -1}, "shuffle is how many records are shuffled at a time, 0 for none, but is -1"),
+        ({"split_records": 0}, "split_records must be at least 1, but is 0"),
         ({"rank": 2, "world": 2}, "rank is 2 and world is 2"),
     ],
 )
@@ -139,6 +141,37 @@ def test_settings_out_of_range_are_refused(setting, message):
         Loader(TableSource([4]), decode, 2, **setting)
     with pytest.raises(ValueError, match="batch_size must be at least 1, but is 0"):
         Loader(TableSource([4]), decode, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batch_size",
+        "seed",
+        "epochs",
+        "steps_per_epoch",
+        "workers",
+        "prefetch",
+        "split_records",
+        "rank",
+        "world",
+    ],
+)
+@pytest.mark.parametrize("value", [True, 2.0, "2"])
+def test_a_bool_or_anything_else_that_is_no_integer_is_refused_where_a_number_is_expected(name, value):
+    with pytest.raises(
+        TypeError, match=rf"{name} must be an integer, but is {value!r} \({type(value).__name__}\)"
+    ):
+        Loader(TableSource([4]), decode, **{"batch_size": 2, name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    two = np.int64(2)
+    loader = Loader(
+        TableSource([8]), decode, two, shuffle=two, seed=two, split_records=two, epochs=two, world=two, rank=0
+    )
+    assert len(list(loader)) == len(loader) == 4
+    json.dumps(loader.state_dict())
 
 
 def collect(loader, into):

@@ -1,5 +1,6 @@
 import copy
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -7,168 +8,102 @@ from hypothesis import strategies as st
 from loader_helpers import TableSource, decode, records_of
 
 from karvan.data.loader import Loader
-from karvan.data.position import Position, Receipt, merge
-
-receipts = st.lists(
-    st.builds(Receipt, st.integers(0, 4), st.integers(0, 12), st.integers(1, 9), st.booleans()), max_size=30
-)
+from karvan.data.position import merge
 
 
-def position_of(receipts):
-    position = Position()
-    for receipt in receipts:
-        position.add(receipt)
-    return position
+def loaders(world, **settings):
+    return [
+        Loader(TableSource([60, 7]), decode, 4, **{"split_records": 3, **settings}, rank=rank, world=world)
+        for rank in range(world)
+    ]
 
 
-def contents(position):
-    """Everything a position says, plainly."""
-    return {
-        (epoch, block): "done" if block in progress.done else progress.partial.get(block, 0)
-        for epoch in range(5)
-        for progress in [position.progress(epoch)]
-        for block in range(13)
-    } | {"epoch": position.epoch}
-
-
-@given(receipts)
-def test_a_position_survives_json(receipts):
-    position = position_of(receipts)
-    again = Position.from_state(json.loads(json.dumps(position.state())))
-    assert contents(again) == contents(position)
-    assert again.state() == position.state()
-
-
-def plainly(state):
-    """What a position's state says of each block that was begun, spelled out."""
-    said = {}
-    for entry in state["progress"]:
-        for epoch in range(entry["epoch"], entry["epoch"] + entry["epochs"]):
-            for first, count, step in entry["done"]:
-                blocks = [(epoch, first + number * step) for number in range(count)]
-                assert not said.keys() & set(blocks)
-                said |= dict.fromkeys(blocks, "done")
-            assert entry["partial"] == sorted(entry["partial"])
-            said |= {(epoch, block): records for block, records in entry["partial"]}
-    return said
-
-
-@given(st.lists(st.one_of(receipts, st.integers(0, 4)), max_size=6))
-def test_a_state_says_what_was_counted_and_stays_as_it_was_handed_out(changes):
-    position, expected, handed_out = Position(), {}, []
-    for change in changes:
-        if isinstance(change, int):
-            position.advance(change)
-        else:
-            for epoch, block, records, complete in change:
-                position.add(Receipt(epoch, block, records, complete))
-                before = expected.get((epoch, block), 0)
-                expected[epoch, block] = "done" if complete or before == "done" else max(before, records)
-        expected = {place: said for place, said in expected.items() if place[0] >= position.epoch}
-        state = position.state()
-        assert plainly(state) == expected
-        assert plainly(Position.from_state(state).state()) == expected
-        handed_out.append((state, copy.deepcopy(state)))
-    assert all(state == as_it_was for state, as_it_was in handed_out)
+def take(loader, batches):
+    iterator = iter(loader)
+    return [next(iterator) for _ in range(batches)]
 
 
 def test_the_states_of_a_loader_stay_as_they_were_and_are_the_callers_own():
-    loader = Loader(TableSource([60]), decode, 4, split_records=3, epochs=2, rank=1, world=2)
+    first = loaders(2, epochs=2)
+    for loader in first:
+        take(loader, 3)
+    loader = loaders(3, epochs=2)[1]
+    loader.load_state_dict(merge(each.state_dict() for each in first))
     handed_out = []
     for _ in loader:
         state = loader.state_dict()
         handed_out.append((state, copy.deepcopy(state)))
     assert all(state == as_it_was for state, as_it_was in handed_out)
     last = copy.deepcopy(state)
-    for entry in state["position"]["progress"]:
-        entry["done"][0][1] = 99
     state["settings"]["seed"] = 99
+    state["earlier"][0]["places"][0][1] = 99
+    state["places"][0][1] = 99
     assert loader.state_dict() == last
 
 
-def test_positions_that_were_saved_by_earlier_versions_load():
-    done = {0, 1, 2, 5, 6, 7, 11}
-    progress = [
-        {"epoch": 1, "epochs": 2, "done": [[0, 3, 1], [5, 1, 3], [6, 2, 1], [11, 1, 4]], "partial": [[3, 2]]}
-    ]
-    position = Position.from_state({"epoch": 1, "steps": 7, "progress": progress})
-    for epoch in (1, 2):
-        assert position.progress(epoch).done == done
-        assert position.progress(epoch).partial == {3: 2}
-    assert (position.epoch, position.steps) == (1, 7)
-    assert plainly(position.state()) == plainly({"progress": progress})
+def test_a_position_is_the_epoch_and_the_records_and_batches_that_were_handed_out():
+    loader = Loader(TableSource([40]), decode, 6, split_records=10, prefetch=8, epochs=2)
+    iterator = iter(loader)
+    assert loader.state_dict()["places"] == [[0, 0, 0, 0]]
+    next(iterator), next(iterator)
+    assert loader.state_dict()["places"] == [[0, 0, 12, 2]]
+    for _ in range(5):
+        next(iterator)
+    assert loader.state_dict()["places"] == [[0, 1, 0, 7]]
+    next(iterator)
+    assert loader.state_dict()["places"] == [[0, 1, 6, 8]]
+    assert list(iterator)
+    assert loader.state_dict()["places"] == [[0, 2, 0, 14]]
 
 
-def _at(done, rank=0, world=1):
-    """A loader that has handed out so many of its blocks."""
-    loader = Loader(TableSource([20_000]), decode, 5, split_records=1, rank=rank, world=world)
-    for number in range(done):
-        loader._position.add(Receipt(0, rank + number * world, 1, True))
-    return loader
-
-
-def test_a_position_of_ranks_that_are_not_level_takes_a_few_numbers():
-    merged = merge(_at(done, rank, 4).state_dict() for rank, done in enumerate((1000, 900, 3, 600)))
-    (entry,) = merged["position"]["progress"]
-    assert sorted(entry["done"]) == [[0, 1000, 4], [1, 900, 4], [2, 3, 4], [3, 600, 4]]
-    level = merge(_at(1000, rank, 4).state_dict() for rank in range(4))
-    assert level["position"]["progress"][0]["done"] == [[0, 4000, 1]]
-
-
-@given(receipts, receipts, st.integers(0, 4))
-def test_joining_is_a_union_in_any_order_and_repeating_it_changes_nothing(left, right, epoch):
-    one, two = position_of(left), position_of(right)
-    two.advance(epoch)
-    both, turned = position_of([]), position_of([])
-    for position in (one, two, one):
-        both.join(position)
-    for position in (two, one):
-        turned.join(position)
-    assert contents(both) == contents(turned)
-    every = position_of([*left, *right])
-    every.advance(epoch)
-    assert contents(both) == contents(every)
-
-
-def test_a_rank_that_knows_less_of_a_block_does_not_take_it_back():
-    ahead, behind = position_of([Receipt(0, 2, 7, False)]), position_of([Receipt(0, 2, 3, False)])
-    finished = position_of([Receipt(0, 2, 9, True)])
-    for order in ([ahead, behind], [behind, ahead]):
-        joined = Position()
-        for position in order:
-            joined.join(position)
-        assert joined.progress(0).partial == {2: 7}
-    finished.join(ahead)
-    assert finished.progress(0).partial == {}
-    assert finished.progress(0).done == {2}
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.randoms(use_true_random=False))
+def test_merging_takes_any_order_repeated_states_and_states_that_know_less(batches, rng):
+    ranks = loaders(3, epochs=2)
+    early = [each.state_dict() for each in ranks]
+    for each, number in zip(ranks, batches, strict=True):
+        take(each, number)
+    late = [each.state_dict() for each in ranks]
+    expected = merge(late)
+    assert [place[:1] + place[3:] for place in expected["places"]] == [[r, n] for r, n in enumerate(batches)]
+    states = [*early, *late, *late, merge(early), merge([late[1], early[2]])]
+    rng.shuffle(states)
+    assert merge(states) == expected
+    assert json.loads(json.dumps(expected)) == expected
 
 
 def test_a_position_takes_a_few_numbers_however_many_blocks_and_epochs_are_done():
-    position = Position()
-    for epoch in range(50):
-        for block in range(3, 4000, 4):
-            position.add(Receipt(epoch, block, 10, True))
-    assert position.state()["progress"] == [
-        {"epoch": 0, "epochs": 50, "done": [[3, 1000, 4]], "partial": []},
+    rng = random.Random(1)
+    sizes = [rng.randrange(1, 40) for _ in range(400)]
+    ranks = [
+        Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, rank=rank, world=3, epochs=3)
+        for rank in range(3)
     ]
-    loader = Loader(TableSource([4000]), decode, 7, split_records=2, shuffle=20, rank=1, world=3, epochs=4)
-    list(loader)
-    assert len(json.dumps(loader.state_dict())) < 1000
+    taken = sum(batch.rows for rank, loader in enumerate(ranks) for batch in take(loader, 40 + 50 * rank))
+    merged = merge(each.state_dict() for each in ranks)
+    assert len(json.dumps(merged)) < 500
+    alone = Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, epochs=3)
+    alone.load_state_dict(merged)
+    assert sum(batch.rows for batch in alone) == 3 * sum(sizes) - taken
+    assert len(json.dumps(alone.state_dict())) < 500
 
 
-def test_a_single_rank_forgets_the_details_of_complete_epochs():
-    loader = Loader(TableSource([20]), decode, 5, epochs=3, split_records=5)
-    list(loader)
-    assert loader.state_dict()["position"] == {"epoch": 3, "steps": 12, "progress": []}
-
-
-def test_the_position_counts_records_of_batches_that_were_handed_out_only():
-    loader = Loader(TableSource([40]), decode, 6, split_records=10, prefetch=8)
-    iterator = iter(loader)
-    next(iterator)
-    next(iterator)
-    progress = loader.state_dict()["position"]["progress"]
-    assert progress == [{"epoch": 0, "epochs": 1, "done": [[0, 1, 1]], "partial": [[1, 2]]}]
+def test_earlier_divisions_are_forgotten_when_all_their_epochs_are_complete():
+    position = None
+    for world, epochs, batches in [(2, 1, 3), (3, 1, 2), (2, 2, 8), (1, 2, 5), (2, 2, 2)]:
+        ranks = loaders(world, epochs=epochs)
+        for each in ranks:
+            if position:
+                each.load_state_dict(position)
+            for _, _ in zip(range(batches), each, strict=False):
+                pass
+        position = merge(each.state_dict() for each in ranks)
+        assert [division["world"] for division in position["earlier"]] == {
+            (2, 3): [],
+            (3, 2): [2],
+            (2, 8): [2, 3],
+            (1, 5): [2],
+            (2, 2): [2, 1],
+        }[world, batches]
 
 
 def test_a_position_of_other_data_or_order_is_refused_and_says_what_differs():
@@ -177,8 +112,8 @@ def test_a_position_of_other_data_or_order_is_refused_and_says_what_differs():
         Loader(TableSource([40]), decode, 6, seed=2, shuffle=4).load_state_dict(state)
     with pytest.raises(ValueError, match=r"records 40 \(here 41\)"):
         Loader(TableSource([41]), decode, 6, seed=1, shuffle=4).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"version 1, but has 7"):
-        Loader(TableSource([40]), decode, 6).load_state_dict({**state, "version": 7})
+    with pytest.raises(ValueError, match=r"version 2, but has 1\. Another version of karvan"):
+        Loader(TableSource([40]), decode, 6).load_state_dict({**state, "version": 1})
 
 
 def test_the_batch_size_may_change_between_stop_and_resume():
@@ -212,6 +147,12 @@ def test_positions_of_different_jobs_do_not_merge():
         merge([state(world=2), state()])
     with pytest.raises(ValueError, match="seed"):
         merge([state(), state(seed=4)])
+    began = state(world=2)
+    took = loaders(1)[0].state_dict()
+    assert began["earlier"] == took["earlier"] == []
+    resumed = {**began, "earlier": [{"world": 1, "places": [[0, 0, 5, 1]]}]}
+    with pytest.raises(ValueError, match=r"resumed from different positions: all ranks .* the same merged"):
+        merge([began, resumed])
 
 
 def test_more_epochs_can_be_asked_for_when_resuming():

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from karvan.data.shuffle import Plan, blocks
 from karvan.data.source import Part, Split
-from karvan.data.splits import cut, default_split_records, of_rank, permutation, shuffled
+from karvan.data.splits import cut, default_split_records, permutation, shuffled
 
 parts_of_any_sizes = st.lists(st.integers(0, 60), max_size=6).map(
     lambda sizes: [Part(f"f{i}", size) for i, size in enumerate(sizes)]
@@ -53,24 +53,22 @@ def test_permutations_are_pinned_because_checkpoints_depend_on_them():
     assert permutation(8, 1, 0).tolist() != PINNED
 
 
+@given(st.integers(0, 200), st.integers(1, 210), st.integers(0, 9))
+def test_a_permutation_by_windows_sorts_each_window_by_the_same_hashes(count, window, seed):
+    whole = permutation(count, seed)
+    place = np.empty(count, dtype=np.int64)
+    place[whole] = np.arange(count)
+    expected = sorted(
+        range(count), key=lambda number: (number // window, place[number] if window > 1 else number)
+    )
+    assert permutation(count, seed, window=window).tolist() == expected
+
+
 def test_every_place_is_equally_likely_in_a_shuffle():
     counts = np.zeros((6, 6))
     for seed in range(3000):
         counts[np.arange(6), permutation(6, seed)] += 1
     assert abs(counts - 500).max() < 110  # five standard deviations
-
-
-@given(parts_of_any_sizes, st.integers(1, 20), st.integers(1, 5), st.integers(0, 3))
-def test_ranks_take_disjoint_splits_that_are_complete_together(parts, size, world, epoch):
-    splits = shuffled(cut(parts, size), 7, epoch)
-    taken = [split for rank in range(world) for split in of_rank(splits, rank, world)]
-    assert sorted(taken) == sorted(splits)
-
-
-@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_of_the_world_is_refused(rank, world):
-    with pytest.raises(ValueError, match=f"rank is {rank} and world is {world}"):
-        of_rank([], rank, world)
 
 
 @given(parts_of_any_sizes, st.integers(1, 20), st.integers(1, 50), st.integers(0, 3))
@@ -99,10 +97,13 @@ def test_every_epoch_has_its_own_order_of_splits_and_without_shuffle_the_one_of_
     assert [s for block in still.blocks(1) for s in block.splits] == cut(parts, 5)
 
 
-def test_default_splits_are_fine_enough_for_many_ranks_and_never_larger_than_the_shuffle():
+def test_default_splits_are_fine_enough_to_mix_and_not_small_because_the_shuffle_is():
     assert default_split_records([Part("a", 640)], 0) == 10
-    assert default_split_records([Part("a", 640)], 4) == 4
+    assert default_split_records([Part("a", 640)], 4) == 10
     assert default_split_records([Part("a", 10**9)], 0) == 65_536
+    assert default_split_records([Part("a", 10**9)], 16) == 8_192
+    assert default_split_records([Part("a", 10**9)], 20_000) == 20_000
+    assert default_split_records([Part("a", 10**9)], 10**6) == 65_536
     assert default_split_records([], 0) == 1
 
 
@@ -113,13 +114,27 @@ def test_default_splits_of_files_with_groups_are_the_groups_if_shuffled_or_many(
 
 
 @given(parts_of_any_sizes, st.integers(1, 70), st.integers(1, 70), st.integers(0, 2))
-def test_a_plan_never_has_a_block_larger_than_the_shuffle_and_a_split(parts, size, shuffle, epoch):
+def test_a_plan_has_every_record_once_and_moves_none_further_than_the_shuffle(parts, size, shuffle, epoch):
     plan = Plan(parts, shuffle=shuffle, split_records=size)
-    assert all(block.records < shuffle + min(size, shuffle) for block in plan.blocks(epoch))
-    covered = [
-        (s.path, r)
-        for block in plan.blocks(epoch)
-        for s in block.splits
-        for r in range(s.first, s.first + s.count)
-    ]
+    covered = []
+    for block in plan.blocks(epoch):
+        records = [(s.path, r) for s in block.splits for r in range(s.first, s.first + s.count)]
+        order = plan.order(epoch, block)
+        assert sorted(order.tolist()) == list(range(len(records)))
+        assert abs(order - np.arange(len(order))).max() < shuffle + min(size, shuffle)
+        covered += records
     assert sorted(covered) == [(part.path, record) for part in parts for record in range(part.records)]
+
+
+def test_blocks_of_large_splits_are_bounded_and_not_small_because_the_shuffle_is():
+    for shuffle, most in ((1, 8_192), (100, 8_192), (20_000, 20_000)):
+        plan = Plan([Part("a", 200_000)], shuffle=shuffle, split_records=50_000)
+        assert {most // 2 < block.records <= most for block in plan.blocks(0)} == {True}
+
+
+@pytest.mark.parametrize("shuffle", [True, False, 2.0, "100", None])
+def test_a_shuffle_that_is_no_number_of_records_is_refused(shuffle):
+    with pytest.raises(
+        TypeError, match=rf"shuffled at a time, 0 for none, but is {shuffle!r}: expected a num"
+    ):
+        Plan([Part("a", 10)], shuffle=shuffle)

@@ -1,0 +1,26 @@
+"""Checks of options that are whole numbers."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number. A bool is not: `batch_size=True` does not say how many."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_integers(**values: Any) -> None:
+    """Raise unless all are integers, or None."""
+    for name, value in values.items():
+        if value is not None and not is_integer(value):
+            raise TypeError(f"{name} must be an integer, but is {value!r} ({type(value).__name__}).")
+
+
+def check_counts(least: int, **values: Any) -> None:
+    """Raise unless all are integers of at least `least`, or None."""
+    check_integers(**values)
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, but is {value}.")
