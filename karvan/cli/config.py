@@ -21,7 +21,16 @@ from pydantic import (
 )
 
 from karvan.cli.errors import CommandError
-from karvan.settings import Count, Positive, Section, parse, problem_text, read_settings
+from karvan.settings import (
+    Count,
+    CountOrZero,
+    Integer,
+    Positive,
+    Section,
+    parse,
+    problem_text,
+    read_settings,
+)
 
 
 class Named(BaseModel):
@@ -56,7 +65,7 @@ class Column(Section):
     default: float | int | list[float] | None = None
     length: Count | None = None
     hash: Literal["farm", "murmur"] | None = None
-    bucket: Annotated[int, Field(ge=0)] | None = None
+    bucket: CountOrZero | None = None
 
 
 class Data(Section):
@@ -66,8 +75,8 @@ class Data(Section):
     eval: Paths | None = None
     batch_size: Count = 4096
     eval_batch_size: Count | None = None
-    shuffle: Annotated[int, Field(ge=0)] = 0
-    seed: int = 0
+    shuffle: CountOrZero = 0
+    seed: Integer = 0
     columns: list[str | Column] | None = None
     format: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
@@ -123,8 +132,8 @@ class Train(Section):
     clip_norm: Positive | None = None
     clip_value: Positive | None = None
     device: str | None = None
-    seed: int = 0
-    ahead: Annotated[int, Field(ge=0)] = 2
+    seed: Integer = 0
+    ahead: CountOrZero = 2
     early_stopping: Early | None = None
 
 
@@ -191,8 +200,12 @@ def converted(name: str, text: str, kind: Any) -> Any:
         return adapter.validate_python(text)
     except ValidationError as first:
         try:
-            return adapter.validate_python(parse(text))
-        except (ValidationError, yaml.YAMLError):
+            parsed = parse(text)
+            value = adapter.validate_python(parsed)
+            if isinstance(parsed, bool) and not isinstance(value, bool):
+                raise ValueError(f"{parsed} is not a number")
+            return value
+        except (ValueError, yaml.YAMLError):
             wanted = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
             problem = first.errors()[0]["msg"]
             raise CommandError(f"{name} must be {wanted}, got '{text}': {problem_text(problem)}.") from first

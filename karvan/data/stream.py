@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from karvan.counts import check_counts
 from karvan.ragged import Batch
 
 
@@ -22,8 +23,7 @@ class Stream:
     """
 
     def __init__(self, batches: Iterable[Batch], prefetch: int = 4) -> None:
-        if prefetch < 1:
-            raise ValueError(f"prefetch must be at least 1, but is {prefetch}.")
+        check_counts(1, prefetch=prefetch)
         self._batches = batches
         self._queue = _Queue(prefetch)
         self._begun = False

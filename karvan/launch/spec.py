@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from karvan.launch.environment import NAMES, TORCH_NAMES
 from karvan.launch.roles import LOADER, SERVER, TRAINER, WORKER, Role
-from karvan.settings import Count, Positive, Section, read_settings
+from karvan.settings import Count, CountOrZero, Integer, Positive, Section, read_settings
 
 
 def _as_text(given: Any) -> Any:
@@ -26,7 +26,7 @@ def _as_replicas(given: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
-Port = Annotated[int, Field(ge=0, le=65535)]
+Port = Annotated[Integer, Field(ge=0, le=65535)]
 
 
 class Replicas(Section):
@@ -61,7 +61,7 @@ class Serving(Replicas):
 class OptionalServing(Serving):
     """One that a job may do without."""
 
-    replicas: Annotated[int, Field(ge=0)] = 0
+    replicas: CountOrZero = 0
 
 
 class Roles(Section):
@@ -93,7 +93,7 @@ class Dense(Section):
 
     lr_staleness: bool = False
     grads_to_wait: Count | None = None
-    tolerance: Annotated[int, Field(ge=0)] | None = None
+    tolerance: CountOrZero | None = None
 
     @model_validator(mode="after")
     def _slows_down_or_rejects(self) -> Dense:
@@ -118,7 +118,7 @@ class JobSpec(Section):
     roles: Roles = Roles()
     checkpoints: Path | None = None
     on_server_loss: Literal["rollback", "reload"] = "rollback"
-    max_restarts: Annotated[int, Field(ge=0)] = 10
+    max_restarts: CountOrZero = 10
     restart_window: Positive = 600.0
     grace: Positive = 60.0
     logs: Path | None = None

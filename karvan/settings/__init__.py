@@ -1,10 +1,21 @@
 """YAML files that say what to do: read, checked key by key, with errors that name the key."""
 
-from karvan.settings.section import Count, Positive, Section, SettingsError, problem_text, read_settings
+from karvan.settings.section import (
+    Count,
+    CountOrZero,
+    Integer,
+    Positive,
+    Section,
+    SettingsError,
+    problem_text,
+    read_settings,
+)
 from karvan.settings.text import parse, place_of
 
 __all__ = [
     "Count",
+    "CountOrZero",
+    "Integer",
     "Positive",
     "Section",
     "SettingsError",

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from karvan.settings.text import parse, place_of
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+
+def _no_bool(given: Any) -> Any:
+    if isinstance(given, bool):  # which pydantic takes as 0 or 1
+        raise ValueError(f"expected a number, got {str(given).lower()}")
+    return given
+
+
+Integer = Annotated[int, BeforeValidator(_no_bool)]
+Count = Annotated[Integer, Field(ge=1)]
+CountOrZero = Annotated[Integer, Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
 
 
 class SettingsError(ValueError):

@@ -106,7 +106,7 @@ class Fit:
         trainer.model.train()
         trainer.saver.begin()
         self._reporter = Reporter(trainer)
-        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes))
+        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes, counts))
         stack.callback(trainer.progress.end)
         if newest is not None:
             trainer.progress.say(f"Going on from {newest.path}.")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.counts import check_integers
 from karvan.train.passes import Passes
 from karvan.train.results import Counts
 
@@ -24,6 +25,7 @@ class Goal:
     eval_every: int | None
 
     def __post_init__(self) -> None:
+        check_integers(epochs=self.epochs, train_steps=self.train_steps, eval_every=self.eval_every)
         for name in ("epochs", "train_steps", "eval_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -43,9 +45,26 @@ class Goal:
         """Whether an evaluation is due."""
         return self.eval_every is not None and counts.step % self.eval_every == 0
 
-    def steps(self, data: Iterable[Any], passes: Passes) -> int | None:
-        """How many steps that will be, if it can be known; ranks are taken to have equal data."""
-        if self.epochs is None or not isinstance(data, Sized):
+    def steps(self, data: Iterable[Any], passes: Passes, counts: Counts) -> int | None:
+        """The step at which training ends, if that can be known; ranks are taken to have equal data."""
+        length = _length(data)
+        if self.epochs is None or length is None:
             return self.train_steps
-        steps = self.epochs * -(-len(data) * passes.world // passes.batches)
+        whole = passes.steps(length)
+        left = getattr(data, "batches_left", None)
+        if not counts.batches:
+            current = whole
+        elif left is None:
+            current = whole - -(-counts.batches // passes.count)
+        else:  # the epoch may have begun on another number of ranks
+            current = passes.steps(left)
+        epochs = self.epochs - counts.epoch
+        steps = counts.step + (current + (epochs - 1) * whole if epochs > 0 else 0)
         return steps if self.train_steps is None else min(steps, self.train_steps)
+
+
+def _length(data: Iterable[Any]) -> int | None:
+    try:
+        return len(data) if isinstance(data, Sized) else None
+    except TypeError:  # it has no end
+        return None

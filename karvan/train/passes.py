@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from karvan.counts import check_integers
 from karvan.train.taking import Fed
 
 
@@ -30,6 +31,7 @@ class Passes:
     together: bool = True
 
     def __post_init__(self) -> None:
+        check_integers(accumulate=self.accumulate, global_accumulate=self.global_accumulate)
         if self.global_accumulate is None:
             return
         if not self.together:
@@ -56,6 +58,10 @@ class Passes:
     def batches(self) -> int:
         """Batches of all ranks that make a step."""
         return self.global_accumulate or self.accumulate * self.world
+
+    def steps(self, batches: int) -> int:
+        """How many steps so many batches of every rank make."""
+        return -(-batches * self.world // self.batches)
 
     def mine(self, step: int) -> int:
         """The batches that this rank has in a step."""

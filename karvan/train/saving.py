@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from karvan.checkpoint import Checkpoint, Checkpoints
+from karvan.counts import check_integers
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class SaveSettings:
     seconds: float | None = 600.0
 
     def __post_init__(self) -> None:
+        check_integers(checkpoint_every=self.every)
         if self.every is not None and self.every < 1:
             raise ValueError(f"checkpoint_every must be at least 1 or None, got {self.every}.")
         if self.seconds is not None and self.seconds <= 0:

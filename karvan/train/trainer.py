@@ -11,6 +11,7 @@ from torch import nn
 
 from karvan import ranks
 from karvan.checkpoint import Checkpoints
+from karvan.counts import check_integers
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.dense.make import make_stepping
@@ -83,6 +84,7 @@ class Trainer:
         ahead: int = 2,
         prepare: Callable[[Any], Any] = same,
     ) -> None:
+        check_integers(log_every=log_every, ahead=ahead)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         ahead = ahead_of(ahead, ranks.current())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from karvan import _native
+from karvan.counts import check_integers
 from karvan.embedding import EmbeddingEngine
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.dense.here import DenseHere
@@ -34,6 +35,7 @@ class UpdateSettings:
     skip_nonfinite: bool = True
 
     def __post_init__(self) -> None:
+        check_integers(accumulate=self.accumulate)
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be at least 1, got {self.accumulate}.")
         for name in ("clip_norm", "clip_value"):

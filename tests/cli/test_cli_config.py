@@ -7,7 +7,8 @@ import pytest
 import karvan as kv
 from karvan.cli.build import make_features, make_job, make_model
 from karvan.cli.config import Config, Model, converted, read_config
-from karvan.settings import parse
+from karvan.cli.errors import CommandError
+from karvan.settings import SettingsError, parse
 
 MODELS = {
     "DCN": {},
@@ -98,6 +99,30 @@ def test_yaml_reads_as_people_expect():
 )
 def test_text_becomes_what_a_parameter_wants(text, kind, value):
     assert converted("x", text, kind) == value
+
+
+@pytest.mark.parametrize("kind", [int, float, int | None])
+def test_text_that_is_a_bool_is_no_number(kind):
+    with pytest.raises(CommandError, match=r"x must be .*, got 'true'"):
+        converted("x", "true", kind)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data.shuffle",
+        "data.batch_size",
+        "data.seed",
+        "data.workers",
+        "train.epochs",
+        "train.ahead",
+        "train.seed",
+    ],
+)
+def test_a_bool_is_refused_where_a_number_is_expected(place, key):
+    for text in ("true", "false"):
+        with pytest.raises(SettingsError, match=rf"config\.yaml: {key}: expected a number, got {text}\.$"):
+            read_config(place / "config.yaml", {key: text})
 
 
 def test_all_of_a_config_reaches_the_trainer(place):
