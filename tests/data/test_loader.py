@@ -312,6 +312,21 @@ def test_splits_larger_than_the_shuffle_are_read_in_one_go_too():
         assert max(abs(record % 200 - place) for place, record in enumerate(split)) < 30
 
 
+@pytest.mark.parametrize("shuffle", [1, 16, 1000])
+def test_a_small_shuffle_reads_and_copies_no_smaller_pieces_than_a_large_one(shuffle):
+    source = TableSource([100_000], piece=100_000)
+    pieces = []
+
+    def sizes(records):
+        pieces.append(len(records))
+        return Batch({"rows": torch.zeros(len(records))})
+
+    sizes.row_wise = True
+    assert sum(batch.rows for batch in Loader(source, sizes, 64, shuffle=shuffle)) == 100_000
+    assert len(source.reads) <= 64
+    assert len(pieces) <= 64
+
+
 def test_a_source_with_groups_is_shuffled_by_whole_groups():
     source = TableSource([1000, 500])
     source.group_records = 250
