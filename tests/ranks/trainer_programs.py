@@ -220,8 +220,10 @@ def stops(world):
             first = trainer_of(net_of(), ahead=ahead, callbacks=[Stop(2, how)]).fit(data)
             rest = trainer_of(net_of(), ahead=ahead).fit(data)
             made[how, ahead] = (first.step, first.stopped, first.samples + rest.samples, rest.stopped)
-    data = loader(rows=85)  # the goal comes one step before the end, when the last rank has no data left
-    first = trainer_of(net_of()).fit(data, train_steps={2: 11, 3: 7}[world])
+    # The goal comes one step before the end, when all ranks but the first have no data left.
+    rows, steps = {2: (81, 10), 3: (85, 7)}[world]
+    data = loader(rows=rows)
+    first = trainer_of(net_of()).fit(data, train_steps=steps)
     rest = trainer_of(net_of()).fit(data, epochs=1)
     made["rest"] = (first.samples, rest.samples)
     early = kv.train.EarlyStopping("auc", patience=1, min_delta=10.0)
