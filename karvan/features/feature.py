@@ -16,6 +16,7 @@ from karvan.features.sequences import FillEmpty, Flatten, ToDense, ToRagged
 from karvan.features.strings import Lower, Split, Strip, Substring, Upper
 from karvan.features.truncate import Truncate
 from karvan.features.vocabulary import Vocabulary
+from karvan.ids import check_hash
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,18 @@ class Feature:
     # Ids
 
     def hash(self, kind: str, bucket: int | None = None) -> Feature:
-        """Strings or ids hashed, "farm" or "murmur": to 64 bits, to 63 with bucket 0, else below `bucket`."""
-        hashed = self.then(Hash(kind))
-        if bucket is None:
-            return hashed
-        if bucket < 0:
-            raise ValueError(
-                f"Feature '{self.name}', hash: expected a bucket of 0 or more, but received {bucket}."
-            )
-        return hashed.then(Mod(bucket) if bucket else DropSign())
+        """Strings or ids hashed, "farm" or "murmur": to 64 bits, or below `bucket`.
+
+        "farm63" and "murmur63" drop the sign bit, and so does a bucket of 0; both are RecIS's.
+        """
+        try:
+            check_hash(kind, bucket)
+        except ValueError as error:
+            raise ValueError(f"Feature '{self.name}', {error}") from None
+        hashed = self.then(Hash(kind.removesuffix("63")))
+        if bucket:
+            return hashed.then(Mod(bucket))
+        return hashed.then(DropSign()) if bucket == 0 or kind.endswith("63") else hashed
 
     def mod(self, modulus: int) -> Feature:
         """The remainder of ids read as unsigned."""
