@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from karvan.features.buckets import Bucketize, ToIds
 from karvan.features.combine import Concat, Cross
+from karvan.features.decimals import ParseIds
 from karvan.features.hashing import Hash
 from karvan.features.keys import DropSign, HashStack, Mod, MultiHash, Prefix
 from karvan.features.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
@@ -155,9 +156,19 @@ class Feature:
         """Floats rounded, half to even."""
         return self.then(Round(digits))
 
-    def to_ids(self, buckets: int, default: int = 0) -> Feature:
-        """Numbers rounded to ids below `buckets`; the default for those that are not in this range."""
-        return self.then(ToIds(buckets, default))
+    def to_ids(self, buckets: int | None = None, default: int | None = None) -> Feature:
+        """Decimal strings as the 64-bit integers that they spell, an empty string as no id.
+
+        Of numbers, with `buckets`: rounded to ids below it, and `default`, which is 0 unless given, for those
+        that are not in this range.
+        """
+        if buckets is not None:
+            return self.then(ToIds(buckets, default or 0))
+        if default is not None:
+            raise ValueError(
+                f"Feature '{self.name}', to_ids: expected buckets beside a default, but received none."
+            )
+        return self.then(ParseIds())
 
     # Rows
 

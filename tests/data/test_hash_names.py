@@ -59,9 +59,9 @@ def test_a_name_without_meaning_is_refused_by_all():
         lambda kind, bucket: kv.Feature("x").hash(kind, bucket),
         lambda kind, bucket: ids.hash_strings(["a"], kind, bucket),
     ):
-        with pytest.raises(ValueError, match="farm63.*'md5'"):
+        with pytest.raises(ValueError, match=r"farm63.*'md5'"):
             make("md5", None)
-        with pytest.raises(ValueError, match="bucket.*farm63"):
+        with pytest.raises(ValueError, match=r"bucket.*farm63"):
             make("farm63", 10)
         with pytest.raises(ValueError, match="-1"):
             make("farm", -1)
