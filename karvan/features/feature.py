@@ -102,8 +102,26 @@ class Feature:
         """Each id as `rounds` ids of a table of rounds * size rows, all in the id's row."""
         return self.then(HashStack(rounds, size))
 
-    def vocabulary(self, words: Sequence[str] | Sequence[bytes] | Sequence[int], oov: int = 1) -> Feature:
-        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it."""
+    def vocabulary(
+        self,
+        words: Sequence[str] | Sequence[bytes] | Sequence[int] | None = None,
+        oov: int = 1,
+        *,
+        max_words: int | None = None,
+        min_count: int = 1,
+    ) -> Feature:
+        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it.
+
+        Without words, with those that the engine's `fit` finds at least `min_count` times, at most
+        `max_words` of them; the most frequent come first.
+        """
+        if words is None:
+            return self.then(Vocabulary(None, oov, max_words, min_count))
+        if max_words is not None or min_count != 1:
+            raise ValueError(
+                f"Feature '{self.name}', vocabulary: expected words, or max_words and min_count to find "
+                "them by, but received both."
+            )
         if isinstance(words, str | bytes):
             raise TypeError(
                 f"Feature '{self.name}', vocabulary: expected a list of words, but received {words!r}."
