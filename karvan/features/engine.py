@@ -104,6 +104,15 @@ class FeatureEngine(nn.Module):
         """The features that cannot be computed before `fit`, or before statistics are loaded."""
         return [name for name in self._fitted if not self._op_to_fit(name).ready]
 
+    def require_fitted(self) -> None:
+        """Raise if a feature cannot be computed yet."""
+        if unfitted := self.unfitted:
+            raise ValueError(
+                f"FeatureEngine '{self.name}' has no statistics yet for {_listed(unfitted)}: expected "
+                "engine.fit(batches) before, with batches of a loader without this transform, or the "
+                "statistics of a checkpoint."
+            )
+
     def _op_to_fit(self, name: str) -> FittedOp:
         op = self._features[name].ops[self._fitted[name]]
         assert isinstance(op, FittedOp)

@@ -101,7 +101,7 @@ class TrainContext(Kept):
             run.precision,
             stepping,
         )
-        super().__init__(run.model, here, run.precision, update, stepping)
+        super().__init__(run.model, here, run.precision, update, stepping, run.transforms)
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"
@@ -187,6 +187,7 @@ class TrainContext(Kept):
                 course.move_back()
 
     def _course_of(self, data: Iterable[Any]) -> Course:
+        self.transforms.use(data)
         goes_on = data is self._data and isinstance(data, Positioned)
         if self._saved is None and goes_on and self._course is not None:
             return self._course
