@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from karvan.checkpoint.errors import CheckpointError
 
@@ -32,7 +32,7 @@ def name_of(transform: Transform) -> str:
     return name if isinstance(name, str) and name else type(transform).__name__
 
 
-def has_state(transform: object) -> bool:
+def has_state(transform: object) -> TypeGuard[Transform]:
     """Whether there is something to keep. An engine without fitted steps has an empty state."""
     if not isinstance(transform, Transform) or isinstance(transform, type):
         return False

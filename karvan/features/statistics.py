@@ -129,7 +129,7 @@ class WordCounts(Statistics):
     """How often each string, or each id, occurs. An empty string is a missing value and does not count."""
 
     def __init__(self) -> None:
-        self.counts: Counter[bytes] | Counter[int] = Counter()
+        self.counts: Counter[Any] = Counter()  # of bytes, or of ids
         self.text: bool | None = None  # whether words are strings; None as long as there is none
 
     def add(self, entry: Entry) -> None:
@@ -141,20 +141,19 @@ class WordCounts(Statistics):
         self._expect(is_text(entry))
         if not self.text:
             words, times = np.unique(values_of(entry).cpu().numpy(), return_counts=True)
-            self._count(words.tolist(), times)
+            self._count(words.tolist(), times.tolist())
             return
         items = items_of(entry)
         hashes = ids.farm(items).cpu().numpy()
         _, first, times = np.unique(hashes, return_index=True, return_counts=True)
         offsets, data = as_offsets(items).cpu().numpy(), items.values.cpu().numpy().tobytes()
         bounds = zip(offsets[first].tolist(), offsets[first + 1].tolist(), strict=True)
-        self._count([data[start:end] for start, end in bounds], times)
+        self._count([data[start:end] for start, end in bounds], times.tolist())
 
-    def _count(self, words: list[Any], times: NDArray[np.int64]) -> None:
-        counts: Counter[Any] = self.counts
-        for word, count in zip(words, times.tolist(), strict=True):
+    def _count(self, words: list[Any], times: list[int]) -> None:
+        for word, count in zip(words, times, strict=True):
             if word != b"":
-                counts[word] += count
+                self.counts[word] += count
 
     def _expect(self, text: bool) -> None:
         if self.text not in (None, text):
@@ -172,10 +171,9 @@ class WordCounts(Statistics):
         if text is None:
             return
         self._expect(text)
-        for word, count in words:
-            self.counts[bytes.fromhex(word) if text else word] += count
+        self._count([bytes.fromhex(word) if text else word for word, _ in words], [n for _, n in words])
 
     def most_frequent(self, at_most: int | None, min_count: int) -> tuple[bytes, ...] | tuple[int, ...]:
         """Words from the most frequent to the least, those of equal counts in the order of their values."""
         pairs = [(-count, word) for word, count in self.counts.items() if count >= min_count]
-        return tuple(word for _, word in sorted(pairs)[:at_most])  # type: ignore[return-value]
+        return tuple(word for _, word in sorted(pairs)[:at_most])

@@ -84,8 +84,8 @@ class Vocabulary(StringOp, FittedOp):
             return None
         if isinstance(self.words[0], int):
             return {"ids": torch.tensor(self.words)}
-        joined = b"".join(self.words)  # type: ignore[arg-type]
-        lengths = torch.tensor([0, *(len(word) for word in self.words)])  # type: ignore[arg-type]
+        joined = b"".join(self.words)
+        lengths = torch.tensor([0, *(len(word) for word in self.words)])
         data = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0)
         return {"bytes": data.to(torch.uint8), "offsets": lengths.cumsum(0)}
 
