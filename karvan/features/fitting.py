@@ -40,7 +40,7 @@ def gather_statistics(
     if lane.world == 1:
         return
     rounds.finish()
-    told = lane.gather_json(
+    gathered = lane.gather_json(
         {
             "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
             "states": {name: each.state() for name, each in statistics.items()},
@@ -48,7 +48,7 @@ def gather_statistics(
     )
     if problem is not None:
         raise problem
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(gathered):
         if one["problem"] is not None:
             raise ranks.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
         if list(one["states"]) != list(statistics):
@@ -56,7 +56,7 @@ def gather_statistics(
                 f"fit expects equal features on all ranks, but rank {lane.rank} fits {list(statistics)} and "
                 f"rank {rank} fits {list(one['states'])}."
             )
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(gathered):
         if rank != lane.rank:
             for name, state in one["states"].items():
                 statistics[name].merge(state)

@@ -188,12 +188,14 @@ class TrainContext(Kept):
 
     def _course_of(self, data: Iterable[Any]) -> Course:
         self.transforms.use(data)
+        self.transforms.require_fitted(self.model)
         goes_on = data is self._data and isinstance(data, Positioned)
         if self._saved is None and goes_on and self._course is not None:
             return self._course
         if self._saved is None:
             self.counts.batches = 0
         run = self._running
+        self.transforms.require_equal(run.connection.main, self.model)
         made = Course(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
         self._data = data
         if self._saved is not None:

@@ -90,8 +90,8 @@ class Transforms:
             if isinstance(module, FeatureEngine)
         }
         digest = hashlib.sha256(pack({**self.state(), "model": engines})).hexdigest()
-        told = lane.gather_json(digest)
-        if others := [rank for rank, each in enumerate(told) if each != digest]:
+        gathered = lane.gather_json(digest)
+        if others := [rank for rank, each in enumerate(gathered) if each != digest]:
             raise ValueError(
                 f"Features of rank {lane.rank} have other statistics than those of rank {others[0]}: "
                 "expected fit after kv.connect, on all ranks, which merges them, or those of a checkpoint."

@@ -129,6 +129,14 @@ def train(ctx, data, steps):
         ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels))
 
 
+def test_a_stream_of_a_loader_has_its_transform(tmp_path):
+    engine = fitted()
+    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(engine)), train_steps=2)
+    again = features()
+    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(again)), train_steps=4)
+    assert statistics(again) == statistics(engine)
+
+
 def test_contexts_keep_and_restore_statistics(tmp_path):
     engine = fitted()
     net = model()
@@ -144,6 +152,11 @@ def test_contexts_keep_and_restore_statistics(tmp_path):
         train(ctx, read(unfitted), 1)
     assert statistics(unfitted) == statistics(engine)
 
+    with (
+        pytest.raises(ValueError, match="has no statistics yet"),
+        kv.TrainContext(model(), dense_optimizer=torch.optim.Adam) as ctx,
+    ):
+        train(ctx, read(features()), 1)
     new = features()
     with kv.InferContext(model(), tmp_path) as ctx:
         got = torch.cat([ctx.predict(batch) for batch in ctx.loader(read(new, seed=4))])
