@@ -175,3 +175,21 @@ def test_a_single_pass_has_all_records_and_leaves_the_position_alone():
     scaled = torch.cat([batch["price"] for batch in loader.single_pass()])
     assert torch.equal(scaled, engine({"price": plain})["price"])
     assert loader.state_dict() == position
+
+
+def test_a_warm_start_takes_the_statistics_of_engines_in_the_model(tmp_path):
+    def net(column="price"):
+        return torch.nn.Sequential(features(column=column), model())
+
+    trained = net()
+    trained[0].fit(batches())
+    trainer(trained, checkpoints=tmp_path).fit(batches(), train_steps=2)
+    new = net()
+    report = kv.checkpoint.warm_start(new, tmp_path)
+    assert statistics(new[0]) == statistics(trained[0])
+    assert report.dense["0._extra_state"] == "0._extra_state"
+    other = net("label")
+    assert "other features" in kv.checkpoint.warm_start(other, tmp_path).left_dense["0._extra_state"]
+    left = net()
+    kv.checkpoint.warm_start(left, tmp_path, dense="1.*")
+    assert left[0].unfitted == ["price"]
