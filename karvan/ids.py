@@ -56,10 +56,36 @@ def murmur(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
     return _hash_rows("murmur", data)
 
 
+HASHES = ("farm", "murmur", "farm63", "murmur63")
+"""Names of hashes: all 64 bits, or without the sign bit, as RecIS has ids that it hashes while reading."""
+
+
+def hash_strings(data: Strings | ByteRagged, kind: str, size: int | None = None) -> Tensor:
+    """The ids of strings by a hash of `HASHES`; with a bucket size as `bucket` makes them.
+
+    `Varlen(hash=…, bucket=…)` and `Feature.hash` give a string the same id.
+    """
+    check_hash(kind, size)
+    hashes = farm(data) if kind.startswith("farm") else murmur(data)
+    if kind.endswith("63"):
+        size = 0
+    return hashes if size is None else bucket(hashes, size)
+
+
+def check_hash(kind: str, size: int | None) -> None:
+    """Raise a ValueError unless `kind` is one of `HASHES` and may have buckets of this size."""
+    if kind not in HASHES:
+        raise ValueError(f"hash expects one of {', '.join(map(repr, HASHES))}, but received {kind!r}.")
+    if size is not None and size < 0:
+        raise ValueError(f"hash expects a bucket of 0 or more, but received {size}.")
+    if size is not None and kind.endswith("63"):
+        raise ValueError(f"hash expects a bucket for {kind[:-2]!r}, but received one for {kind!r}.")
+
+
 def bucket(hashes: Tensor, size: int = 0) -> Tensor:
     """Hashes as non-negative ids: below `size`, or by dropping the sign bit where size is 0.
 
-    This is how RecIS turns a hashed column into ids while reading.
+    This is how RecIS turns a hashed column into ids while reading; size 0 makes "farm63" of "farm".
     """
     if size < 0:
         raise ValueError(f"A bucket size must be 0 (no buckets) or positive, but is {size}.")

@@ -22,6 +22,7 @@ from karvan.checkpoint.ranges import WHOLE, Range, share_of
 from karvan.checkpoint.reading import Layer, TableReader
 from karvan.checkpoint.tables import Model, check_part, tables_of
 from karvan.checkpoint.together import together
+from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
 from karvan.store import AwayStore, Rows
@@ -199,6 +200,10 @@ class Checkpoint:
         together(lane, self.path, read)
         together(lane, self.path, fill)
         return state
+
+    def load_transforms(self, *transforms: Transform) -> None:
+        """Give transforms of data, such as FeatureEngines, the statistics that were saved by their names."""
+        load_transforms(self.path, self.state(), *transforms)
 
     def _extra(self, name: str, handle: TableHandle) -> Extra:
         if not self._same_extra(name, handle):

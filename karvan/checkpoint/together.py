@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.ranks import Lane, RankError
@@ -44,33 +41,3 @@ def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str]:
     if isinstance(error, CheckpointError):
         return error.path, error.problem
     return os.fspath(path), f"{type(error).__name__}: {error}"
-
-
-class Rounds:
-    """Signs of life while ranks work for minutes, so that none waits for another longer than a lane allows.
-
-    All ranks take part in each round; the work is done when all say so.
-    """
-
-    def __init__(self, lane: Lane, timeout: float) -> None:
-        self._lane = lane
-        self._every = min(30.0, timeout / 4)
-        self._last = time.monotonic()
-        self._broken = False
-
-    def still_working(self) -> None:
-        """Called between pieces of work; a round if it is time for one."""
-        if time.monotonic() >= self._last + self._every:
-            self._round(0)
-
-    def finish(self) -> None:
-        """Wait until all ranks have done their work, well or not."""
-        while not self._broken and self._round(1) < self._lane.world:
-            pass
-
-    def _round(self, done: int) -> int:
-        self._broken = True
-        total = int(self._lane.sum(torch.tensor([done])).item())
-        self._broken = False
-        self._last = time.monotonic()
-        return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +21,7 @@ from karvan.checkpoint.single import find
 from karvan.checkpoint.tables import tables_of
 from karvan.checkpoint.together import together
 from karvan.embedding import TableHandle
+from karvan.features import FeatureEngine
 
 Patterns: TypeAlias = str | Sequence[str]
 
@@ -106,7 +107,30 @@ def warm_start(
     with torch.no_grad():
         for new, old in report.dense.items():
             own[new].copy_(saved[old])  # state_dict() shares memory with the model
+    _take_statistics(
+        model, checkpoint, report, lambda name: _matches(name, dense) and not _matches(name, exclude)
+    )
     return report
+
+
+def _take_statistics(
+    model: nn.Module, checkpoint: Checkpoint, report: WarmStart, wanted: Callable[[str], bool]
+) -> None:
+    """What engines of the model were fitted to: its dense tensors know features of that scale."""
+    engines = {
+        f"{name}._extra_state".lstrip("."): module
+        for name, module in model.named_modules()
+        if isinstance(module, FeatureEngine) and module.get_extra_state()
+    }
+    saved = checkpoint.state().get("model", {}) if engines else {}
+    for name, engine in engines.items():
+        if name not in saved or not wanted(name):
+            continue
+        if set(saved[name]) == set(engine.get_extra_state()):
+            engine.set_extra_state(saved[name])
+            report.dense[name] = name
+        else:
+            report.left_dense[name] = "the model's has other features"
 
 
 def _choose(

@@ -32,10 +32,11 @@ from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.pending import Pending, Writers
 from karvan.checkpoint.shares import Source, joined, put_table
 from karvan.checkpoint.tables import parts_for
-from karvan.checkpoint.together import Rounds, together
+from karvan.checkpoint.together import together
 from karvan.checkpoint.tree import encode
 from karvan.embedding import TableHandle
 from karvan.ranks import Lane
+from karvan.ranks.rounds import Rounds
 from karvan.store import AwayStore, Capture, Store
 
 Versions = dict[str, int]

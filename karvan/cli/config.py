@@ -64,7 +64,7 @@ class Column(Section):
     kind: Literal["fixed", "varlen", "raw"] = "fixed"
     default: float | int | list[float] | None = None
     length: Count | None = None
-    hash: Literal["farm", "murmur"] | None = None
+    hash: Literal["farm", "murmur", "farm63", "murmur63"] | None = None
     bucket: CountOrZero | None = None
 
 

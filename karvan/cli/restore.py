@@ -1,9 +1,10 @@
-"""Fills a job's model from a checkpoint."""
+"""Fills a job's model, and the transform of its data, from a checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from karvan.cli.errors import CommandError
 
@@ -31,4 +32,14 @@ def restore(job: kv.Job, path: Path | None) -> kv.checkpoint.Checkpoint:
         raise CheckpointError(
             checkpoint.path, f"its model is another than the job's: {' '.join(lines)}"
         ) from error
+    _restore_transform(job.eval_data, checkpoint, state)
     return checkpoint
+
+
+def _restore_transform(data: Any, checkpoint: kv.checkpoint.Checkpoint, state: Mapping[str, Any]) -> None:
+    from karvan.checkpoint.transforms import KEY, has_state, load_transforms, name_of
+
+    transform = getattr(data, "transform", None)
+    unfitted = getattr(transform, "unfitted", ())
+    if has_state(transform) and (unfitted or name_of(transform) in state.get(KEY, {})):
+        load_transforms(checkpoint.path, state, transform)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import OK, STOPPED, CommandError
+from karvan.cli.fitting import fit_features
 from karvan.cli.output import console, help_of, number_text, print_json, print_table
 from karvan.cli.target import Target, pairs
 
@@ -102,6 +103,8 @@ def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
         console(stderr=True).print(
             "[yellow]note:[/yellow] nothing will be saved; --folder says where checkpoints go."
         )
+    if newest is None:
+        fit_features(job, quiet=quiet)
     return job.fit(resume=resume)
 
 

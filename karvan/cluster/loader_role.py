@@ -64,6 +64,11 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
     batch_size = given.pop("batch_size", 4096)
     allowed = [name for name in inspect.signature(read).parameters if name not in _OWN]
     for name in given:
+        if name in ("features", "transform"):
+            raise ValueError(
+                f"data of a job has no '{name}': features are a part of the model, or of a loader's own "
+                "program, kv.DataContext().read(…, transform=engine); see docs/loaders.md."
+            )
         if name not in allowed:
             raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
     if given.get("columns") is not None:

@@ -86,7 +86,7 @@ def texts(array: pa.Array) -> Ragged:
     return Ragged(values, _from_zero(offsets, first))
 
 
-def hashed(array: pa.Array, hash_: str, bucket: int) -> Tensor:
+def hashed(array: pa.Array, hash_: str, bucket: int | None) -> Tensor:
     """The ids of strings; those of a dictionary are hashed once each."""
     if types.is_dictionary(array.type) and len(array.dictionary) < len(array):
         words = array.dictionary
@@ -95,8 +95,7 @@ def hashed(array: pa.Array, hash_: str, bucket: int) -> Tensor:
         empty = hashed(pa.array([""]), hash_, bucket)
         places = numbers(array.indices, len(words))
         return torch.cat([known, empty])[places]
-    rows = texts(array)
-    return ids.bucket(ids.farm(rows) if hash_ == "farm" else ids.murmur(rows), bucket)
+    return ids.hash_strings(texts(array), hash_, bucket)
 
 
 def weights(array: pa.Array) -> Tensor:

@@ -24,6 +24,7 @@ import pyarrow as pa
 import torch
 from pyarrow import types
 
+from karvan import ids
 from karvan.data.errors import DataError
 
 Number = int | float | bool
@@ -59,22 +60,22 @@ class Fixed:
 class Varlen:
     """Any number of values per row. Strings become ids by `hash`: "farm" or "murmur".
 
-    With `bucket` 0 an id is the hash without its sign bit; otherwise it is the hash, read as unsigned,
-    modulo `bucket`.
+    The id has all 64 bits of the hash, as `Feature.hash` and `kv.ids` give it. With a `bucket`, it is the
+    hash, read as unsigned, modulo `bucket`. "farm63" and "murmur63" drop the sign bit, as RecIS does while
+    reading; so does a bucket of 0.
     """
 
     name: str
     hash: str | None = None
-    bucket: int = 0
+    bucket: int | None = None
 
     def __post_init__(self) -> None:
-        if self.hash not in (None, "farm", "murmur"):
-            raise ValueError(
-                f'Varlen \'{self.name}\' can hash by "farm" or "murmur", but is asked for {self.hash!r}.'
-            )
-        if self.bucket < 0:
-            raise ValueError(f"Varlen '{self.name}' needs a bucket of 0 or more, but has {self.bucket}.")
-        if self.bucket and self.hash is None:
+        if self.hash is not None:
+            try:
+                ids.check_hash(self.hash, self.bucket)
+            except ValueError as error:
+                raise ValueError(f"Varlen '{self.name}', {error}") from None
+        elif self.bucket is not None:
             raise ValueError(f"Varlen '{self.name}' has a bucket but no hash whose values it could hold.")
 
 

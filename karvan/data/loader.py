@@ -155,7 +155,29 @@ class Loader:
     def _batches(self, records: int) -> int:
         return records // self._batch_size if self._drop_remainder else -(-records // self._batch_size)
 
+    @property
+    def transform(self) -> Transform | None:
+        """What is done to batches, as it was given; a Trainer keeps its state in checkpoints."""
+        return self._steps.transform
+
+    def single_pass(self, *, transformed: bool = True) -> Loader:
+        """The same records once, in the order of the source, by a loader with a position of its own.
+
+        Without `transformed` as they are before the transform, which is what `FeatureEngine.fit` takes.
+        """
+        return Loader(
+            self._source,
+            self._steps.decode,
+            self._batch_size,
+            rank=self._rank,
+            world=self._world,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            transform=self.transform if transformed else None,
+        )
+
     def __iter__(self) -> Iterator[Batch]:
+        self._steps.require_fitted()
         self.close()
         if self._finished and self._until is not None and self._epochs is not None:
             self._until += self._epochs

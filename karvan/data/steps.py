@@ -26,9 +26,15 @@ class Steps:
     """`decode` and then `transform`, as far as they are row-wise on pieces, the rest on batches."""
 
     def __init__(self, decode: Decode, transform: Transform | None = None) -> None:
+        self.decode = decode
+        self.transform = transform
         steps: list[Callable[[Any], Any]] = [decode] if transform is None else [decode, transform]
         self._on_pieces = list(takewhile(lambda step: getattr(step, "row_wise", False), steps))
         self._on_batches = steps[len(self._on_pieces) :]
+
+    def require_fitted(self) -> None:
+        """Raise if the transform has statistics to find first; threads would fail one after the other."""
+        getattr(self.transform, "require_fitted", lambda: None)()
 
     @property
     def on_pieces(self) -> bool:

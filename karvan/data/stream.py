@@ -29,6 +29,11 @@ class Stream:
         self._begun = False
         self._position: Any = None
 
+    @property
+    def transform(self) -> Any:
+        """The transform of the iterable, if it has one; a Trainer keeps its state in checkpoints."""
+        return getattr(self._batches, "transform", None)
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from karvan.features.feature import Feature
-from karvan.features.numbers import Normalise
+from karvan.features.fitted import FittedOp
+from karvan.features.fitting import gather_statistics
 from karvan.features.op import Job, run
 from karvan.features.plan import Stage, needs, plan, sources
-from karvan.features.statistics import Moments
 from karvan.ragged import Entry, NestedRagged, Ragged
-from karvan.rows import values_of
 
 
 class FeatureEngine(nn.Module):
@@ -23,22 +22,24 @@ class FeatureEngine(nn.Module):
     The result holds every feature, and every entry of the batch that no feature has the name of. Entries are
     never changed, but results may share memory with them and with each other. Fitted statistics are part of
     the state dict. `forward` may be called from several threads.
+
+    `name` is what checkpoints keep the statistics by where the engine is the `transform` of a loader.
     """
 
-    def __init__(self, features: Sequence[Feature]) -> None:
+    def __init__(self, features: Sequence[Feature], *, name: str = "features") -> None:
         super().__init__()
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"FeatureEngine expects a name, but received {name!r}.")
+        self.name = name
         for feature in features:
             if not isinstance(feature, Feature):
                 raise TypeError(f"FeatureEngine expects Features, but received {type(feature).__name__}.")
         self._features = {feature.name: feature for feature in features}
         self._made = sources(features)
         self._stages = plan(features)
-        self._fitted = [
-            (feature.name, step)
-            for feature in features
-            for step, op in enumerate(feature.ops)
-            if isinstance(op, Normalise) and op.mean is None
-        ]
+        steps = {feature.name: _step_to_fit(feature) for feature in features}
+        self._fitted = {name: step for name, step in steps.items() if step is not None}
+        self._given = {name: self._op_to_fit(name) for name in self._fitted}  # steps without statistics
 
     @property
     def features(self) -> list[Feature]:
@@ -98,74 +99,119 @@ class FeatureEngine(nn.Module):
             _check_kind(name, column, found[-1])
         return tuple(found)
 
-    def fit(self, batches: Iterable[Mapping[str, Entry]]) -> FeatureEngine:
-        """Find the statistics of every `normalise()` that was given none, over all batches, and return self.
+    @property
+    def unfitted(self) -> list[str]:
+        """The features that cannot be computed before `fit`, or before statistics are loaded."""
+        return [name for name in self._fitted if not self._op_to_fit(name).ready]
 
-        NaN does not count. Calling it again replaces what was found before.
+    def require_fitted(self) -> None:
+        """Raise if a feature cannot be computed yet."""
+        if unfitted := self.unfitted:
+            raise ValueError(
+                f"FeatureEngine '{self.name}' has no statistics yet for {_listed(unfitted)}: expected "
+                "engine.fit(batches) before, with batches of a loader without this transform, or the "
+                "statistics of a checkpoint."
+            )
+
+    def _op_to_fit(self, name: str) -> FittedOp:
+        op = self._features[name].ops[self._fitted[name]]
+        assert isinstance(op, FittedOp)
+        return op
+
+    def fit(self, batches: Iterable[Mapping[str, Entry]]) -> FeatureEngine:
+        """Find the numbers of every `normalise()` and the words of every `vocabulary()` that was given none.
+
+        NaN and empty strings do not count. Calling it again replaces what was found before. Returns self.
+
+        After `kv.connect`, all ranks call it, each with its share of the data. All get the same bits, which
+        are those of one process with all the data; see `statistics.py`.
         """
         if not self._fitted:
-            raise ValueError("fit expects a feature with normalise() without statistics, but there is none.")
+            raise ValueError(
+                "fit expects a feature with normalise() or vocabulary() that was given nothing, "
+                "but there is none."
+            )
         before = self._before_fitting()
-        moments = {place: Moments() for place in self._fitted}
-        for batch in batches:
+        statistics = {name: self._op_to_fit(name).statistics() for name in self._fitted}
+
+        def entries(batch: Mapping[str, Entry]) -> dict[str, list[Entry]]:
             made = before(batch)
-            for (name, _), moment in moments.items():
-                for output in before._features[name].outputs():
-                    moment.add(values_of(made[output]))
-        for (name, _), moment in moments.items():
-            if not moment.count:
-                raise ValueError(f"Feature '{name}', normalise: expected values to fit, but there were none.")
-        self._set([(moment.mean, moment.std) for moment in moments.values()])
+            return {
+                name: [made[output] for output in before._features[name].outputs()] for name in statistics
+            }
+
+        gather_statistics(statistics, batches, entries)
+        fitted: dict[str, FittedOp] = {}
+        for name, found in statistics.items():
+            op = self._op_to_fit(name)
+            try:
+                fitted[name] = op.fitted(found)
+            except ValueError as error:
+                raise ValueError(f"Feature '{name}', {op.name}: {error}") from None
+        self._set(fitted)
         return self
 
     def _before_fitting(self) -> FeatureEngine:
         """An engine that ends each fitted chain just before its statistics are needed."""
-        cut: dict[str, Feature] = {}
+        cut = {
+            name: dataclasses.replace(self._features[name], ops=self._features[name].ops[:step])
+            for name, step in self._fitted.items()
+        }
         late: set[str] = set()
-        for name, step in self._fitted:
-            if name in cut:
-                raise ValueError(
-                    f"Feature '{name}' has two normalise() to fit; give statistics to one of them."
-                )
-            cut[name] = dataclasses.replace(self._features[name], ops=self._features[name].ops[:step])
         waits = {feature.name: needs(feature, self._made) for feature in self.features}
         while grown := {n for n, w in waits.items() if n not in late and w & (late | cut.keys())}:
             late |= grown
         if both := [name for name in cut if name in late]:
             raise ValueError(
-                f"Feature '{both[0]}', normalise: cannot be fitted, since it starts from features "
-                "that are to be fitted themselves; give statistics to one of them."
+                f"Feature '{both[0]}', {self._op_to_fit(both[0]).name}: cannot be fitted, since it starts "
+                "from features that are to be fitted themselves; give statistics to one of them."
             )
         return FeatureEngine([cut.get(f.name, f) for f in self.features if f.name not in late])
 
-    def _set(self, statistics: Sequence[tuple[float | None, float | None]]) -> None:
-        for (name, step), (mean, std) in zip(self._fitted, statistics, strict=True):
+    def _set(self, fitted: Mapping[str, FittedOp]) -> None:
+        for name, op in fitted.items():
             ops = list(self._features[name].ops)
-            ops[step] = Normalise(mean, std)
+            ops[self._fitted[name]] = op
             self._features[name] = dataclasses.replace(self._features[name], ops=tuple(ops))
 
-    def get_extra_state(self) -> Tensor:
-        """Mean and standard deviation of each fitted step, NaN before `fit`; part of the state dict."""
-        rows = []
-        for name, step in self._fitted:
-            op = self._features[name].ops[step]
-            assert isinstance(op, Normalise)
-            rows.append([float("nan")] * 2 if op.mean is None or op.std is None else [op.mean, op.std])
-        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
+    def get_extra_state(self) -> dict[str, Any]:
+        """What was fitted, by feature, None before `fit`; part of the state dict."""
+        return {name: self._op_to_fit(name).fit_state() for name in self._fitted}
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take the statistics of another engine with the same features."""
-        if tuple(state.shape) != (len(self._fitted), 2):
+        if set(state) != set(self._fitted):
             raise ValueError(
-                f"FeatureEngine expects statistics of shape ({len(self._fitted)}, 2), one row for each "
-                f"normalise() that is fitted, but received {tuple(state.shape)}."
+                f"FeatureEngine '{self.name}' expects statistics of {_listed(self._fitted)}, "
+                f"but received those of {_listed(state)}."
             )
-        known = [(None, None) if mean != mean else (mean, std) for mean, std in state.tolist()]
-        self._set(known)
+        made: dict[str, FittedOp] = {}
+        for name, given in state.items():
+            op = self._given[name]
+            try:
+                made[name] = op if given is None else op.with_state(given)
+            except ValueError as error:
+                raise ValueError(f"Feature '{name}', {op.name}: {error}") from None
+        self._set(made)
 
     def extra_repr(self) -> str:
         """The features' names."""
         return ", ".join(self._features)
+
+
+def _step_to_fit(feature: Feature) -> int | None:
+    """Which of a feature's steps is to be fitted, if any."""
+    steps = [n for n, op in enumerate(feature.ops) if isinstance(op, FittedOp) and not op.ready]
+    if len(steps) > 1:
+        names = ", ".join(feature.ops[n].name for n in steps)
+        raise ValueError(
+            f"Feature '{feature.name}' has two steps to fit ({names}); give statistics to one of them."
+        )
+    return steps[0] if steps else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "nothing"
 
 
 def _check_kind(name: str, column: str, entry: object) -> None:

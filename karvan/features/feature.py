@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from karvan.features.buckets import Bucketize, ToIds
 from karvan.features.combine import Concat, Cross
+from karvan.features.decimals import ParseIds
 from karvan.features.hashing import Hash
 from karvan.features.keys import DropSign, HashStack, Mod, MultiHash, Prefix
 from karvan.features.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
@@ -16,6 +17,7 @@ from karvan.features.sequences import FillEmpty, Flatten, ToDense, ToRagged
 from karvan.features.strings import Lower, Split, Strip, Substring, Upper
 from karvan.features.truncate import Truncate
 from karvan.features.vocabulary import Vocabulary
+from karvan.ids import check_hash
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,18 @@ class Feature:
     # Ids
 
     def hash(self, kind: str, bucket: int | None = None) -> Feature:
-        """Strings or ids hashed, "farm" or "murmur": to 64 bits, to 63 with bucket 0, else below `bucket`."""
-        hashed = self.then(Hash(kind))
-        if bucket is None:
-            return hashed
-        if bucket < 0:
-            raise ValueError(
-                f"Feature '{self.name}', hash: expected a bucket of 0 or more, but received {bucket}."
-            )
-        return hashed.then(Mod(bucket) if bucket else DropSign())
+        """Strings or ids hashed, "farm" or "murmur": to 64 bits, or below `bucket`.
+
+        "farm63" and "murmur63" drop the sign bit, and so does a bucket of 0; both are RecIS's.
+        """
+        try:
+            check_hash(kind, bucket)
+        except ValueError as error:
+            raise ValueError(f"Feature '{self.name}', {error}") from None
+        hashed = self.then(Hash(kind.removesuffix("63")))
+        if bucket:
+            return hashed.then(Mod(bucket))
+        return hashed.then(DropSign()) if bucket == 0 or kind.endswith("63") else hashed
 
     def mod(self, modulus: int) -> Feature:
         """The remainder of ids read as unsigned."""
@@ -97,8 +102,26 @@ class Feature:
         """Each id as `rounds` ids of a table of rounds * size rows, all in the id's row."""
         return self.then(HashStack(rounds, size))
 
-    def vocabulary(self, words: Sequence[str] | Sequence[bytes] | Sequence[int], oov: int = 1) -> Feature:
-        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it."""
+    def vocabulary(
+        self,
+        words: Sequence[str] | Sequence[bytes] | Sequence[int] | None = None,
+        oov: int = 1,
+        *,
+        max_words: int | None = None,
+        min_count: int = 1,
+    ) -> Feature:
+        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it.
+
+        Without words, with those that the engine's `fit` finds at least `min_count` times, at most
+        `max_words` of them; the most frequent come first.
+        """
+        if words is None:
+            return self.then(Vocabulary(None, oov, max_words, min_count))
+        if max_words is not None or min_count != 1:
+            raise ValueError(
+                f"Feature '{self.name}', vocabulary: expected words, or max_words and min_count to find "
+                "them by, but received both."
+            )
         if isinstance(words, str | bytes):
             raise TypeError(
                 f"Feature '{self.name}', vocabulary: expected a list of words, but received {words!r}."
@@ -151,9 +174,19 @@ class Feature:
         """Floats rounded, half to even."""
         return self.then(Round(digits))
 
-    def to_ids(self, buckets: int, default: int = 0) -> Feature:
-        """Numbers rounded to ids below `buckets`; the default for those that are not in this range."""
-        return self.then(ToIds(buckets, default))
+    def to_ids(self, buckets: int | None = None, default: int | None = None) -> Feature:
+        """Decimal strings as the 64-bit integers that they spell, an empty string as no id.
+
+        Of numbers, with `buckets`: rounded to ids below it, and `default`, which is 0 unless given, for those
+        that are not in this range.
+        """
+        if buckets is not None:
+            return self.then(ToIds(buckets, default or 0))
+        if default is not None:
+            raise ValueError(
+                f"Feature '{self.name}', to_ids: expected buckets beside a default, but received none."
+            )
+        return self.then(ParseIds())
 
     # Rows
 

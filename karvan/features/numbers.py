@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from karvan import _native
+from karvan.features.fitted import FittedOp
 from karvan.features.layout import describe, flat_values, with_values
 from karvan.features.op import ElementOp, Number, Op, expect_numbers, floats, kept
+from karvan.features.statistics import Moments, Statistics
 from karvan.ragged import Entry
 from karvan.rows import values_of
 
@@ -150,7 +152,7 @@ def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Normalise(NumberOp):
+class Normalise(NumberOp, FittedOp):
     """(x - mean) / std, as floats; without statistics, those that the engine's `fit` finds."""
 
     mean: float | None = None
@@ -171,6 +173,32 @@ class Normalise(NumberOp):
         if self.mean is None:
             raise ValueError("there are no statistics yet: give mean and std, or call the engine's fit.")
 
+    @property
+    def ready(self) -> bool:
+        """See `FittedOp.ready`."""
+        return self.mean is not None
+
+    def statistics(self) -> Moments:
+        """See `FittedOp.statistics`."""
+        return Moments()
+
+    def fitted(self, found: Statistics) -> Normalise:
+        """See `FittedOp.fitted`."""
+        assert isinstance(found, Moments)
+        if not found.count:
+            raise ValueError("expected values to fit, but there were none.")
+        return Normalise(found.mean, found.std)
+
+    def fit_state(self) -> Tensor | None:
+        """Mean and standard deviation."""
+        return None if self.mean is None else torch.tensor([self.mean, self.std], dtype=torch.float64)
+
+    def with_state(self, state: Any) -> Normalise:
+        """See `FittedOp.with_state`."""
+        if not isinstance(state, Tensor) or state.shape != (2,):
+            raise ValueError(f"expected a mean and a standard deviation, but received {_brief(state)}.")
+        return Normalise(*state.tolist())
+
     def settings(self) -> Hashable:
         """Statistics may differ."""
         return None
@@ -184,6 +212,10 @@ class Normalise(NumberOp):
         mean, std = parameters
         made = (floats(values) - mean) / std
         return kept(made, values)
+
+
+def _brief(state: Any) -> str:
+    return f"a tensor of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
 
 
 @dataclass(frozen=True)

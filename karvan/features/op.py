@@ -83,10 +83,20 @@ def run(jobs: Sequence[Job]) -> list[Entry]:
     results: list[Entry | None] = [None] * len(jobs)
     for members in groups.values():
         ops = [jobs[i].op for i in members]
-        made = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
+        try:
+            made = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
+        except ValueError:  # each by itself, to say whose values are wrong
+            made = [_run_alone(jobs[i]) for i in members]
         for i, entry in zip(members, made, strict=True):
             results[i] = entry
     return [entry for entry in results if entry is not None]
+
+
+def _run_alone(job: Job) -> Entry:
+    try:
+        return job.op.run_group([job.op], [job.arguments])[0]
+    except ValueError as error:
+        raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
 
 
 class GroupElementOp(Op):

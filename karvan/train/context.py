@@ -101,7 +101,7 @@ class TrainContext(Kept):
             run.precision,
             stepping,
         )
-        super().__init__(run.model, here, run.precision, update, stepping)
+        super().__init__(run.model, here, run.precision, update, stepping, run.transforms)
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"
@@ -187,12 +187,15 @@ class TrainContext(Kept):
                 course.move_back()
 
     def _course_of(self, data: Iterable[Any]) -> Course:
+        self.transforms.use(data)
+        self.transforms.require_fitted(self.model)
         goes_on = data is self._data and isinstance(data, Positioned)
         if self._saved is None and goes_on and self._course is not None:
             return self._course
         if self._saved is None:
             self.counts.batches = 0
         run = self._running
+        self.transforms.require_equal(run.connection.main, self.model)
         made = Course(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
         self._data = data
         if self._saved is not None:

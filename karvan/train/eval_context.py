@@ -24,6 +24,7 @@ from karvan.train.precision import Precision, make_precision
 from karvan.train.randomness import same_random_state_afterwards
 from karvan.train.rounds import Rounds
 from karvan.train.step import Loader
+from karvan.train.transforms import Transforms
 from karvan.train.update import engines_of
 
 
@@ -37,6 +38,7 @@ class Running:
     precision: Precision
     placement: Placement
     ahead: int
+    transforms: Transforms
 
 
 def running(
@@ -56,6 +58,7 @@ def running(
         make_precision(name, where, engines),
         make_placement(moved, where, same, engines if ahead else []),
         ahead,
+        Transforms(),
     )
 
 
@@ -130,6 +133,7 @@ class EvalContext:
                 "Another loader of this context has not come to its end: expected one at a time."
             )
         run = self._running
+        run.transforms.use(data)
         place = partial(run.placement.place, training=False)
         with feed(data, place, ahead=run.ahead, rounds=Rounds(run.connection, "evaluate")) as batches:
             self._feed = batches
@@ -173,9 +177,10 @@ class InferContext(EvalContext):
     """Predicts by a model: `with kv.InferContext(model, "run") as ctx: output = ctx.predict(batch)`.
 
     checkpoint is one, or a run's folder, whose newest it takes; without it, the model and its rows are as
-    they are, as on parameter servers that hold them already. It needs no optimizer, and what optimizers had
-    in the checkpoint is left there. Rows in memory are this process's own; on parameter servers a checkpoint
-    takes the place of what the tables there hold. Nothing is ever inserted.
+    they are, as on parameter servers that hold them already. Transforms of data that `loader` gets take their
+    statistics from it. It needs no optimizer, and what optimizers had in the checkpoint is left there. Rows
+    in memory are this process's own; on parameter servers a checkpoint takes the place of what the tables
+    there hold. Nothing is ever inserted.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class InferContext(EvalContext):
             if "model" not in state:
                 raise checkpoints.CheckpointError.mismatch(found.path, "a model's state", ", ".join(state))
             model.load_state_dict(state["model"])
+            self._running.transforms.load(state)
             self.step = found.step
 
     def predict(self, batch: Any) -> Any:

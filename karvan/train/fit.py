@@ -22,6 +22,7 @@ from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
 from karvan.train.stopping import Stopping
 from karvan.train.taking import Fed
+from karvan.train.transforms import Transforms
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
@@ -40,6 +41,7 @@ class Fit:
         self._counts = trainer.counts
         self._window = trainer.window
         self._stopping = Stopping(trainer)
+        self._transforms = Transforms(data, goal.eval_data)
         self._course = Course(
             data,
             trainer.connection,
@@ -102,6 +104,8 @@ class Fit:
         self._window.load_state_dict(Window().state_dict())
         if newest is not None:
             self._load(newest.load(trainer.model))
+        self._transforms.require_fitted(trainer.model)
+        self._transforms.require_equal(trainer.connection.main, trainer.model)
         trainer.dense.begin()
         trainer.model.train()
         trainer.saver.begin()
@@ -241,8 +245,9 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        return {**state.take(self._trainer), **self._course.state()}
+        return {**state.take(self._trainer), **self._course.state(), **self._transforms.state()}
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         state.restore(self._trainer, saved)
+        self._transforms.load(saved)
         self._course.load(saved, state.random_of(self._trainer.connection, saved))

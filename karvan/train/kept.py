@@ -21,6 +21,7 @@ from karvan.train.gathering import summed
 from karvan.train.precision import Precision
 from karvan.train.randomness import set_random_state
 from karvan.train.results import Counts, Window
+from karvan.train.transforms import Transforms
 from karvan.train.update import Update, engines_of
 
 
@@ -34,12 +35,14 @@ class Kept:
         precision: Precision,
         update: Update,
         dense: DenseHere,
+        transforms: Transforms,
     ) -> None:
         self.model = model
         self.connection = connection
         self.precision = precision
         self.update = update
         self.dense = dense
+        self.transforms = transforms
         self.counts = Counts()
         self._course: Course | None = None  # of the loader that was used last
         self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
@@ -88,9 +91,10 @@ class Kept:
     ) -> Pending:
         """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
 
-        It has the model, its tables, optimizers, scaler, counts, random generators, and the position of the
-        loader used last. extra is a tree of one's own, such as a scheduler's state_dict. Unless wait, it is
-        written while training goes on; leaving the context waits. All ranks save together, between two steps.
+        It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
+        transforms, and the position of the loader used last. extra is a tree of one's own, such as a
+        scheduler's state_dict. Unless wait, it is written while training goes on; leaving the context waits.
+        All ranks save together, between two steps.
         """
         if self._in_step():
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
@@ -102,6 +106,7 @@ class Kept:
         whole = {
             **state.take_trained(self, {"metrics": {}, "window": Window().state_dict()}),
             **data,
+            **self.transforms.state(),
             "scheduler": {"schedulers": []},
             "callbacks": {},
             "extra": dict(extra or {}),
@@ -134,6 +139,7 @@ class Kept:
         self.update.forget()
         saved = found.load(self.model)
         state.restore_trained(self, saved)
+        self.transforms.load(saved)
         set_random_state(state.random_of(self.connection, saved))
         self.dense.begin()
         self._saved = saved

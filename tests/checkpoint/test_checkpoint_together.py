@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.together import Rounds, together
+from karvan.checkpoint.together import together
 from karvan.ranks import Lane
+from karvan.ranks.rounds import Rounds
 
 
 class ThreadLane(Lane):

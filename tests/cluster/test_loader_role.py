@@ -285,6 +285,7 @@ def test_karvans_own_loader_reads_what_the_job_says(tmp_path):
     [
         ({}, "expects files, or train"),
         ({"files": "x", "batchsize": 3}, "got 'batchsize'"),
+        ({"files": "x", "features": {"price": ["normalise"]}}, "features are a part of the model"),
         ({"files": {"a": [1]}, "columns": [{"kind": "odd"}]}, "a kind of fixed, varlen, raw"),
         ({"files": {"a": [1]}, "columns": [{"name": "a", "size": 3}]}, "column 'a'"),
     ],

@@ -1,11 +1,21 @@
 """Statistics that the engine finds in data, and where they are kept."""
 
+import json
+import pickle
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from feature_helpers import same
+from feature_helpers import ragged_text, same
+from hypothesis import given
+from hypothesis import strategies as st
 
 from karvan.features import Feature, FeatureEngine
+from karvan.features.statistics import Moments
+from karvan.ragged import Ragged
 
 
 def test_fit_finds_mean_and_standard_deviation_over_all_batches_without_nan():
@@ -16,11 +26,11 @@ def test_fit_finds_mean_and_standard_deviation_over_all_batches_without_nan():
     )
     engine.fit({"p": part, "r": part.abs()} for part in values.split(77))
     known = values[~values.isnan()].numpy()
-    statistics = engine.get_extra_state().numpy()
-    np.testing.assert_allclose(statistics[0, 0], known.mean(), rtol=1e-12)
+    statistics = {name: found.numpy() for name, found in engine.get_extra_state().items()}
+    np.testing.assert_allclose(statistics["p"][0], known.mean(), rtol=1e-12)
     # A mean 1e5 times the deviation costs five digits; sums of squares would cost ten.
-    np.testing.assert_allclose(statistics[0, 1], known.std(), rtol=1e-9)
-    np.testing.assert_allclose(statistics[1], [np.log1p(known).mean(), np.log1p(known).std()], rtol=1e-9)
+    np.testing.assert_allclose(statistics["p"][1], known.std(), rtol=1e-9)
+    np.testing.assert_allclose(statistics["r"], [np.log1p(known).mean(), np.log1p(known).std()], rtol=1e-9)
     made = engine({"p": values, "r": values})["p"]
     assert abs(float(made.nanmean())) < 1e-6
 
@@ -37,7 +47,9 @@ def test_statistics_are_part_of_the_state_dict_and_not_of_the_modules_type():
     fresh.load_state_dict(unfitted.state_dict())
     with pytest.raises(ValueError, match="Feature 'p', normalise: there are no statistics yet"):
         fresh(x)
-    with pytest.raises(ValueError, match=r"statistics of shape \(0, 2\).* received \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"'features' expects statistics of nothing, but received those of 'p'"
+    ):
         FeatureEngine([Feature("p")]).load_state_dict(engine.state_dict())
 
 
@@ -50,9 +62,92 @@ def test_what_cannot_be_fitted_is_an_error():
     x = [{"p": torch.rand(5)}]
     with pytest.raises(ValueError, match="but there is none"):
         FeatureEngine([Feature("p").normalise(0, 1)]).fit(x)
-    with pytest.raises(ValueError, match="Feature 'p' has two normalise"):
+    with pytest.raises(ValueError, match="Feature 'p' has two steps to fit"):
         FeatureEngine([Feature("p").normalise().normalise()]).fit(x)
     with pytest.raises(ValueError, match="Feature 'q', normalise: cannot be fitted"):
         FeatureEngine([Feature("p").normalise(), Feature("q").select("p").normalise()]).fit(x)
     with pytest.raises(ValueError, match="Feature 'p', normalise: expected values to fit"):
         FeatureEngine([Feature("p").normalise()]).fit([])
+
+
+def _moments(parts):
+    found = Moments()
+    for part in parts:
+        found.add(torch.tensor(part, dtype=torch.float64))
+    return found
+
+
+DOUBLES = st.floats(allow_nan=False, allow_infinity=False) | st.floats(-1e3, 1e3, width=32)
+
+
+@given(st.lists(DOUBLES, min_size=1, max_size=12), st.data())
+def test_statistics_are_exact_and_the_same_however_the_data_is_shared_out(values, data):
+    exact = [Fraction(value) for value in values]
+    mean = sum(exact) / len(exact)
+    variance = sum((value - mean) ** 2 for value in exact) / len(exact)
+    whole = _moments([values])
+    assert whole.mean == float(mean)
+    if variance:
+        assert Fraction(whole.std) ** 2 / variance - 1 < Fraction(1, 1 << 50)
+    else:
+        assert whole.std == 1.0
+
+    shuffled = data.draw(st.permutations(values))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
+    shares = [shuffled[a:b] for a, b in pairwise([0, *cuts, len(values)])]
+    merged = Moments()
+    for share in shares:
+        merged.merge(json.loads(json.dumps(_moments([share[:1], share[1:]]).state())))
+    assert (merged.count, merged.mean, merged.std) == (whole.count, whole.mean, whole.std)
+
+
+def test_values_of_another_kind_are_an_error_that_names_the_feature():
+    with pytest.raises(TypeError, match=r"Feature 'p', fit: expected numbers, but received .*strings"):
+        FeatureEngine([Feature("p").normalise()]).fit([{"p": ragged_text(["1"])}])
+    with pytest.raises(TypeError, match="Feature 'p', fit: expected ids"):
+        FeatureEngine([Feature("p").vocabulary()]).fit([{"p": torch.rand(2)}])
+    with pytest.raises(ValueError, match="Feature 'p', fit: expected finite numbers"):
+        FeatureEngine([Feature("p").normalise()]).fit([{"p": torch.tensor([1.0, float("inf")])}])
+
+
+@given(st.lists(st.lists(st.sampled_from(["", "a", "b", "ab", "é", "B"]), max_size=6), max_size=4), st.data())
+def test_a_fitted_vocabulary_has_the_most_frequent_words_first_whatever_their_order(batches, data):
+    counts = Counter(word for batch in batches for word in batch if word)
+    most, least = data.draw(st.none() | st.integers(1, 4)), data.draw(st.integers(1, 3))
+    expected = sorted((w for w in counts if counts[w] >= least), key=lambda w: (-counts[w], w.encode()))
+    feature = Feature("w").vocabulary(max_words=most, min_count=least, oov=2)
+    shuffled = data.draw(st.permutations(batches))
+    if not expected:
+        with pytest.raises(ValueError, match=r"Feature 'w', vocabulary: expected words"):
+            FeatureEngine([feature]).fit([{"w": ragged_text(batch)} for batch in shuffled])
+        return
+    engine = FeatureEngine([feature]).fit([{"w": ragged_text(batch)} for batch in shuffled])
+    told = FeatureEngine([Feature("w").vocabulary(expected[:most], oov=2)])
+    words = {"w": ragged_text(["", "a", "b", "ab", "é", "B", "other"])}
+    assert same(engine(words)["w"], told(words)["w"])
+
+    again = FeatureEngine([feature])
+    again.load_state_dict(engine.state_dict())
+    assert again.unfitted == []
+    assert same(again(words)["w"], engine(words)["w"])
+
+
+def test_a_vocabulary_of_ids_is_fitted_by_the_values_of_lists():
+    engine = FeatureEngine([Feature("i").vocabulary(max_words=2), Feature("j").select("k").vocabulary()])
+    assert engine.unfitted == ["i", "j"]
+    lists = Ragged.from_lists([[5, -7], [], [-7, 3]])
+    engine.fit([{"i": lists, "k": torch.tensor([1, 1, 0])}])
+    assert engine({"i": lists, "k": torch.tensor([0, 1, 9])})["i"].to_lists() == [[2, 0], [], [0, 1]]
+    assert pickle.loads(pickle.dumps(engine)).features == engine.features
+
+
+def test_words_and_ways_to_find_them_exclude_each_other():
+    with pytest.raises(ValueError, match="received both"):
+        Feature("w").vocabulary(["a"], max_words=3)
+    with pytest.raises(ValueError, match="min_count of at least 1"):
+        Feature("w").vocabulary(min_count=0)
+    with pytest.raises(ValueError, match="there are no words yet"):
+        FeatureEngine([Feature("w").vocabulary()])({"w": ragged_text(["a"])})
+    engine = FeatureEngine([Feature("w").vocabulary()])
+    with pytest.raises(ValueError, match="Feature 'w', vocabulary: expected the words of a vocabulary"):
+        engine.set_extra_state({"w": torch.zeros(2)})

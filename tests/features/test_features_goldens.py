@@ -20,6 +20,7 @@ def test_recis_2_hash_murmur():
 def test_recis_3_buckets_of_hashes():
     raw = run(chain().hash("farm"), STRINGS).tolist()
     assert run(chain().hash("farm", bucket=0), STRINGS).tolist() == [h & (1 << 63) - 1 for h in raw]
+    assert run(chain().hash("farm63"), STRINGS).tolist() == [h & (1 << 63) - 1 for h in raw]
     assert run(chain().hash("farm", bucket=1000), STRINGS).tolist() == [h % (1 << 64) % 1000 for h in raw]
 
 

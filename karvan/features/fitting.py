@@ -1,0 +1,69 @@
+"""One pass over data that finds what fitted steps need, on all ranks together.
+
+Every rank passes over its own share and counts. Then the counts of all ranks are added up in the order of
+ranks, on each of them; they are exact, so all get the same bits, whoever had which record. A rank without
+data takes part with empty counts. An error on one rank is an error on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from karvan import ranks
+from karvan.features.statistics import Statistics
+from karvan.ragged import Entry
+from karvan.ranks.rounds import Rounds
+
+Entries = Callable[[Mapping[str, Entry]], Mapping[str, list[Entry]]]
+
+
+def gather_statistics(
+    statistics: Mapping[str, Statistics], batches: Iterable[Mapping[str, Entry]], entries: Entries
+) -> None:
+    """Count the entries by name of all batches of all ranks; a collective."""
+    connection = ranks.current()
+    lane = connection.here
+    rounds = Rounds(lane, connection.settings.timeout)
+    problem: Exception | None = None
+    try:
+        for batch in batches:
+            for name, found in entries(batch).items():
+                for entry in found:
+                    _add(name, statistics[name], entry)
+            rounds.still_working()
+    except ranks.RankError:
+        raise  # no other rank listens any more
+    except Exception as error:
+        if lane.world == 1:
+            raise
+        problem = error
+    if lane.world == 1:
+        return
+    rounds.finish()
+    gathered = lane.gather_json(
+        {
+            "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
+            "states": {name: each.state() for name, each in statistics.items()},
+        }
+    )
+    if problem is not None:
+        raise problem
+    for rank, one in enumerate(gathered):
+        if one["problem"] is not None:
+            raise ranks.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
+        if list(one["states"]) != list(statistics):
+            raise ValueError(
+                f"fit expects equal features on all ranks, but rank {lane.rank} fits {list(statistics)} and "
+                f"rank {rank} fits {list(one['states'])}."
+            )
+    for rank, one in enumerate(gathered):
+        if rank != lane.rank:
+            for name, state in one["states"].items():
+                statistics[name].merge(state)
+
+
+def _add(name: str, statistics: Statistics, entry: Entry) -> None:
+    try:
+        statistics.add(entry)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Feature '{name}', fit: {error}") from None
