@@ -40,12 +40,12 @@ def default_split_records(parts: Iterable[Part], shuffle: int, group_records: in
 
     It depends on the data alone, never on the number of ranks: a position must mean the same on any of them.
     Small data is cut finer, so that a shuffle mixes well, and ranks move through unshuffled data side by
-    side. But splits do not become small because the shuffle is, and files whose records must be decoded in
-    groups are shuffled by whole groups, because smaller splits would decode each group many times.
+    side. But splits do not become small because the shuffle is. Files whose records must be decoded in groups
+    are read by whole groups, because smaller splits would decode each group many times.
     """
-    total = sum(part.records for part in parts)
-    if group_records and (shuffle or total >= FEWEST_SPLITS * group_records):
+    if group_records:
         return group_records
+    total = sum(part.records for part in parts)
     finest = max(1, -(-total // FEWEST_SPLITS))
     wanted = max(shuffle, FEWEST_RECORDS_PER_BLOCK) if shuffle else finest
     return min(MOST_RECORDS_PER_SPLIT, finest, wanted)

@@ -341,6 +341,18 @@ def test_a_source_with_groups_is_shuffled_by_whole_groups():
     ]
 
 
+def test_ranks_read_the_groups_of_a_source_whole_except_for_the_last_ones():
+    sources = [TableSource([1000, 500]) for _ in range(2)]
+    for rank, source in enumerate(sources):
+        source.group_records = 250
+        list(Loader(source, decode, 16, rank=rank, world=2))
+    reads = [sorted((split.path, split.first, split.count) for split in source.reads) for source in sources]
+    assert reads == [
+        [("part-0", 0, 250), ("part-0", 500, 250), ("part-1", 0, 250)],
+        [("part-0", 250, 250), ("part-0", 750, 250), ("part-1", 250, 250)],
+    ]
+
+
 def test_arrow_memory_stays_bounded_on_data_ten_times_larger_than_the_buffers():
     row_bytes, block, total = 8 * 256, 500, 20_000
 

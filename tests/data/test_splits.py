@@ -107,9 +107,9 @@ def test_default_splits_are_fine_enough_to_mix_and_not_small_because_the_shuffle
     assert default_split_records([], 0) == 1
 
 
-def test_default_splits_of_files_with_groups_are_the_groups_if_shuffled_or_many():
+def test_default_splits_of_files_with_groups_are_the_groups():
     assert default_split_records([Part("a", 1000)], 10, 400) == 400
-    assert default_split_records([Part("a", 1000)], 0, 400) == 16
+    assert default_split_records([Part("a", 1000)], 0, 400) == 400
     assert default_split_records([Part("a", 64_000)], 0, 400) == 400
 
 
