@@ -126,16 +126,12 @@ class Loader:
             return None
         if self._steps_per_epoch is not None:
             return max(0, self._until * self._steps_per_epoch - self._place.steps)
-        begun = self._place.epoch
-        # Epochs that no earlier division has reached are alike.
-        alike = max(
-            [begun + 1, *(place.epoch + 1 for each in self._earlier for place in each.places.values())]
-        )
-        left = [self._shares.records(epoch) for epoch in range(begun, min(alike, self._until))]
-        if left:
-            left[0] -= self._place.records
-        whole = max(0, self._until - alike) * self._batches(self._epoch_records)
-        return sum(map(self._batches, left)) + whole
+        whole = max(self._shares.first_whole_epoch, self._place.epoch + 1)  # it and all after it are equal
+        begun = [self._shares.records(epoch) for epoch in range(self._place.epoch, min(whole, self._until))]
+        if begun:
+            begun[0] -= self._place.records
+        later = max(0, self._until - whole) * self._batches(self._epoch_records)
+        return sum(map(self._batches, begun)) + later
 
     def __repr__(self) -> str:
         shuffle = f"shuffle={self._plan.shuffle}, " if self._plan.shuffle else ""

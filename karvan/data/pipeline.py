@@ -5,7 +5,7 @@
                            preparers                         finishers
 ```
 
-A *job* is a block of records to read, or the rest of one. Readers take jobs in order, neighbours in a file
+A *job* is a block of records to read, or a part of one. Readers take jobs in order, neighbours in a file
 together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
 the one that it reads, be it of the same reading or of its next, and, if it is its turn, the one that batches
 are cut from. Preparers do to a piece what can be done to many batches' rows at once (see
@@ -45,7 +45,7 @@ _WORTH_PREPARING = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A batch, or nothing at the end, with what it takes from which blocks."""
+    """A batch, or nothing at the end, with how many records it takes from which epochs."""
 
     batch: Batch | None
     receipts: list[Receipt]
