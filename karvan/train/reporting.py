@@ -37,13 +37,8 @@ class Reporter:
             for name, optimizer in trainer.update.optimizers.items()
         }
         metrics = self.metrics()
-        held = summed(
-            lane,
-            {
-                "rows": sum(sum(engine.sizes().values()) for engine in self._engines),
-                "memory": memory_bytes(trainer.device),
-            },
-        )
+        rows = self._rows()
+        held = summed(lane, {"rows": sum(rows.values()), "memory": memory_bytes(trainer.device), **rows})
         values = {
             "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
             **losses,
@@ -54,6 +49,14 @@ class Reporter:
         }
         self._tell("train", values)
         trainer.window.reset()
+
+    def _rows(self) -> dict[str, int]:
+        """The rows of each table, as far as this rank holds them."""
+        rows: dict[str, int] = {}
+        for engine in self._engines:
+            for table, count in engine.sizes().items():
+                rows[f"rows/{table}"] = rows.get(f"rows/{table}", 0) + count
+        return rows
 
     def _staleness(self) -> dict[str, float]:
         """Where rows or parameters are on servers: how far gradients were behind since the last report.
@@ -102,7 +105,7 @@ class Reporter:
 
     def _tell(self, kind: str, values: Mapping[str, float]) -> None:
         counts = self._trainer.counts
-        report = Report(kind, counts.step, counts.epoch, values)
+        report = Report(kind, counts.step, counts.epoch, values, counts.samples, time.time())
         self._trainer.logs.write(report)
         self._trainer.progress.report(report)
 

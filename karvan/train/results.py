@@ -29,12 +29,23 @@ class StepLogs:
 
 @dataclass(frozen=True)
 class Report:
-    """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval"."""
+    """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval".
+
+    `samples` is the number of samples trained so far, `time` the Unix time of the report.
+    """
 
     kind: str
     step: int
     epoch: int
     values: Mapping[str, float]
+    samples: int | None = None
+    time: float | None = None
+
+    def labels(self) -> dict[str, str | int | float]:
+        """What the values are about, without what is not known."""
+        known = {"samples": self.samples, "time": self.time}
+        found = {name: value for name, value in known.items() if value is not None}
+        return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **found}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import ahead_of, same
 from karvan.train.fit import Fit
 from karvan.train.goal import Goal
+from karvan.train.history import History
 from karvan.train.logs import Log, Logs
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
@@ -111,10 +112,11 @@ class Trainer:
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
         first = self.connection.rank == 0  # who watches wants to see everything once
-        self.logs = Logs(logs if first else ())
         self.log_every = log_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
+        self._history = History(self.saver.folder, writes=first)
+        self.logs = Logs([self._history, *(logs if first else ())])
         self.placement = make_placement(model, self.device, prepare, engines_of(model) if ahead else [])
         self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead, self.connection)
         for engine in engines_of(model):  # batches that wait for a step, in a fit and in an evaluation
@@ -134,6 +136,15 @@ class Trainer:
     def epoch(self) -> int:
         """The number of complete epochs, which is the number of the current one, from 0."""
         return self.counts.epoch
+
+    @property
+    def history(self) -> Any:
+        """All reports of the run as a pandas DataFrame, a row each; `kind` is "train" or "eval".
+
+        It is that of the last `fit`. With checkpoints it includes what was reported before that fit resumed,
+        and is in `history.jsonl` of the run folder, which `karvan plot` shows.
+        """
+        return self._history.frame()
 
     @property
     def stopping(self) -> str | None:

@@ -53,7 +53,7 @@ class Logs(Log):
 
 def complete_lines(path: Path) -> list[str]:
     """The lines of a file, without a last one that a crash cut off; none if there is no file."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text(errors="replace") if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 

@@ -30,7 +30,7 @@ class CsvLog(Log):
 
     def write(self, report: Report) -> None:
         """See `Log.write`."""
-        row = {"kind": report.kind, "step": report.step, "epoch": report.epoch, **report.values}
+        row = {**report.labels(), **report.values}
         if new := [name for name in row if name not in self._columns]:
             rows = list(csv.DictReader(complete_lines(self._path)))
             self._columns += new
