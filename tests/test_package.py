@@ -26,6 +26,7 @@ LAYERS = [
     ("cluster",),
     ("__init__",),
     ("launch",),
+    ("monitor",),
     ("cli",),
     ("__main__",),
 ]

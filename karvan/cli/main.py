@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from karvan.cli import bench, demo, doctor, evaluate, inspect, launch, predict, role, train, version
+from karvan.cli import bench, demo, doctor, evaluate, inspect, launch, plot, predict, role, train, version
 from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tell
 
 app = typer.Typer(
@@ -34,11 +34,12 @@ def options(
       karvan train my.yaml --folder out/run       # again: goes on
       karvan evaluate my.yaml --checkpoint out/run
       karvan inspect out/run                      # what is in it
+      karvan plot out/run                         # its loss and metrics as a page
       karvan launch job.yaml                      # a job of several roles
     """
 
 
-for command in (demo, train, evaluate, predict, inspect, launch, role, bench, doctor, version):
+for command in (demo, train, evaluate, predict, inspect, plot, launch, role, bench, doctor, version):
     command.add_to(app)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,6 +79,8 @@ def train(
     changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
     result = _fit(job, resume=resume, quiet=quiet)
+    if not quiet and job.trainer.saver.folder is not None:
+        tell_how_to_plot(job.trainer.saver.folder)
     if as_json:
         print_json(result)
     else:
@@ -106,6 +109,11 @@ def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
     if newest is None:
         fit_features(job, quiet=quiet)
     return job.fit(resume=resume)
+
+
+def tell_how_to_plot(folder: Path) -> None:
+    """Say how to look at the run."""
+    console(stderr=True).print(f"To look at the run: karvan plot {shlex.quote(str(folder))}", markup=False)
 
 
 def _show(result: kv.train.FitResult) -> None:

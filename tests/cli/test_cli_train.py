@@ -210,3 +210,12 @@ def test_the_demo_reloads_what_it_trained(run, tmp_path):
 def test_the_demo_comes_within_0_005_of_the_best_auc(run):
     result = run("demo", "--json").json
     assert result["auc"] > result["best_auc"] - 0.005
+
+
+def test_a_run_says_how_to_look_at_it_and_that_works(place, run):
+    ran = run("train", place / "config.yaml")
+    assert ran.code == 0
+    line = ran.err.splitlines()[-1]
+    assert line == f"To look at the run: karvan plot {place / 'run'}"
+    assert run(*line.split()[-2:]).code == 0
+    assert (place / "run" / "plot.html").exists()

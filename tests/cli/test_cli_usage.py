@@ -6,7 +6,19 @@ import sys
 import pytest
 
 COMMANDS = [
-    *("demo", "train", "evaluate", "predict", "inspect", "launch", "role", "bench", "doctor", "version"),
+    *(
+        "demo",
+        "train",
+        "evaluate",
+        "predict",
+        "inspect",
+        "plot",
+        "launch",
+        "role",
+        "bench",
+        "doctor",
+        "version",
+    ),
 ]
 
 
@@ -55,6 +67,7 @@ def test_version_tells_versions(run):
         (["inspect"], "path"),
         (["inspect", ".", "--key", "user"], "--key"),
         (["inspect", ".", "--key", "user", "abc"], "abc"),
+        (["plot"], "RUN"),
         (["launch"], "--example"),
         (["launch", "x.yaml", "--set", "mode"], "name=value"),
         (["demo", "--rows", "5"], "10000"),
@@ -79,6 +92,7 @@ def test_wrong_usage_is_told_in_a_line_or_two_and_exits_with_2(run, arguments, s
         ["train", "none.yaml"],
         ["train", "none.py"],
         ["inspect", "none"],
+        ["plot", "none"],
         ["evaluate", "none.yaml"],
         ["launch", "none.yaml"],
     ],

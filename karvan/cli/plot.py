@@ -1,0 +1,76 @@
+"""`karvan plot`: the numbers of one or more runs as charts in an HTML file."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from pathlib import Path
+
+import typer
+
+from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.output import console, help_of
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plot", help=help_of(plot))(plot)
+
+
+def plot(
+    runs: list[Path] = typer.Argument(
+        metavar="RUN...", help="Run folders, or log files (CSV or JSON lines).", show_default=False
+    ),
+    output: Path | None = typer.Option(
+        None,
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="The page to write; plot.html in the first run's folder unless given.",
+        show_default=False,
+    ),
+    open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
+) -> int:
+    """Plot loss, metrics, learning rate, throughput and table sizes of runs, in one HTML file.
+
+    A Trainer with checkpoints writes its numbers to history.jsonl in its run folder. The page overlays all
+    runs given. It works without a network, and while the run is still training: run the command again for
+    newer numbers.
+
+    \b
+    Examples:
+      karvan plot out/run
+      karvan plot out/run out/other -o compare.html
+      karvan plot log.csv --open
+    """
+    from karvan.monitor.plot_page import plot_page
+    from karvan.monitor.run_history import HistoryError, read_runs
+
+    try:
+        found = read_runs(runs)
+    except HistoryError as error:
+        raise CommandError(str(error), DAMAGED) from error
+    target = output or _beside(runs[0])
+    _write(target, plot_page(found))
+    reports = sum(len(run.entries) for run in found)
+    console().print(f"{target}: {len(found)} run{'s' * (len(found) > 1)}, {reports:,} reports.", markup=False)
+    if open_page:
+        webbrowser.open(target.resolve().as_uri())
+    return OK
+
+
+def _beside(run: Path) -> Path:
+    if not run.is_dir():
+        return run.with_suffix(".html")
+    return (run.parent if (run / "manifest.json").exists() else run) / "plot.html"
+
+
+def _write(target: Path, page: str) -> None:
+    """Replace the file at once, so that a browser never reads half a page."""
+    aside = target.with_name(f".{target.name}.new")
+    try:
+        aside.write_text(page, encoding="utf-8")
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise CommandError(f"{target} cannot be written: {error.strerror}.") from error

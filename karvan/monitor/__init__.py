@@ -1,0 +1,1 @@
+"""Looking at runs: their history, and a page that plots it."""
