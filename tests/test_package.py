@@ -16,7 +16,7 @@ PACKAGE = ROOT / "karvan"
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
     ("_native", "wire", "settings"),
-    ("ragged", "ids", "threads", "buffers", "counts", "ranks"),
+    ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
     ("rows",),
     ("features", "data"),
     ("store",),

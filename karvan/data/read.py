@@ -17,6 +17,7 @@ from karvan.data.frames import open_frame
 from karvan.data.loader import Loader
 from karvan.data.source import Source
 from karvan.data.steps import Transform
+from karvan.names import listed
 
 
 def read(
@@ -90,5 +91,5 @@ def _is_source(data: object) -> bool:
 
 def _inferred(schema: pa.Schema, name: str) -> Column:
     if name not in schema.names:
-        raise DataError(f"There is no such column; there are: {', '.join(schema.names)}.", column=name)
+        raise DataError(f"There is no such column; there are: {listed(name, schema.names)}", column=name)
     return infer(pa.schema([schema.field(name)]))[0]

@@ -24,7 +24,8 @@ from karvan.embedding.eviction import TTL
 from karvan.embedding.handle import TableHandle
 from karvan.embedding.inputs import FeatureInput, Inputs, Output
 from karvan.embedding.program import make_program
-from karvan.embedding.table import Table
+from karvan.embedding.table import Table, check_features
+from karvan.names import listed
 from karvan.ragged import REFERENCE, Padded, Ragged, Reference
 from karvan.store import Plan, Program, Store, make_store
 from karvan.store.protocol import Gradients, Prepared
@@ -46,6 +47,7 @@ class EmbeddingEngine(nn.Module):
         super().__init__()
         if not features:
             raise ValueError("EmbeddingEngine expects at least one feature, got none.")
+        check_features(features)
         share_torch_threads()
         self.features = dict(features)
         self.step = 0
@@ -73,7 +75,7 @@ class EmbeddingEngine(nn.Module):
     def table(self, name: str) -> TableHandle:
         """The table of that name (a table's name, which is the feature's unless it was given one)."""
         if name not in self._handles:
-            raise KeyError(f"No table '{name}' in this engine; it has: {', '.join(self._handles)}.")
+            raise KeyError(f"No table '{name}' in this engine; it has: {listed(name, self._handles)}")
         return self._handles[name]
 
     def sizes(self) -> dict[str, int]:
@@ -145,6 +147,11 @@ class EmbeddingEngine(nn.Module):
         self._ahead.hold(batches)
 
     def _inputs(self, batch: Mapping[str, Any]) -> Inputs:
+        if not hasattr(batch, "get"):
+            raise TypeError(
+                "EmbeddingEngine expects a batch, a mapping of features to ids such as "
+                f"kv.Batch({{'{next(iter(self.features))}': ids}}), got {type(batch).__name__}."
+            )
         reference = batch.get(REFERENCE)
         if isinstance(reference, Reference) and not all(feature in batch for feature in self.features):
             if reference.rows == 0:  # of a rank without data: there is nothing to ask for
@@ -161,7 +168,7 @@ class EmbeddingEngine(nn.Module):
             if feature not in batch:
                 raise KeyError(
                     f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
-                    f"which has: {', '.join(map(str, batch)) or 'nothing'}."
+                    f"which has: {listed(feature, batch)}"
                 )
             made = FeatureInput(feature, self._names[feature], table, batch[feature])
             if inputs and made.rows != inputs[0].rows:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from karvan import buffers, ids
 from karvan.embedding.table import POOLED, Table
-from karvan.ragged import Padded, Ragged, Reference
+from karvan.ragged import NestedRagged, Padded, Ragged, Reference
 from karvan.store.laid import Laid
 from karvan.store.protocol import AwayLookup
 
@@ -80,10 +80,10 @@ class FeatureInput(Output):
         elif isinstance(entry, Ragged):
             values, offsets, weights = entry.values, entry.offsets, entry.weights
         else:
-            raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__)
+            raise _refusal(name, table_name, TypeError, "a Ragged or a Tensor", type(entry).__name__, entry)
         if values.dtype is not torch.int64:
             if values.dtype is not torch.uint64:
-                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype))
+                raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), values)
             values = values.view(torch.int64)
         if not values.is_cpu:
             received = f"ids on {values.device}"
@@ -167,9 +167,42 @@ class Inputs:
 
 
 def _refusal(
-    feature: str, table: str, kind: type[TypeError] | type[ValueError], expected: str, received: str
+    feature: str,
+    table: str,
+    kind: type[TypeError] | type[ValueError],
+    expected: str,
+    received: str,
+    entry: object = None,
 ) -> TypeError | ValueError:
-    return kind(f"Feature '{feature}' of table '{table}': expected {expected}, got {received}.")
+    told = f"Feature '{feature}' of table '{table}': expected {expected}, got {received}."
+    return kind(told + _advice(feature, entry))
+
+
+def _advice(feature: str, entry: object) -> str:
+    """What to do with ids that are something else."""
+    values = entry.values if isinstance(entry, NestedRagged | Ragged) else entry
+    dtype = values.dtype if isinstance(values, Tensor) else None
+    if dtype is torch.uint8 or _is_text(values):
+        return (
+            f" This looks like text: make ids of it by kv.Feature('{feature}').hash(\"farm\") in a "
+            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]."
+        )
+    if dtype is not None and dtype.is_floating_point:
+        return f" Numbers become ids by kv.Feature('{feature}').bucketize([…]); ids are whole numbers."
+    if dtype is not None:
+        return f" Convert them: batch['{feature}'].long()."
+    return (
+        " kv.data.read makes batches of tensors from arrays and frames." if hasattr(values, "dtype") else ""
+    )
+
+
+def _is_text(values: object) -> bool:
+    if getattr(getattr(values, "dtype", None), "kind", "") in ("U", "S"):  # numpy's
+        return True
+    try:
+        return isinstance(next(iter(values), None), str | bytes)  # type: ignore[call-overload]
+    except TypeError:
+        return False
 
 
 @functools.lru_cache(maxsize=64)

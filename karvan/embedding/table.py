@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -94,3 +96,18 @@ class Table:
                 raise ValueError(
                     f"Table '{table}' has {what} {has}, but feature '{feature}' asks for {asks}."
                 )
+
+
+def check_features(features: Any) -> None:
+    """Raise unless it is a mapping of features to tables."""
+    example = 'kv.EmbeddingEngine({"user": kv.Table(dim=16)})'
+    if not isinstance(features, Mapping):
+        raise TypeError(
+            f"EmbeddingEngine expects a mapping of features to tables, such as {example}, "
+            f"got {type(features).__name__}."
+        )
+    for feature, table in features.items():
+        if not isinstance(table, Table):
+            raise TypeError(
+                f"Feature '{feature}' expects a kv.Table, as in {example}, got {type(table).__name__}."
+            )

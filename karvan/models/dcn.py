@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
-from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, tables_of
 
 
 class Cross(nn.Module):
@@ -49,7 +49,7 @@ class DCN(nn.Module):
         super().__init__()
         if structure not in ("stacked", "parallel"):
             raise ValueError(f"DCN expects structure 'stacked' or 'parallel', got '{structure}'.")
-        self.ids = list(ids)
+        self.ids = names_in(ids)
         self.structure = structure
         self.numbers = Numbers(numbers)
         self.embeddings = EmbeddingEngine(tables_of(self.ids, dim, table), seed=seed)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
-from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of, widened
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, tables_of, widened
 
 
 class DeepFM(nn.Module):
@@ -34,7 +34,7 @@ class DeepFM(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.ids = list(ids)
+        self.ids = names_in(ids)
         self.numbers = Numbers(numbers)
         # Products of all pairs go straight into the logit: rows that start large would be noise there.
         tables = widened(tables_of(self.ids, dim, table, spread=0.01), 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
-from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, tables_of
 from karvan.ragged import Padded
 
 
@@ -57,7 +57,7 @@ class DIN(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.ids, self.sequences = list(ids), dict(sequences)
+        self.ids, self.sequences = names_in(ids), dict(sequences)
         self.numbers = Numbers(numbers)
         tables = tables_of(self.ids, dim, table)
         for name, target in self.sequences.items():

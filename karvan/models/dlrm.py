@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
 from karvan.models.interaction import pairwise_dots
-from karvan.models.parts import Names, Numbers, Tables, mlp, tables_of
+from karvan.models.parts import Names, Numbers, Tables, mlp, names_in, tables_of
 
 
 class DLRM(nn.Module):
@@ -32,7 +32,7 @@ class DLRM(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.ids = list(ids)
+        self.ids = names_in(ids)
         self.numbers = Numbers(numbers)
         self.embeddings = EmbeddingEngine(tables_of(self.ids, dim, table), seed=seed)
         self.bottom = mlp(self.numbers.width, [*bottom, dim]) if self.numbers.width else None

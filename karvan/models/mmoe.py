@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine
-from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, tables_of
 
 
 class MMoE(nn.Module):
@@ -41,7 +41,7 @@ class MMoE(nn.Module):
                 f"MMoE expects tasks, experts and layers in them, got tasks {tasks!r}, {experts} experts "
                 f"with layers {expert!r}."
             )
-        self.ids, self.tasks = list(ids), list(tasks)
+        self.ids, self.tasks = names_in(ids), list(tasks)
         self.numbers = Numbers(numbers)
         self.embeddings = EmbeddingEngine(tables_of(self.ids, dim, table), seed=seed)
         width = self.numbers.width + dim * len(self.ids)

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import Table, init
+from karvan.names import listed
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]
 Tables: TypeAlias = Table | Mapping[str, Table] | None
+
+
+def names_in(ids: Sequence[str]) -> list[str]:
+    """The ids as a list; a single name would become a list of its letters."""
+    if isinstance(ids, str):
+        raise ValueError(f"Expected a list of different ids, got {ids!r}: give it [{ids!r}].")
+    return list(ids)
 
 
 def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None = None) -> dict[str, Table]:
@@ -68,7 +76,7 @@ class Numbers(nn.Module):
 
     def _column(self, batch: Mapping[str, Any], name: str) -> Tensor:
         if name not in batch:
-            raise KeyError(f"Number '{name}' is not in the batch, which has: {', '.join(map(str, batch))}.")
+            raise KeyError(f"Number '{name}' is not in the batch, which has: {listed(name, batch)}")
         column, width = batch[name], self.widths[name]
         if (
             not isinstance(column, Tensor)

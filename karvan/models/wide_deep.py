@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import EmbeddingEngine, Table, init
-from karvan.models.parts import Names, Numbers, Tables, beside, mlp, tables_of
+from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, tables_of
 
 
 class WideDeep(nn.Module):
@@ -38,7 +38,7 @@ class WideDeep(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.ids, self.wide_ids = list(ids), list(wide)
+        self.ids, self.wide_ids = names_in(ids), list(wide)
         self.numbers = Numbers(numbers)
         self.embeddings = EmbeddingEngine(tables_of(self.ids, dim, table), seed=seed)
         made_like = wide_table or Table(1, init=init.Constant(0.0))

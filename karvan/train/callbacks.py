@@ -114,7 +114,8 @@ class Callbacks(Callback):
         self._callbacks: dict[str, Callback] = {}
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise TypeError(f"callbacks must be Callbacks, got {type(callback).__name__}.")
+                name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+                raise TypeError(f'callbacks must be Callbacks, such as EarlyStopping("auc"), got {name}.')
             kind = type(callback).__name__
             same = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback

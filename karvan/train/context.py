@@ -35,6 +35,7 @@ from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
 from karvan.train.placement import make_placement
 from karvan.train.randomness import random_state
+from karvan.train.slips import check_data
 from karvan.train.step import Loader, Pass, Step
 from karvan.train.taking import Fed
 from karvan.train.types import Losses, Positioned, rows_of
@@ -150,6 +151,7 @@ class TrainContext(Kept):
         that has a position to behind the last step, and the next one goes on there.
         """
         self._require("loader")
+        check_data("loader", data)
         return Loader(lambda: self._iterate(data))
 
     def _iterate(self, data: Iterable[Any]) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from karvan.train.placement import Placement, device_of, exact_device, make_plac
 from karvan.train.precision import Precision, make_precision
 from karvan.train.randomness import same_random_state_afterwards
 from karvan.train.rounds import Rounds
+from karvan.train.slips import check_data
 from karvan.train.step import Loader
 from karvan.train.transforms import Transforms
 from karvan.train.update import engines_of
@@ -124,6 +125,7 @@ class EvalContext:
     def loader(self, data: Iterable[Any]) -> Loader:
         """The batches of data, taken and prepared ahead."""
         self._require("loader")
+        check_data("loader", data)
         return Loader(lambda: self._batches(data))
 
     def _batches(self, data: Iterable[Any]) -> Iterator[Any]:

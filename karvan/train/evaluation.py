@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from karvan.names import listed
 from karvan.ragged import NestedRagged, Ragged
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
@@ -79,7 +80,8 @@ class Evaluator:
             for batch, output in self._outputs(batches):
                 if missing := [name for name in wanted if name not in batch]:
                     raise KeyError(
-                        f"There is no column '{missing[0]}' in the batch, which has: {', '.join(batch)}."
+                        f"There is no column '{missing[0]}' in the batch, which has: "
+                        f"{listed(missing[0], batch)}"
                     )
                 yield Prediction(_to_cpu(output), {name: _to_cpu(batch[name]) for name in wanted})
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from karvan.names import listed
 from karvan.train.types import AnyBatch, Losses, Output
 
 
@@ -121,18 +122,19 @@ def _head(output: Output, name: str | None) -> Tensor:
     if name is None:
         raise TypeError(f"The model gives several outputs; name one by output=: {', '.join(output)}.")
     if name not in output:
-        raise KeyError(f"The model gives no output '{name}'; it gives: {', '.join(output)}.")
+        raise KeyError(f"The model gives no output '{name}'; it gives: {listed(name, output)}")
     return output[name]
 
 
 def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
     if name not in batch:
-        raise KeyError(f"There is no column '{name}' in the batch, which has: {', '.join(batch)}.")
+        raise KeyError(f"There is no column '{name}' in the batch, which has: {listed(name, batch)}")
     column = batch[name].to(like.device, torch.float32)
     if column.shape != like.shape:
         if column.numel() != like.numel():
             raise ValueError(
-                f"Column '{name}' must have the output's shape {list(like.shape)}, got {list(column.shape)}."
+                f"Column '{name}' must have the output's shape {list(like.shape)}, got {list(column.shape)}: "
+                "the model should give one number for each label."
             )
         column = column.reshape(like.shape)
     return column  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+from karvan.train.slips import check_device
 
 
 class Placement:
@@ -123,8 +124,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def exact_device(device: torch.device | str) -> torch.device:
     """The same device with its number: other threads have their own current GPU, which is the first."""
-    exact = torch.device(device)
-    if exact.type == "cuda" and exact.index is None and torch.cuda.is_available():
+    exact = check_device(device)
+    if exact.type == "cuda" and exact.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return exact
 

@@ -77,9 +77,20 @@ def _made(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[An
     if isinstance(given, LRScheduler):
         return [given]
     if callable(given):
-        return [given(optimizer) for optimizer in optimizers.values()]
+        return [_one(given, optimizer) for optimizer in optimizers.values()]
     return [each for one in given for each in _made(one, optimizers)]
 
 
 def _one(given: Given, optimizer: Optimizer) -> Any:
-    return given if isinstance(given, LRScheduler) else given(optimizer)
+    if isinstance(given, LRScheduler):
+        return given
+    try:
+        return given(optimizer)
+    except TypeError as error:
+        name = getattr(given, "__name__", type(given).__name__)
+        if not isinstance(given, type):
+            raise
+        raise TypeError(
+            f"scheduler expects a function of an optimizer, but {name} needs more: {error}. Give it "
+            f"lambda optimizer: {name}(optimizer, …)."
+        ) from error

@@ -30,6 +30,7 @@ from karvan.train.results import Counts, FitResult, Window
 from karvan.train.saving import SaveSettings, make_saver
 from karvan.train.schedule import Schedule, Schedulers
 from karvan.train.signals import Signals
+from karvan.train.slips import check_data, check_trainer
 from karvan.train.types import Loss, MetricLike
 from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
 
@@ -86,6 +87,7 @@ class Trainer:
         prepare: Callable[[Any], Any] = same,
     ) -> None:
         check_integers(log_every=log_every, ahead=ahead)
+        check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         ahead = ahead_of(ahead, ranks.current())
@@ -180,6 +182,9 @@ class Trainer:
         fit that had reached its end does nothing. Data that knows its position is moved to it, of other
         data the batches of before are skipped. Otherwise counting begins at 0, with the model as it is.
         """
+        check_data("fit", data)
+        if eval_data is not None:
+            check_data("eval_data", eval_data)
         goal = Goal(epochs, train_steps, eval_data, eval_every)
         self._stop = None
         return Fit(self, data, goal, resume).run()
@@ -190,8 +195,12 @@ class Trainer:
 
     def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
         """Losses and metrics of the model on data; nothing changes, neither rows nor counts nor modes."""
+        check_data("evaluate", data)
         return self.evaluator.evaluate(data, self.metrics)
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
         """For each batch the model's output, on the CPU, and beside it the columns of the batch asked for."""
+        check_data("predict", data)
+        if isinstance(columns, str):
+            raise TypeError(f"columns expects a list of names, got {columns!r}: give it [{columns!r}].")
         return self.evaluator.predict(data, columns)

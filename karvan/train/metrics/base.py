@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from karvan.names import listed
 from karvan.ragged import Ragged
 
 State: TypeAlias = dict[str, Tensor]
@@ -134,9 +135,7 @@ def _beside(what: str, tensor: Tensor, scores: Tensor) -> Tensor:
 
 def _column(batch: Mapping[str, Any], name: str, role: str) -> Tensor:
     if name not in batch:
-        raise KeyError(
-            f"The {role} '{name}' is not in the batch, which has: {', '.join(map(str, batch)) or 'nothing'}."
-        )
+        raise KeyError(f"The {role} '{name}' is not in the batch, which has: {listed(name, batch)}")
     entry = batch[name]
     if isinstance(entry, Ragged) and entry.offsets is None:
         entry = entry.values
