@@ -10,7 +10,7 @@ from typing import Any
 
 from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
-from karvan.checkpoint.choice import all_chosen, best_of, newest, one_chosen, readable
+from karvan.checkpoint.choice import all_chosen, best_of, folders, newest, one_chosen, readable
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.folder import remove_folders
 from karvan.checkpoint.manifest import Base
@@ -61,6 +61,15 @@ class Checkpoints:
         self.part_bytes = part_bytes
         self._pending: Pending | None = None
         self._last: _Last | None = None  # what a delta can build on
+
+    def __repr__(self) -> str:
+        options = {"keep_last": self.keep_last, "keep_best": self.keep_best, "full_every": self.full_every}
+        usual = {"keep_best": None, "full_every": 1}
+        given = [f"{name}={value!r}" for name, value in options.items() if usual.get(name, "") != value]
+        steps = [path.name.removeprefix("step-").lstrip("0") or "0" for path in folders(self.folder)]
+        more = "… " if len(steps) > 5 else ""
+        there = f"{len(steps)} of steps {more}{', '.join(steps[-5:])}" if steps else "none yet"
+        return f"Checkpoints({str(self.folder)!r}, {', '.join(given)}: {there})"
 
     def save(
         self,

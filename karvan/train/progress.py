@@ -1,7 +1,7 @@
 """Progress: what somebody who watches a fit sees.
 
-On a terminal it is a live bar with step, samples/s, losses, metrics, rows and memory. Elsewhere it is a plain
-line now and then. `NoProgress` shows nothing.
+On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
+shows as many of these as fit. Elsewhere it is a plain line now and then. `NoProgress` shows nothing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import IO
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID
 
+from karvan.train.bar_columns import make_columns
 from karvan.train.results import Report
 
 NAMES = ("auto", "bar", "plain", "none")
@@ -85,17 +86,8 @@ class BarProgress(NoProgress):
 
     def begin(self, step: int, total: int | None) -> None:
         """See `NoProgress.begin`."""
-        known = "" if total is None else f"/{total:,}"
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn(f"step {{task.completed:,.0f}}{known}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task("fit", total=total, completed=step, numbers="")
+        self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
+        self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
         self._bar.start()
 
     def step(self, step: int) -> None:
@@ -108,7 +100,7 @@ class BarProgress(NoProgress):
         if self._bar is None or report.kind != "train":
             self.say(line_of(report, None))
         else:
-            self._bar.update(self._task, numbers="  ".join(_shown(report.values)))
+            self._bar.update(self._task, numbers=_shown(_by_interest(report.values)))
 
     def say(self, text: str) -> None:
         """See `NoProgress.say`."""
@@ -151,9 +143,20 @@ def memory_bytes(device: torch.device) -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+_LAST = ("samples_per_second", "rows", "memory")
+
+
+def _by_interest(values: Mapping[str, float]) -> dict[str, float]:
+    """Losses and metrics first, because a narrow terminal shows the beginning; no learning rates."""
+    first = {name: value for name, value in values.items() if not name.startswith("lr/")}
+    return dict(sorted(first.items(), key=lambda item: _LAST.index(item[0]) if item[0] in _LAST else -1))
+
+
 def _shown(values: Mapping[str, float]) -> list[str]:
     shown = []
     for name, value in values.items():
+        if name.startswith("rows/"):
+            continue  # the history has them; here they would crowd out the rest
         if name == "samples_per_second":
             shown.append(f"{value:,.0f} samples/s")
         elif name == "rows":

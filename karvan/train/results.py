@@ -68,6 +68,24 @@ class FitResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """A few lines for a person; `repr` has everything."""
+        skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
+        lines = [
+            f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
+            f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
+        ]
+        if self.stopped:
+            lines.append(f"stopped     {self.stopped}")
+        for word, values in (("training", self.metrics), ("evaluation", self.evaluation)):
+            if values:
+                lines.append(
+                    f"{word:<12}" + "  ".join(f"{name} {value:.5g}" for name, value in values.items())
+                )
+        if self.checkpoint:
+            lines.append(f"checkpoint  {self.checkpoint}")
+        return "\n  ".join(lines)
+
 
 @dataclass
 class Counts:

@@ -15,6 +15,7 @@ from karvan.counts import check_integers
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.dense.make import make_stepping
+from karvan.train.describe import describe
 from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import ahead_of, same
 from karvan.train.fit import Fit
@@ -128,6 +129,9 @@ class Trainer:
         self.counts = Counts()
         self.window = Window()
         self._stop: str | None = None
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     def step(self) -> int:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -231,6 +232,38 @@ def test_the_bar_shows_step_rate_loss_auc_rows_and_memory():
     shown = stream.getvalue()
     for word in ("step 12/12", "samples/s", "loss 0.", "AUC 0.", "rows", "GiB", "eval", "Trained 12 steps"):
         assert word in shown
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_bar_keeps_step_total_and_time_left_on_any_terminal(width):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None)
+    bar = BarProgress(console)
+    bar.begin(0, 1_000_000)
+    values = {"samples_per_second": 123456.0, "loss": 0.4321, "auc": 0.7654, "rows": 12345678.0}
+    values |= {"rows/item": 1.0, "memory": 2.0**34, "lr/dense": 1e-3}
+    for step in (250_000, 500_000):
+        bar.step(step)
+        bar.report(Report("train", step, 0, values))
+    bar.end()
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()))
+    shown = [line for line in lines if "step 500,000/1,000,000" in line][-1].rstrip()
+    assert len(shown) <= width
+    assert re.search(r"left \d+:\d\d:\d\d", shown)
+    assert "lr/dense" not in shown
+    assert "rows/item" not in shown
+    texts = ["loss 0.4321", "AUC 0.7654", "123,456 samples/s", "12,345,678 rows", "16.00 GiB"]
+    assert [text for text in texts if text in shown] == texts[: {60: 0, 80: 2, 120: 3}[width]]
+    assert shown.endswith({60: "", 80: "AUC 0.7654", 120: "samples/s"}[width])  # no number is cut
+
+
+def test_the_bar_of_data_without_a_length_shows_elapsed_time_only():
+    stream = io.StringIO()
+    bar = BarProgress(Console(file=stream, force_terminal=True, width=80, color_system=None))
+    fit = trainer(progress=bar, log_every=2)
+    fit.fit(batch for batch in batches())
+    assert "step 12 " in stream.getvalue()
+    assert "left" not in stream.getvalue()
 
 
 def test_losses_pick_heads_and_columns_and_weigh_samples():
