@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from karvan.embedding.again import Again, Kept
 from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
+from karvan.embedding.exporting import refuse_export
 from karvan.embedding.handle import TableHandle
 from karvan.embedding.inputs import FeatureInput, Inputs, Output
 from karvan.embedding.program import make_program
@@ -88,6 +89,7 @@ class EmbeddingEngine(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
         """Embed the engine's features of a batch; what else is in the batch is passed through."""
+        refuse_export()
         training = self.training and torch.is_grad_enabled()
         kept = self.again.next() if training else None
         if kept is not None:

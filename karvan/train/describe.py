@@ -31,7 +31,8 @@ def describe(trainer: Trainer) -> str:
         "metrics": _listed(list(trainer.metrics)),
         "checkpoints": "" if trainer.saver.folder is None else str(trainer.saver.folder),
         "ranks": "" if where.world == 1 else f"{where.rank} of {where.world}",
-        "progress": f"step {trainer.step:,}, {trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, {trainer.counts.samples:,} samples",
+        "progress": f"step {trainer.step:,}, {trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, "
+        f"{trainer.counts.samples:,} samples",
     }
     body = "".join(f"  {name}: {text}\n" for name, text in lines.items() if text)
     return f"Trainer(\n{body})"

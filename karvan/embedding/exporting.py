@@ -1,0 +1,20 @@
+"""What `torch.export` and `torch.jit` get from an engine: an error with the way out.
+
+Rows live in a store outside of the graph and change in training, so a graph cannot hold a lookup. An export
+without this error would fail deep inside of torch, and `torch.jit.trace` would make a model that returns the
+vectors of its example batch for every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def refuse_export() -> None:
+    """Raise if the call is recorded as a graph that is to be used without the engine."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        raise RuntimeError(
+            "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
+            "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for its "
+            "vectors; kv.checkpoint saves the rows. torch.compile(model) works as it is."
+        )
