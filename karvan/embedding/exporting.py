@@ -15,6 +15,6 @@ def refuse_export() -> None:
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(
             "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
-            "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for its "
-            "vectors; kv.checkpoint saves the rows. torch.compile(model) works as it is."
+            "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
+            "its vectors; kv.checkpoint saves the rows. torch.compile(model) works as it is."
         )

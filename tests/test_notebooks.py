@@ -1,0 +1,56 @@
+"""The notebooks run from top to bottom, and are stored without outputs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+NOTEBOOKS = TESTS.parent / "examples" / "notebooks"
+
+# The AUC that the last evaluation must reach, and a line that the ranked list at the end has.
+GATES = {
+    "first_steps.ipynb": (0.85, r"^9 +\w+ \w+ \(\d{4}\) .*0\.\d+$"),
+    "from_a_csv_to_a_ranked_list.ipynb": (0.75, r"^\d+ +c-00000 +5 +SKU-\d+ .*0\.\d+$"),
+}
+
+
+def test_every_notebook_has_a_gate():
+    assert {path.name for path in NOTEBOOKS.glob("*.ipynb")} == set(GATES)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_notebook_has_no_outputs_and_some_words_between_its_cells(name):
+    notebook = json.loads((NOTEBOOKS / name).read_text())
+    assert notebook["nbformat"] == 4
+    cells = notebook["cells"]
+    assert cells[0]["cell_type"] == "markdown"
+    assert cells[0]["source"][0].startswith("# ")
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            assert all(len(line) <= 120 for line in cell["source"])
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", "".join("".join(cell["source"]) for cell in cells)):
+        assert (NOTEBOOKS / link).exists()
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_the_notebook_runs_and_ends_with_a_ranked_list(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, TESTS / "run_notebook.py", NOTEBOOKS / name],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        # Nets this small gain nothing by a second thread, and other tests run beside this one.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    auc, last = GATES[name]
+    reached = re.findall(r"evaluation .* auc (\S+)", done.stdout)
+    assert float(reached[-1]) > auc
+    assert "1 run, " in done.stdout  # karvan plot
+    assert re.search(last, done.stdout.splitlines()[-1]), done.stdout
