@@ -12,7 +12,8 @@ import torch
 
 def refuse_export() -> None:
     """Raise if the call is recorded as a graph that is to be used without the engine."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if tracing or torch.compiler.is_exporting():
         raise RuntimeError(
             "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
             "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
