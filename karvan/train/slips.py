@@ -36,7 +36,7 @@ def check_data(call: str, data: Any) -> None:
         )
     if isinstance(data, Mapping):
         raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format('columns')}.")
-    if isinstance(data, torch.utils.data.Dataset) and hasattr(data, "__getitem__"):
+    if _gives_samples(data):
         raise TypeError(
             f"{call} expects batches, got the dataset {kind}: give it torch.utils.data.DataLoader(dataset, "
             "batch_size=1024), whose batches are mappings of names to tensors."
@@ -138,6 +138,13 @@ def _said(value: Any) -> str:
         return f"the class {value.__name__}: call it, {value.__name__}(…)"
     shown = value is None or isinstance(value, str | bool | int | float)
     return repr(value) if shown else type(value).__name__
+
+
+def _gives_samples(data: Any) -> bool:
+    """Whether it is a dataset of torch whose items are no batches, such as pairs of tensors."""
+    if not isinstance(data, torch.utils.data.Dataset) or isinstance(data, torch.utils.data.IterableDataset):
+        return False
+    return not isinstance(data[0], Mapping)
 
 
 def _has_tensors(data: Mapping[Any, Any]) -> bool:

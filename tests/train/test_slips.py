@@ -60,9 +60,30 @@ class Endless:
         return batches(2)[index]
 
 
-@pytest.mark.parametrize("data", [Endless(), (batch for batch in batches(2)), tuple(batches(2))])
+class Batches(torch.utils.data.Dataset):
+    """A dataset whose items are batches."""
+
+    def __getitem__(self, index):
+        return batches(2)[index]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A dataset that is iterated."""
+
+    def __iter__(self):
+        return iter(batches(2))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(Endless(), Batches(), Stream(), (batch for batch in batches(2)), tuple(batches(2))),
+        torch.utils.data.DataLoader(batches(2), batch_size=None),
+    ],
+    ids=lambda data: type(data).__name__,
+)
 def test_any_iterable_of_batches_is_taken(data):
-    assert trainer().fit(data).step == 2
+    assert trainer().fit(data, epochs=np.int64(1)).step == 2
 
 
 @pytest.mark.parametrize(

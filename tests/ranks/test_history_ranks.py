@@ -1,0 +1,32 @@
+"""The history of a run of several ranks: one file, and the same DataFrame on all of them."""
+
+import json
+import math
+
+from ranks_helpers import run
+
+TIMELESS = ("kind", "step", "epoch", "samples", "loss", "auc", "rows", "rows/user")
+
+
+def timeless(entries):
+    known = [{name: entry.get(name) for name in TIMELESS} for entry in entries]
+    return [
+        {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in entry.items()
+        }
+        for entry in known
+    ]
+
+
+def test_all_ranks_have_the_history_that_rank_0_writes_also_after_resuming(tmp_path):
+    (first, whole), (other_first, other_whole) = run(
+        2, "history_programs:train_and_resume", place=str(tmp_path)
+    )
+    assert timeless(first) == timeless(other_first)
+    assert timeless(whole) == timeless(other_whole)
+    assert timeless(whole)[: len(first)] == timeless(first)
+    assert [entry["step"] for entry in whole if entry["kind"] == "train"] == list(range(1, 11))
+    assert [entry["step"] for entry in whole if entry["kind"] == "eval"] == [5, 10]
+    written = [json.loads(line) for line in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    assert timeless(written) == timeless(whole)
