@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from karvan.counts import check_integers
@@ -29,8 +28,6 @@ class Goal:
         check_integers(epochs=self.epochs, train_steps=self.train_steps, eval_every=self.eval_every)
         for name in ("epochs", "train_steps", "eval_every"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-                raise TypeError(f"{name} must be a whole number or None, got {value!r}.")
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}.")
         if self.eval_every is not None and self.eval_data is None:

@@ -139,9 +139,9 @@ def test_a_class_is_no_model():
     ("options", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "epochs must be at least 1 or None, got 0"),
-        ({"epochs": "3"}, TypeError, "epochs must be a whole number or None, got '3'"),
-        ({"epochs": 1.5}, TypeError, "epochs must be a whole number or None, got 1.5"),
-        ({"train_steps": True}, TypeError, "train_steps must be a whole number or None, got True"),
+        ({"epochs": "3"}, TypeError, "epochs must be an integer, but is '3'"),
+        ({"epochs": 1.5}, TypeError, "epochs must be an integer, but is 1.5"),
+        ({"train_steps": True}, TypeError, "train_steps must be an integer, but is True"),
     ],
 )
 def test_a_wrong_length_of_training_is_refused(options, error, message):
