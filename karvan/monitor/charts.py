@@ -103,8 +103,8 @@ def _chart(title: str, unit: str, form: str, views: Sequence[dict[str, Any]], se
         "form": form,
         "views": list(views),
         "section": section,
-        # What is exact at every step would only lag behind itself when it is smoothed.
-        "noisy": section == "Quality" or title == "Throughput",
+        # Smoothing would make the rest lag: metrics are means since the epoch began, sizes are exact.
+        "noisy": title.startswith("Loss") or title == "Throughput",
     }
 
 

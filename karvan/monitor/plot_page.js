@@ -176,6 +176,7 @@
       }
       let [low, high] = extent(lines.flatMap((line) => extent(line.smoothed ? line.y : line.raw)));
       if (chart.reference !== undefined) { low = Math.min(low, chart.reference); high = Math.max(high, chart.reference); }
+      if (high - low < 1e-9 * Math.abs(high)) low = high; // constant, up to rounding
       const logarithmic = own.log && low > 0;
       if (logarithmic) { const pad = (high / low) ** 0.05 || 1; low /= Math.max(pad, 1.02); high *= Math.max(pad, 1.02); }
       else {

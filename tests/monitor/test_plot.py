@@ -115,6 +115,7 @@ def test_the_charts_show_loss_metrics_rates_speed_and_table_growth(trained):
     by_title = {chart["title"]: chart for chart in charts}
     assert [line["label"] for line in by_title["AUC"]["views"][0]["lines"]] == ["training", "evaluation"]
     assert by_title["Calibration"]["reference"] == 1
+    assert [chart["title"] for chart in charts if chart["noisy"]] == ["Loss", "Throughput"]
     assert [view["label"] for view in by_title["Table rows"]["views"]] == [
         *("all tables together", "each table", "user", "item"),
     ]
