@@ -145,12 +145,23 @@ class Ragged:
     def _map(self, change: Callable[[Tensor], Tensor]) -> Ragged:
         offsets = None if self.offsets is None else change(self.offsets)
         weights = None if self.weights is None else change(self.weights)
-        return Ragged(change(self.values), offsets, weights)
+        return type(self)(change(self.values), offsets, weights)
 
     def __repr__(self) -> str:
         weighted = "" if self.weights is None else ", weighted"
         shape = tuple(self.values.shape)
-        return f"Ragged(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
+        kind = type(self).__name__
+        return f"{kind}(rows={self.rows}, values={self.values.dtype}{list(shape)}{weighted})"
+
+
+class OptionalRagged(Ragged):
+    """One number per row, or none where it is missing: what a column of integers with nulls becomes.
+
+    A batch in which no row lacks its number has a plain tensor instead; `karvan.rows` sees to that where
+    rows are cut and joined.
+    """
+
+    __slots__ = ()
 
 
 class NestedRagged:
@@ -191,15 +202,24 @@ class NestedRagged:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> NestedRagged:
         """The same on another device."""
         moved = (t.to(device, non_blocking=non_blocking) for t in (self.values, self.inner, self.outer))
-        return NestedRagged(*moved)
+        return type(self)(*moved)
 
     def pin_memory(self) -> NestedRagged:
         """The same in page-locked memory, for fast copies to a GPU."""
-        return NestedRagged(self.values.pin_memory(), self.inner.pin_memory(), self.outer.pin_memory())
+        return type(self)(self.values.pin_memory(), self.inner.pin_memory(), self.outer.pin_memory())
 
     def __repr__(self) -> str:
         lists = int(self.inner.shape[0]) - 1
-        return f"NestedRagged(rows={self.rows}, lists={lists}, values={self.values.dtype})"
+        return f"{type(self).__name__}(rows={self.rows}, lists={lists}, values={self.values.dtype})"
+
+
+class OptionalText(NestedRagged):
+    """One string per row, or none where it is missing: what a column of strings with nulls becomes.
+
+    A batch in which no row lacks its string has a `Ragged` of bytes instead, as for `OptionalRagged`.
+    """
+
+    __slots__ = ()
 
 
 class Reference:

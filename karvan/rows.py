@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, Entry, NestedRagged, Ragged
+from karvan.ragged import Batch, Entry, NestedRagged, OptionalRagged, OptionalText, Ragged
 
 
 def values_of(entry: Entry) -> Tensor:
@@ -39,29 +39,61 @@ def offsets_from(lengths: Tensor) -> Tensor:
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
-    """One batch with the rows of all, which have the same entries of the same kinds."""
+    """One batch with the rows of all, which have the same entries; see `join_rows` for their kinds."""
     if len(batches) == 1:
         return batches[0]
     return Batch({name: join_rows([batch[name] for batch in batches]) for name in batches[0]})
 
 
 def join_rows(entries: Sequence[Entry]) -> Entry:
-    """One entry with the rows of all, which are of one kind."""
+    """One entry with the rows of all, which are of one kind, except that values may be missing in some."""
     first = entries[0]
     if len(entries) == 1:
         return first
+    kinds = {Tensor if isinstance(entry, Tensor) else type(entry) for entry in entries}
+    if len(kinds) > 1:
+        entries = _one_kind(entries)
+        first = entries[0]
     values = torch.cat([values_of(entry) for entry in entries])
     raggeds = [entry for entry in entries if isinstance(entry, Ragged)]
     if isinstance(first, Ragged):
         weights = [entry.weights for entry in raggeds if entry.weights is not None]
         plain = all(entry.offsets is None for entry in raggeds)
         offsets = None if plain else join_offsets([as_offsets(entry) for entry in raggeds])
-        return Ragged(values, offsets, torch.cat(weights) if weights else None)
+        return type(first)(values, offsets, torch.cat(weights) if weights else None)
     nested = [entry for entry in entries if isinstance(entry, NestedRagged)]
     if isinstance(first, NestedRagged):
         inner = join_offsets([entry.inner for entry in nested])
-        return NestedRagged(values, inner, join_offsets([entry.outer for entry in nested]))
+        return type(first)(values, inner, join_offsets([entry.outer for entry in nested]))
     return values
+
+
+def _one_kind(entries: Sequence[Entry]) -> list[Entry]:
+    """The same entries in the kind that holds all of them: complete ones beside those with missing values."""
+    if any(isinstance(entry, NestedRagged) for entry in entries):
+        text = all(isinstance(entry, Ragged | OptionalText) for entry in entries)
+        nested: type[NestedRagged] = OptionalText if text else NestedRagged
+        return [
+            nested(entry.values, as_offsets(entry), torch.arange(entry.rows + 1, device=entry.values.device))
+            if isinstance(entry, Ragged)
+            else entry
+            for entry in entries
+        ]
+    one_value = all(isinstance(entry, Tensor | OptionalRagged) for entry in entries)
+    kind = OptionalRagged if one_value else Ragged
+    return [
+        _ragged_of(kind, entry)
+        if isinstance(entry, Tensor)
+        else kind(entry.values, as_offsets(entry), entry.weights)
+        for entry in entries
+        if isinstance(entry, Tensor | Ragged)
+    ]
+
+
+def _ragged_of(kind: type[Ragged], entry: Tensor) -> Ragged:
+    """A tensor's rows, of one value or of one for each column."""
+    count = entry.shape[1] if entry.dim() == 2 else 1
+    return kind(entry.reshape(-1), torch.arange(entry.shape[0] + 1, device=entry.device) * count)
 
 
 def join_offsets(offsets: Sequence[Tensor]) -> Tensor:
@@ -90,18 +122,29 @@ def split_rows(entry: Entry, counts: Sequence[int]) -> list[Entry]:
     if isinstance(entry, NestedRagged):
         lists, outer = _cut(entry.outer, rows)
         bounds, inner = _cut(entry.inner, lists)
-        return [
-            NestedRagged(entry.values[a:b], *offsets)
+        nested = [
+            type(entry)(entry.values[a:b], *offsets)
             for (a, b), *offsets in zip(pairwise(bounds), inner, outer, strict=True)
         ]
+        return [complete(each) for each in nested] if type(entry) is OptionalText else list(nested)
     bounds = rows
     offsets: Sequence[Tensor | None] = [None] * len(counts)
     if entry.offsets is not None:
         bounds, offsets = _cut(entry.offsets, rows)
-    return [
-        Ragged(entry.values[a:b], part, None if entry.weights is None else entry.weights[a:b])
+    parts = [
+        type(entry)(entry.values[a:b], part, None if entry.weights is None else entry.weights[a:b])
         for (a, b), part in zip(pairwise(bounds), offsets, strict=True)
     ]
+    return [complete(part) for part in parts] if type(entry) is OptionalRagged else list(parts)
+
+
+def complete(entry: Entry) -> Entry:
+    """An entry whose values may be missing in the kind without missing values, if none is missing."""
+    if isinstance(entry, OptionalRagged) and entry.values.shape[0] == entry.rows:
+        return entry.values
+    if isinstance(entry, OptionalText) and entry.inner.shape[0] == entry.outer.shape[0]:
+        return Ragged(entry.values, entry.inner)
+    return entry
 
 
 def _cut(offsets: Tensor, rows: list[int]) -> tuple[list[int], Sequence[Tensor]]:

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, NestedRagged, Padded, Ragged, Reference
+from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Padded, Ragged, Reference
 from karvan.wire import Array, Message, RefusedError
 
+# The first kind that an entry is an instance of counts, so subclasses come before their bases.
 _PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "optional": (OptionalRagged, ("values", "offsets", "weights")),
+    "optional text": (OptionalText, ("values", "inner", "outer")),
     "ragged": (Ragged, ("values", "offsets", "weights")),
     "nested": (NestedRagged, ("values", "inner", "outer")),
     "padded": (Padded, ("values", "mask")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pyarrow as pa
@@ -14,27 +15,41 @@ from torch.utils.dlpack import from_dlpack
 from karvan import ids
 from karvan.data.columns import Number, is_list
 from karvan.data.errors import DataError
-from karvan.ragged import Ragged
+from karvan.ragged import OptionalRagged, Ragged
 
 
 def numbers(array: pa.Array, default: Number = 0) -> Tensor:
     """int64, float32 or bool by type, with `default` for nulls."""
-    return number_reader(array.type, default)(array)
+    made = number_reader(array.type, default)(array)
+    assert isinstance(made, Tensor)
+    return made
 
 
-def number_reader(type_: pa.DataType, default: Number = 0) -> Callable[[pa.Array], Tensor]:
-    """What `numbers` does for one type, decided once: a batch may have a hundred columns."""
+def number_reader(
+    type_: pa.DataType, default: Number | None
+) -> Callable[[pa.Array], Tensor | OptionalRagged]:
+    """What turns arrays of one type into int64, float32 or bool; decided once, as batches have many columns.
+
+    Nulls become the default. Without one they are NaN among floats and missing rows among others.
+    """
     stored, prepare = _stored(type_)
-    filler = _scalar(default, stored)
+    if default is None and types.is_floating(stored):
+        default = math.nan
+    filler = None if default is None else _scalar(default, stored)
     wanted = torch.float32 if types.is_floating(stored) else torch.int64
     reinterpret = types.is_uint64(stored)
     as_is = stored in (pa.int64(), pa.float32())
 
-    def read(array: pa.Array) -> Tensor:
+    def read(array: pa.Array) -> Tensor | OptionalRagged:
         if prepare is not None:
             array = prepare(array)
-        if array.null_count:
-            array = array.fill_null(filler)
+        if not array.null_count:
+            return convert(array)
+        if filler is None:
+            return OptionalRagged(convert(array.drop_null()), valid_offsets(array))
+        return convert(array.fill_null(filler))
+
+    def convert(array: pa.Array) -> Tensor:
         if as_is:
             return dense(array)
         if types.is_boolean(stored):
@@ -42,6 +57,47 @@ def number_reader(type_: pa.DataType, default: Number = 0) -> Callable[[pa.Array
         return dense(array).view(wanted) if reinterpret else dense(array).to(wanted)
 
     return read
+
+
+def typed_reader(
+    type_: pa.DataType, default: Number | None, dtype: torch.dtype
+) -> Callable[[pa.Array], Tensor | OptionalRagged]:
+    """As `number_reader`, for numbers that are to have another dtype."""
+    if dtype.is_floating_point:
+        return _float_reader(type_, math.nan if default is None else float(default), dtype)
+    from_floats = is_floating(type_)
+    plain = number_reader(pa.int64() if from_floats else type_, default)
+
+    def read(array: pa.Array) -> Tensor | OptionalRagged:
+        made = plain(whole_numbers(array) if from_floats else array)
+        if isinstance(made, Tensor):
+            return made.to(dtype)
+        return OptionalRagged(made.values.to(dtype), made.offsets)
+
+    return read
+
+
+def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Callable[[pa.Array], Tensor]:
+    stored, prepare = _stored(type_)
+    exact = types.is_float64(stored) and dtype == torch.float64  # not through float32
+
+    def read(array: pa.Array) -> Tensor:
+        array = array if prepare is None else prepare(array)
+        if exact:
+            return dense(array.fill_null(default) if array.null_count else array)
+        made = numbers(array).to(dtype)
+        return torch.where(is_null(array), default, made) if array.null_count else made
+
+    return read
+
+
+def whole_numbers(array: pa.Array) -> pa.Array:
+    """Floats as int64, with null for NaN; a fraction is an error. Not through float32: ids may be large."""
+    if types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if types.is_decimal(array.type):
+        return array.cast(pa.int64())
+    return pc.if_else(array.is_null(nan_is_null=True), None, array).cast(pa.int64())
 
 
 def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Array] | None]:
@@ -52,7 +108,17 @@ def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Ar
         return pa.int32(), lambda array: array.cast(pa.date32()).view(pa.int32())
     if types.is_decimal(type_):
         return pa.float64(), lambda array: array.cast(pa.float64())
+    if types.is_dictionary(type_):
+        stored, prepare = _stored(type_.value_type)
+        if prepare is None:
+            return stored, lambda array: array.dictionary_decode()
+        return stored, lambda array: prepare(array.dictionary_decode())
     return type_, None
+
+
+def is_floating(type_: pa.DataType) -> bool:
+    """Whether values become floats, among which NaN stands for a missing one."""
+    return bool(types.is_floating(_stored(type_)[0]))
 
 
 def dense(array: pa.Array) -> Tensor:
@@ -61,8 +127,36 @@ def dense(array: pa.Array) -> Tensor:
     return tensor
 
 
+def is_null(array: pa.Array) -> Tensor:
+    """Which values are null."""
+    return dense(array.is_null().cast(pa.uint8())).view(torch.bool)
+
+
+def valid_offsets(array: pa.Array) -> Tensor:
+    """The offsets of rows of one value each, or none where it is null."""
+    if not array.null_count:
+        return torch.arange(len(array) + 1)
+    offsets = torch.zeros(len(array) + 1, dtype=torch.int64)
+    torch.cumsum(~is_null(array), 0, out=offsets[1:])
+    return offsets
+
+
+def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
+    """Rows without their null values: the new offsets, and the values that remain."""
+    if not array.null_count:
+        return offsets, array
+    return valid_offsets(array)[offsets], array.drop_null()
+
+
+def logical(array: pa.Array) -> pa.Array:
+    """The same array, decoded if it is a dictionary that has null among its words."""
+    if types.is_dictionary(array.type) and array.dictionary.null_count:
+        return array.dictionary_decode()
+    return array
+
+
 def texts(array: pa.Array) -> Ragged:
-    """Strings as rows of bytes; a null is an empty row."""
+    """Strings as rows of bytes; the array must not have nulls."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     type_ = array.type
@@ -70,8 +164,6 @@ def texts(array: pa.Array) -> Ragged:
         array = array.cast(pa.large_binary())
     elif types.is_fixed_size_binary(type_):
         array = array.cast(pa.binary())
-    if array.null_count:
-        array = array.fill_null(b"" if "binary" in str(array.type) else "")
     if len(array) == 0:
         return Ragged(torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     large = types.is_large_string(array.type) or types.is_large_binary(array.type)
@@ -87,20 +179,11 @@ def texts(array: pa.Array) -> Ragged:
 
 
 def hashed(array: pa.Array, hash_: str, bucket: int | None) -> Tensor:
-    """The ids of strings; those of a dictionary are hashed once each."""
+    """The ids of strings, none of which is null; those of a dictionary are hashed once each."""
     if types.is_dictionary(array.type) and len(array.dictionary) < len(array):
-        words = array.dictionary
-        known = hashed(words, hash_, bucket)
-        # A null, of the indices or of the dictionary, is the empty string: one more word at the end.
-        empty = hashed(pa.array([""]), hash_, bucket)
-        places = numbers(array.indices, len(words))
-        return torch.cat([known, empty])[places]
+        known = hashed(array.dictionary, hash_, bucket)
+        return known[numbers(array.indices)]
     return ids.hash_strings(texts(array), hash_, bucket)
-
-
-def weights(array: pa.Array) -> Tensor:
-    """float32, with 1 for nulls."""
-    return numbers(array, 1).to(torch.float32)
 
 
 def peel(array: pa.Array) -> tuple[Tensor, pa.Array]:
@@ -123,8 +206,8 @@ def peel(array: pa.Array) -> tuple[Tensor, pa.Array]:
     return _from_zero(offsets, first), array.values.slice(first, end - first)
 
 
-def of_length(array: pa.Array, length: int, defaults: list[Number], column: str) -> Tensor:
-    """Lists that all have `length` values, as a matrix; nulls and empty lists become the defaults."""
+def of_length(array: pa.Array, length: int, column: str) -> tuple[pa.Array, Tensor]:
+    """The values of lists that have `length` values each, or none, and which of them have values."""
     if not is_list(array.type):
         raise DataError(f"Expected lists of {length} values, but the type is {array.type}.", column=column)
     offsets, leaf = peel(array)
@@ -137,16 +220,7 @@ def of_length(array: pa.Array, length: int, defaults: list[Number], column: str)
             f"Expected {length} values in each row, but row {row} of the batch has {int(lengths[row])}.",
             column=column,
         )
-    filled = torch.tensor(defaults)
-    values = numbers(leaf, 0).reshape(-1, length)
-    if leaf.null_count:
-        missing = dense(leaf.is_null().cast(pa.uint8())).view(torch.bool).reshape(-1, length)
-        values = torch.where(missing, filled.to(values.dtype), values)
-    if bool(present.all()):
-        return values
-    out = filled.to(values.dtype).repeat(len(array), 1)
-    out[present] = values
-    return out
+    return leaf, present
 
 
 def _scalar(default: Number, type_: pa.DataType) -> pa.Scalar:

@@ -11,8 +11,20 @@ Integers of every width become int64 (the bits of an unsigned 64-bit id are kept
 become float32, so that a model sees the same whatever a file was written by. Timestamps become
 microseconds and dates days since 1970.
 
-A missing value (null) becomes the default of a `Fixed`, and an empty row elsewhere; inside of a list it
-becomes 0, the empty string or, where it was a weight, 1.
+A missing value (null) stays visible unless a `default` says what stands for it:
+
+| the column holds | null becomes |
+|---|---|
+| floats, decimals, or anything with a floating-point `dtype` | NaN |
+| integers, booleans, dates | no value: the batch gets an `OptionalRagged` with an empty row there |
+| strings | no string: the batch gets an `OptionalText` with an empty row there |
+| lists | an empty list; a `Fixed` of floats gets NaN, a `Fixed` of integers is a `DataError` |
+| null inside a list of floats | NaN |
+| null inside a list of ids or strings | left out of the list; a `Fixed` of integers is a `DataError` |
+| a null weight | a `DataError` |
+
+A batch in which such a column has no null gets the plain tensor. In a label null is a `DataError`; see
+`Decoder.labels`.
 """
 
 from __future__ import annotations
@@ -32,14 +44,16 @@ Number = int | float | bool
 
 @dataclass(frozen=True)
 class Fixed:
-    """Exactly `length` numbers per row; rows that are null, or an empty list, get the default.
+    """Exactly `length` numbers per row.
 
-    `default` is one number for all places or one for each. `dtype` is int64, float32 or bool by the
-    column's type where it is not given.
+    `default` stands for null, and for an empty list: one number for all places or one for each. Without it
+    they are missing values; see the table above. `dtype` is int64, float32 or bool by the column's type
+    where it is not given. Floats with an integer `dtype` must be whole numbers, and NaN counts as null: that
+    is how to read ids that pandas has turned into floats because some are missing.
     """
 
     name: str
-    default: Number | Sequence[Number] = 0
+    default: Number | Sequence[Number] | None = None
     length: int = 1
     dtype: torch.dtype | None = None
 
@@ -51,8 +65,10 @@ class Fixed:
                 f"Fixed '{self.name}' needs one default or {self.length}, but has {len(self.default)}."
             )
 
-    def defaults(self) -> list[Number]:
-        """The default of each place."""
+    def defaults(self) -> list[Number] | None:
+        """The default of each place, if one was declared."""
+        if self.default is None:
+            return None
         return list(self.default) if isinstance(self.default, Sequence) else [self.default] * self.length
 
 
@@ -81,9 +97,10 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Raw:
-    """The bytes of strings as they are."""
+    """The bytes of strings as they are; `default` stands for null, for example the empty string."""
 
     name: str
+    default: str | None = None
 
 
 Column = Fixed | Varlen | Raw
@@ -108,7 +125,7 @@ def _infer(field: pa.Field) -> Column:
         return Varlen(field.name)
     hint = "Declare how to read it, or the columns without it"
     if types.is_null(leaf):
-        hint = "Every value seen is missing: declare the column's type"
+        hint = "Every value is missing: declare the column (Fixed, Varlen, Raw), or read the others only"
     raise DataError(f"Nothing can be inferred for the type {field.type}. {hint}.", column=field.name)
 
 
@@ -129,7 +146,9 @@ def is_list(type_: pa.DataType) -> bool:
 
 
 def is_number(type_: pa.DataType) -> bool:
-    """Whether values become numbers."""
+    """Whether values become numbers, dictionary-encoded ones included."""
+    if types.is_dictionary(type_):
+        return is_number(type_.value_type)
     return bool(
         types.is_integer(type_)
         or types.is_floating(type_)

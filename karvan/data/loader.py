@@ -8,13 +8,14 @@ would have come, and any other number divides what is left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from karvan import ranks
 from karvan.counts import check_counts, check_integers
 from karvan.data.jobs import jobs_of
+from karvan.data.missing import ValueChecks
 from karvan.data.pipeline import Closed, Outcome, Pipeline
 from karvan.data.position import Division, Place, Position, check_settings, state_of
 from karvan.data.rank_shares import Shares, share_records, skip
@@ -79,6 +80,7 @@ class Loader:
         check_rank(rank, world)
         self._source = source
         self._steps = Steps(decode, transform)
+        self._checks = ValueChecks(decode, transform)
         self._plan = Plan(
             source.parts(),
             shuffle=shuffle,
@@ -180,7 +182,7 @@ class Loader:
         self._finished = False
         self._warn_if_empty()
         pipeline = self._pipeline = Pipeline(
-            self._source,
+            self._checks.over(self._source),
             self._jobs(self._shares, self._place),
             self._steps,
             batch_size=self._batch_size,
@@ -210,6 +212,14 @@ class Loader:
             self._epoch = receipt.epoch
         if outcome.batch is not None:
             self._place = self._place._replace(steps=self._place.steps + 1)
+
+    def require_values(self, columns: Sequence[str]) -> None:
+        """Let a missing value of these columns, or NaN, be a `DataError` that names file and record.
+
+        A Trainer asks for this of the labels and weights of its loss. Columns that the loader does not read,
+        and those that its transform makes, are not checked. It holds from the next iteration on.
+        """
+        self._checks.require(columns)
 
     def close(self) -> None:
         """End the current iteration and its threads; the position stays."""

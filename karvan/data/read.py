@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns import Column, infer
+from karvan.data.columns import Column, Fixed, infer
 from karvan.data.decode import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats import open_files
@@ -25,6 +25,7 @@ def read(
     batch_size: int,
     *,
     columns: Sequence[Column | str] | None = None,
+    labels: Sequence[str] = (),
     format: str | None = None,
     filesystem: fs.FileSystem | None = None,
     options: Mapping[str, Any] | None = None,
@@ -46,8 +47,9 @@ def read(
 
     `data` is a path, folder, glob or URL, a list of them, a frame of pandas or polars, an Arrow table, a
     mapping from names to arrays, or a `Source`. `columns` names those to read, or declares what becomes of
-    them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. `format` and `options`
-    are those of `open_files`; the others are those of `Loader`.
+    them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that are
+    `labels` a missing value is an error; a Trainer says so by itself of those that its loss names. `format`
+    and `options` are those of `open_files`; the others are those of `Loader`.
     """
     wanted = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
     if _is_path(data):
@@ -59,7 +61,9 @@ def read(
                 raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
         source = data if _is_source(data) else open_frame(data)
     asked: Sequence[Column | str] = source.schema.names if columns is None else columns
-    decode = Decoder([_inferred(source.schema, c) if isinstance(c, str) else c for c in asked])
+    if isinstance(labels, str):
+        raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
+    decode = Decoder([_inferred(source, c) if isinstance(c, str) else c for c in asked], labels)
     decode.check(source.schema)
     return Loader(
         source,
@@ -89,7 +93,8 @@ def _is_source(data: object) -> bool:
     return all(hasattr(data, name) for name in ("schema", "parts", "read"))
 
 
-def _inferred(schema: pa.Schema, name: str) -> Column:
+def _inferred(source: Source, name: str) -> Column:
+    schema = source.schema
     if name not in schema.names:
         raise DataError(f"There is no such column; there are: {listed(name, schema.names)}", column=name)
     return infer(pa.schema([schema.field(name)]))[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from karvan import ids
 from karvan.features.layout import as_ragged, check_rows, describe, keep, row_numbers
 from karvan.features.op import RowOp, expect_ids
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
 from karvan.rows import as_offsets, offsets_from, rows_of, values_of
 
 
@@ -76,7 +76,12 @@ class Cross(RowOp):
             None if column.weights is None else column.weights[at]
             for column, at in zip(columns, index, strict=True)
         ]
-        return Ragged(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+        kind = OptionalRagged if all(map(_at_most_one, entries)) else Ragged
+        return kind(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+
+
+def _at_most_one(entry: Entry) -> bool:
+    return isinstance(entry, OptionalRagged) or (isinstance(entry, Tensor) and entry.dim() == 1)
 
 
 def _product(weights: list[Tensor | None]) -> Tensor | None:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from karvan.ragged import Entry, NestedRagged, Ragged
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 from karvan.rows import as_offsets, offsets_from, values_of
 
 
@@ -27,9 +27,9 @@ def with_values(entry: Entry, values: Tensor) -> Entry:
     if values.shape != shape:
         values = values.reshape(shape)
     if isinstance(entry, Ragged):
-        return Ragged(values, entry.offsets, entry.weights)
+        return type(entry)(values, entry.offsets, entry.weights)
     if isinstance(entry, NestedRagged):
-        return NestedRagged(values, entry.inner, entry.outer)
+        return type(entry)(values, entry.inner, entry.outer)
     return values
 
 
@@ -43,6 +43,8 @@ def describe(entry: Entry) -> str:
     if isinstance(entry, Tensor):
         return f"a Tensor of {entry.dtype} and shape {tuple(entry.shape)}"
     kind = type(entry).__name__
+    if isinstance(entry, OptionalText):
+        return 'strings of which some are missing (Raw(…, default="") makes them empty)'
     if is_text(entry):
         return f"a {kind} of bytes (strings)"
     weighted = " with weights" if isinstance(entry, Ragged) and entry.weights is not None else ""

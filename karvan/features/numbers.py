@@ -15,7 +15,7 @@ from karvan.features.fitted import FittedOp
 from karvan.features.layout import describe, flat_values, with_values
 from karvan.features.op import ElementOp, Number, Op, expect_numbers, floats, kept
 from karvan.features.statistics import Moments, Statistics
-from karvan.ragged import Entry
+from karvan.ragged import Entry, OptionalRagged, Ragged
 from karvan.rows import values_of
 
 _WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
@@ -220,26 +220,32 @@ def _brief(state: Any) -> str:
 
 @dataclass(frozen=True)
 class FillMissing(NumberOp):
-    """A value in the place of those that stand for a missing one: NaN, unless another is named."""
+    """A value in the place of missing ones: of NaN, of another if it is named, and of samples without any.
+
+    Integers have no NaN: a column of them with missing values is a Ragged of at most one value per sample,
+    of which this makes a tensor.
+    """
 
     value: Number
     missing: Number | None = None
     name: ClassVar[str] = "fill_missing"
+    takes_missing: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
-        """Integers have no NaN, and no fractions."""
+        """Integers have no fractions, and lists no place for what they lack."""
         super().check(*entries)
-        if values_of(entries[0]).is_floating_point():
+        (entry,) = entries
+        if values_of(entry).is_floating_point():
             return
-        if self.missing is None:
-            raise TypeError(
-                f"expected floats, or to be told which integer stands for a missing one (missing=…), "
-                f"but received {describe(entries[0])}."
-            )
         if isinstance(self.value, float) or isinstance(self.missing, float):
+            for_what = "missing ones" if self.missing is None else self.missing
             raise TypeError(
-                f"expected integers to fill {describe(entries[0])} with, but received {self.value} "
-                f"for {self.missing}."
+                f"expected integers to fill {describe(entry)} with, but received {self.value} for {for_what}."
+            )
+        if self.missing is None and not _at_most_one(entry):
+            raise TypeError(
+                "expected floats, or at most one integer per sample, or to be told which integer stands for "
+                f"a missing one (missing=…), but received {describe(entry)}."
             )
 
     def settings(self) -> Hashable:
@@ -254,8 +260,35 @@ class FillMissing(NumberOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """Keeps the type of the values."""
         value, missing = parameters
-        gone = values.isnan() if self.missing is None else values == missing.to(values.dtype)
+        if self.missing is not None:
+            gone = values == missing.to(values.dtype)
+        elif values.is_floating_point():
+            gone = values.isnan()
+        else:
+            return values
         return torch.where(gone, value.to(values.dtype), values)
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Samples without a value get it at the end."""
+        own = [op for op in ops if isinstance(op, cls)]
+        return [op._complete(made) for op, made in zip(own, super().run_group(ops, arguments), strict=True)]
+
+    def _complete(self, entry: Entry) -> Entry:
+        if not isinstance(entry, Ragged):
+            return entry
+        whole = self.missing is None and not entry.values.is_floating_point()
+        if not (isinstance(entry, OptionalRagged) or whole):
+            return entry
+        made = entry.values.new_full((entry.rows, *entry.values.shape[1:]), self.value)
+        made[entry.lengths() > 0] = entry.values
+        return made
+
+
+def _at_most_one(entry: Entry) -> bool:
+    if isinstance(entry, Tensor | OptionalRagged):
+        return True
+    return isinstance(entry, Ragged) and (entry.rows == 0 or int(entry.lengths().max()) <= 1)
 
 
 @dataclass(frozen=True)

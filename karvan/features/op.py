@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from karvan.features.layout import check_rows, describe, flat_values, is_text, kind_of, with_values
+from karvan.features.missing import present, restored
 from karvan.ragged import Entry
 from karvan.rows import join_rows, rows_of, split_rows, values_of
 
@@ -37,6 +38,9 @@ class Step(ABC):
 
     row_wise: ClassVar[bool] = True
     """Whether a row of the result depends on the same row of the entries alone."""
+
+    takes_missing: ClassVar[bool] = False
+    """Whether the step sees which values are missing; others run on the values that are there."""
 
     @abstractmethod
     def parts(self) -> Sequence[Op]:
@@ -74,6 +78,7 @@ class Job(NamedTuple):
 def run(jobs: Sequence[Job]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
+    whole, jobs = jobs, [_without_missing(job) for job in jobs]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
             op.check(*arguments)
@@ -88,7 +93,7 @@ def run(jobs: Sequence[Job]) -> list[Entry]:
         except ValueError:  # each by itself, to say whose values are wrong
             made = [_run_alone(jobs[i]) for i in members]
         for i, entry in zip(members, made, strict=True):
-            results[i] = entry
+            results[i] = entry if jobs[i] is whole[i] else restored(entry, whole[i].arguments[0])
     return [entry for entry in results if entry is not None]
 
 
@@ -97,6 +102,13 @@ def _run_alone(job: Job) -> Entry:
         return job.op.run_group([job.op], [job.arguments])[0]
     except ValueError as error:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
+
+
+def _without_missing(job: Job) -> Job:
+    if len(job.arguments) > 1 or job.op.takes_missing:
+        return job
+    values = present(job.arguments[0])
+    return job if values is job.arguments[0] else job._replace(arguments=(values,))
 
 
 class GroupElementOp(Op):

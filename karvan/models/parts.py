@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from karvan.embedding import Table, init
 from karvan.names import listed
+from karvan.ragged import OptionalRagged
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]
 Tables: TypeAlias = Table | Mapping[str, Table] | None
@@ -83,6 +84,13 @@ class Numbers(nn.Module):
             or column.dim() not in (1, 2)
             or column[:1].numel() not in (0, width)
         ):
+            if isinstance(column, OptionalRagged):
+                missing = column.rows - column.values.shape[0]
+                raise ValueError(
+                    f"Number '{name}' has no value for {missing} of {column.rows} samples. Say what stands "
+                    f"for a missing one: kv.data.Fixed('{name}', default=0) while reading, or "
+                    f"kv.Feature('{name}').fill_missing(0)."
+                )
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             raise ValueError(f"Number '{name}' must be a tensor (B, {width}), but is {shape}.")
         return column.float().view(-1, width)

@@ -16,6 +16,7 @@ from karvan.ragged import NestedRagged, Ragged
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import merged, summed
+from karvan.train.labels import require_labels
 from karvan.train.losses import named, total
 from karvan.train.placement import Placement
 from karvan.train.precision import Precision
@@ -52,6 +53,7 @@ class Evaluator:
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
         """Losses, means over samples, and metrics of fresh copies; over the data of all ranks."""
+        require_labels(data, self._loss, metrics.values())
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()

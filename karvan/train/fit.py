@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from karvan.train import state
 from karvan.train.course import Course
 from karvan.train.goal import Goal
+from karvan.train.labels import require_labels
 from karvan.train.losses import named, nothing_of, total
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
@@ -34,6 +35,7 @@ class Fit:
     """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
 
     def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, resume: bool) -> None:
+        require_labels(data, trainer.loss, trainer.metrics.values())
         self._trainer = trainer
         self._data = data
         self._goal = goal

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from karvan.names import listed
+from karvan.train.labels import one_each
 from karvan.train.types import AnyBatch, Losses, Output
 
 
@@ -129,7 +130,7 @@ def _head(output: Output, name: str | None) -> Tensor:
 def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
     if name not in batch:
         raise KeyError(f"There is no column '{name}' in the batch, which has: {listed(name, batch)}")
-    column = batch[name].to(like.device, torch.float32)
+    column = one_each(name, batch[name]).to(like.device, torch.float32)
     if column.shape != like.shape:
         if column.numel() != like.numel():
             raise ValueError(
@@ -137,4 +138,4 @@ def _column(batch: AnyBatch, name: str, like: Tensor) -> Tensor:
                 "the model should give one number for each label."
             )
         column = column.reshape(like.shape)
-    return column  # type: ignore[no-any-return]
+    return column

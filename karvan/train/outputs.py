@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from karvan.train.labels import refuse_missing
+
 Labels: TypeAlias = str | Sequence[str] | None
 
 _NAMES = {False: "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -51,4 +53,5 @@ def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
             f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch))}. "
             "label= names others, or is None for none."
         )
+    refuse_missing(name, batch[name])
     return batch[name].to(device)

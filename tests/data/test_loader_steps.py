@@ -22,6 +22,7 @@ SCHEMA = pa.schema(
     [
         ("price", pa.float32()),
         ("id", pa.int64()),
+        ("count", pa.int32()),
         ("one", pa.int64()),
         ("history", pa.list_(pa.int64())),
         ("nested", pa.list_(pa.list_(pa.int64()))),
@@ -32,6 +33,7 @@ SCHEMA = pa.schema(
 COLUMNS = [
     Fixed("price", default=0.5),
     Fixed("id"),
+    Fixed("count"),
     Varlen("one"),
     Varlen("history"),
     Varlen("nested"),
@@ -45,6 +47,11 @@ FEATURES = [
     Feature("nested").truncate(1),
     Feature("text").hash("farm"),
     Feature("crossed").cross("id", "history"),
+    Feature("logged").select("count").log1p().fill_missing(0.5),
+    Feature("filled").select("count").fill_missing(-1),
+    Feature("pair").cross("id", "count"),
+    Feature("words").select("text", raw=True).lower().strip().split("a").hash("farm"),
+    Feature("start").select("text", raw=True).truncate(2).substring(0, 1),
 ]
 
 numbers = st.integers(-9, 9)
@@ -52,6 +59,7 @@ rows = st.fixed_dictionaries(
     {
         "price": st.none() | st.floats(-2, 9, width=32),
         "id": st.none() | numbers,
+        "count": st.none() | numbers,
         "one": st.none() | numbers,
         "history": st.none() | st.lists(numbers, max_size=4),
         "nested": st.none() | st.lists(st.lists(numbers, max_size=3), max_size=3),

@@ -46,7 +46,12 @@ WEIGHTED = Ragged.from_lists([[1]], [[1.0]])
         (Feature("x").hash_stack(2, 3), IDS.reshape(1, 1, 1), "hash_stack: expected ids of 1 or 2"),
         (Feature("x").vocabulary(["a"]), IDS, "vocabulary: expected strings, as its words are"),
         (Feature("x").vocabulary([1]), TEXT, "vocabulary: expected ids, as its own"),
-        (Feature("x").fill_missing(0), IDS, "fill_missing: expected floats, or to be told"),
+        (
+            Feature("x").fill_missing(0),
+            Ragged.from_lists([[1, 2]]),
+            "fill_missing: expected floats, or at most one integer per sample, or to be told",
+        ),
+        (Feature("x").fill_missing(0.5), IDS, "fill_missing: expected integers to fill .* for missing ones"),
         (Feature("x").fill_missing(0.5, 1), IDS, "fill_missing: expected integers to fill"),
         (Feature("x").round(), IDS, "round: expected floats"),
         (Feature("x").truncate(3), IDS, "truncate: expected rows of several values"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from karvan import ids
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import Ragged
+from karvan.ragged import OptionalRagged, Ragged
 
 MASK = (1 << 64) - 1
 NAN = math.nan
@@ -73,6 +73,26 @@ def test_clip_leaves_integers_integers_unless_limits_are_floats():
 def test_fill_missing_replaces_nan_only(lists, value):
     made = run(chain().fill_missing(value), Ragged.from_lists(lists, dtype=torch.float32))
     assert made.to_lists() == [[value if v != v else v for v in row] for row in lists]
+
+
+@given(st.lists(st.none() | st.integers(-5, 5), max_size=8), st.integers(-9, 9), st.booleans())
+def test_fill_missing_gives_every_sample_an_integer(rows, value, complete):
+    rows = [0 if row is None and complete else row for row in rows]
+    lists = Ragged.from_lists([[] if row is None else [row] for row in rows])
+    for entry in (lists, OptionalRagged(lists.values, lists.offsets)):
+        made = run(chain().fill_missing(value), entry)
+        assert made.dtype == torch.int64
+        assert made.tolist() == [value if row is None else row for row in rows]
+
+
+def test_fill_missing_leaves_complete_integers_alone():
+    assert run(chain().fill_missing(7), torch.tensor([1, 2])).tolist() == [1, 2]
+
+
+def test_fill_missing_after_another_step_sees_the_samples_without_a_value():
+    column = OptionalRagged(torch.tensor([0, 0]), torch.tensor([0, 1, 1, 2]))
+    made = run(chain().log1p().fill_missing(-1), column)
+    assert made.tolist() == [0.0, -1.0, 0.0]
 
 
 def test_fill_missing_of_a_named_value():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from karvan.names import listed
 from karvan.ragged import Ragged
+from karvan.train.labels import refuse_missing
 
 State: TypeAlias = dict[str, Tensor]
 
@@ -139,6 +140,7 @@ def _column(batch: Mapping[str, Any], name: str, role: str) -> Tensor:
     entry = batch[name]
     if isinstance(entry, Ragged) and entry.offsets is None:
         entry = entry.values
+    refuse_missing(name, entry)
     if not isinstance(entry, Tensor):
         raise TypeError(
             f"The {role} '{name}' must be a tensor with one value per sample, but is {type(entry).__name__}."

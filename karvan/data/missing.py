@@ -1,0 +1,152 @@
+"""Missing values that are errors: of labels, of lists that must be complete, and of weights.
+
+They are looked for while reading, where the file and the number of the record are known. Afterwards records
+are shuffled and joined, and an error could only name a row of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from karvan.data import arrays
+from karvan.data.columns import Column, Fixed, Varlen, is_number, is_weighted, unnest
+from karvan.data.errors import DataError
+from karvan.data.source import Source, Split
+
+MISSING_LABEL = (
+    "The label is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
+    "declare what stands for it: Fixed(…, default=0)."
+)
+MISSING_WEIGHT = (
+    "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
+)
+
+_Find = Callable[[pa.Array], int | None]
+
+
+def missing_in_list(length: int) -> str:
+    """What to say of a list that lacks values, which integers have no sign for."""
+    return (
+        f"Expected {length} integers, but some are missing (null or an empty list). Declare what stands for "
+        "them: Fixed(…, default=0)."
+    )
+
+
+def first_missing(column: Column, array: pa.Array) -> int | None:
+    """The first row that has no value, or not all of them; nulls that have a default do not count."""
+    filled = getattr(column, "default", None) is not None
+    levels, leaf = unnest(array.type)
+    nan = is_number(leaf) and arrays.is_floating(leaf)
+    if levels == 0:
+        return _first(None if filled and not nan else _missing(array, filled))
+    found = [] if filled or not array.null_count else [_first(arrays.is_null(array))]
+    if levels == 1 and is_number(leaf):
+        offsets, values = arrays.peel(array)
+        at = _first(None if filled and not nan else _missing(values, filled))
+        if at is not None:
+            found.append(int(torch.searchsorted(offsets, at, right=True)) - 1)
+        if isinstance(column, Fixed) and not filled:
+            found.append(_first(offsets[1:] == offsets[:-1]))
+    return min((row for row in found if row is not None), default=None)
+
+
+def first_missing_weight(array: pa.Array) -> int | None:
+    """The first row with an id that has no weight."""
+    levels, _ = unnest(array.type)
+    offsets, pairs = arrays.peel(array) if levels else (torch.arange(len(array) + 1), array)
+    keys, weights = pairs.flatten()
+    if not weights.null_count:
+        return None
+    at = _first(arrays.is_null(weights) & ~arrays.is_null(keys))
+    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+
+
+class ValueChecks:
+    """Which columns of a loader's records must not lack values."""
+
+    def __init__(self, decode: Any, transform: Any = None) -> None:
+        self._columns: Sequence[Column] = getattr(decode, "columns", ())
+        self._labels: set[str] = set(getattr(decode, "labels", ()))
+        self._transform = transform
+
+    def require(self, names: Sequence[str]) -> None:
+        """Let missing values of these columns be errors, unless it is a transform that makes the column."""
+        known = {column.name for column in self._columns}
+        self._labels |= {name for name in names if name in known and not self._is_made(name)}
+
+    def _is_made(self, name: str) -> bool:
+        if self._transform is None:
+            return False
+        features = getattr(self._transform, "features", None)
+        # A function may fill in what is missing; a FeatureEngine says what it makes.
+        return features is None or any(name in feature.outputs() for feature in features)
+
+    def over(self, source: Source) -> Source:
+        """A source that reads the same records and raises where one lacks a value."""
+        checks = [check for column in self._columns for check in self._checks(column, source.schema)]
+        return _CheckedSource(source, checks) if checks else source
+
+    def _checks(self, column: Column, schema: pa.Schema) -> Iterator[tuple[str, _Find, str]]:
+        if column.name not in schema.names:
+            return
+        type_ = schema.field(column.name).type
+        _, leaf = unnest(type_)
+        if column.name in self._labels:
+            yield column.name, lambda array: first_missing(column, array), MISSING_LABEL
+        elif isinstance(column, Fixed) and column.length > 1 and column.default is None:
+            floating = arrays.is_floating(leaf) if column.dtype is None else column.dtype.is_floating_point
+            if not floating:
+                yield column.name, lambda array: first_missing(column, array), missing_in_list(column.length)
+        elif isinstance(column, Varlen) and is_weighted(leaf):
+            yield column.name, first_missing_weight, MISSING_WEIGHT
+
+
+class _CheckedSource:
+    def __init__(self, source: Source, checks: Sequence[tuple[str, _Find, str]]) -> None:
+        self._source = source
+        self._checks = checks
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._source.schema
+
+    def parts(self) -> list[Any]:
+        return self._source.parts()
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        at = split.first
+        for records in self._source.read(split):
+            found = [
+                (row, name, message)
+                for name, find, message in self._checks
+                if (row := find(records.column(name))) is not None
+            ]
+            if found:
+                row, name, message = min(found)
+                if row:  # the records before it are as good as any
+                    yield records.slice(0, row)
+                raise DataError(message, path=split.path, place=f"record {at + row}", column=name)
+            at += len(records)
+            yield records
+
+
+def _missing(array: pa.Array, only_nan: bool) -> Tensor | None:
+    array = arrays.logical(array)
+    if pa.types.is_floating(array.type):
+        mask = array.is_null(nan_is_null=True)
+        if only_nan and array.null_count:
+            mask = pc.and_(mask, array.is_valid())
+        return arrays.dense(mask.cast(pa.uint8())).view(torch.bool)
+    return arrays.is_null(array) if array.null_count and not only_nan else None
+
+
+def _first(mask: Tensor | None) -> int | None:
+    if mask is None or not bool(mask.any()):
+        return None
+    return int(mask.to(torch.uint8).argmax())

@@ -1,0 +1,152 @@
+"""Labels that are missing are errors that name file and record, before shuffling loses the place."""
+
+import math
+
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet as pq
+
+import karvan as kv
+from karvan.data.errors import DataError
+from karvan.ragged import OptionalRagged
+
+
+def write(folder, labels, name="part.parquet", **columns):
+    path = folder / name
+    pq.write_table(pa.table({"click": labels, "user": list(range(len(labels))), **columns}), path)
+    return path
+
+
+def trainer(loss=None, **options):
+    model = kv.models.DeepFM([], ["user"], dim=4, hidden=[4])
+    return kv.Trainer(
+        model,
+        loss or kv.losses.BinaryCrossEntropy(label="click"),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        sparse_optimizer=kv.optim.SGD(lr=0.1),
+        progress="none",
+        **options,
+    )
+
+
+def logits(output, batch):
+    return (output**2).mean()
+
+
+@pytest.mark.parametrize("shuffle", [0, 100])
+@pytest.mark.parametrize("labels", [pa.array([0, 1, None] * 2), pa.array([0.0, 1.0, math.nan] * 2)])
+def test_a_missing_label_stops_a_fit_and_names_file_record_and_column(tmp_path, labels, shuffle):
+    good = write(tmp_path, pa.array([0, 1] * 50, labels.type), "a.parquet")
+    bad = write(tmp_path, labels, "b.parquet")
+    data = kv.data.read([good, bad], 4, shuffle=shuffle)
+    with pytest.raises(DataError, match=rf"{bad}, record 2, column 'click': The label is missing.*default=0"):
+        trainer().fit(data)
+
+
+def test_a_missing_label_stops_an_evaluation(tmp_path):
+    data = kv.data.read(write(tmp_path, pa.array([0, 1, None])), 2)
+    with pytest.raises(DataError, match="record 2, column 'click'"):
+        trainer().evaluate(data)
+
+
+def test_the_labels_and_weights_of_several_losses_and_of_metrics_are_checked(tmp_path):
+    path = write(tmp_path, pa.array([0, 1]), buy=pa.array([0.0, 1.0]), w=pa.array([1.0, None]))
+    loss = kv.losses.Sum(
+        {
+            "click": kv.losses.BinaryCrossEntropy(label="click"),
+            "buy": kv.losses.BinaryCrossEntropy(label="buy", weight="w"),
+        }
+    )
+    with pytest.raises(DataError, match="record 1, column 'w'"):
+        trainer(loss).fit(kv.data.read(path, 2))
+    path = write(tmp_path, pa.array([0, 1]), buy=pa.array([0.0, None]))
+    with pytest.raises(DataError, match="record 1, column 'buy'"):
+        trainer(metrics={"auc": kv.metrics.AUC(label="buy")}).fit(kv.data.read(path, 2))
+
+
+def test_a_declared_default_is_trained_on(tmp_path):
+    path = write(tmp_path, pa.array([0, 1, None, 1]))
+    columns = [kv.data.Fixed("click", default=0), "user"]
+    assert trainer().fit(kv.data.read(path, 2, columns=columns)).step == 2
+
+
+def test_a_label_that_a_feature_makes_is_not_checked_while_reading(tmp_path):
+    path = write(tmp_path, pa.array([0, 1, None, 1]))
+    engine = kv.FeatureEngine([kv.Feature("click").fill_missing(0)])
+    assert trainer().fit(kv.data.read(path, 2, transform=engine)).step == 2
+    other = kv.FeatureEngine([kv.Feature("user").mod(3)])
+    with pytest.raises(DataError, match="record 2, column 'click'"):
+        trainer().fit(kv.data.read(path, 2, transform=other))
+
+
+def test_labels_can_be_named_where_data_is_read(tmp_path):
+    path = write(tmp_path, pa.array([0, 1, None]))
+    with pytest.raises(DataError, match=rf"{path}, record 2, column 'click': The label is missing"):
+        list(kv.data.read(path, 2, labels=["click"], shuffle=10))
+    with pytest.raises(DataError, match="column 'clicks': Labels must be columns that are read"):
+        kv.data.read(path, 2, labels=["clicks"])
+    with pytest.raises(TypeError, match="labels must be a list of names"):
+        kv.data.read(path, 2, labels="click")
+
+
+def test_every_batch_before_the_missing_label_comes(tmp_path):
+    data = iter(kv.data.read(write(tmp_path, pa.array([0] * 7 + [None] + [0] * 9)), 3, labels=["click"]))
+    assert [next(data)["user"].tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(DataError, match="record 7"):
+        next(data)
+
+
+def test_a_loss_of_ones_own_gets_the_samples_without_a_label(tmp_path):
+    data = kv.data.read(write(tmp_path, pa.array([0, None])), 2)
+    seen = []
+
+    def loss(output, batch):
+        seen.append(batch["click"])
+        return logits(output, batch)
+
+    trainer(loss).fit(data)
+    assert isinstance(seen[0], OptionalRagged)
+    assert seen[0].to_lists() == [[0], []]
+
+
+def test_a_loss_and_a_metric_refuse_samples_without_a_label():
+    batch = {
+        "click": OptionalRagged(torch.tensor([1]), torch.tensor([0, 1, 1])),
+        "list": kv.Ragged.from_lists([[1], []]),
+    }
+    output = torch.zeros(2)
+    message = "Column 'click' has no value for 1 of 2 samples.*default=0"
+    with pytest.raises(ValueError, match=message):
+        kv.losses.BinaryCrossEntropy(label="click")(output, batch)
+    with pytest.raises(ValueError, match=message):
+        kv.metrics.AUC(label="click").update(output, batch)
+    with pytest.raises(TypeError, match="Column 'list' must be a tensor with one value per sample"):
+        kv.losses.BinaryCrossEntropy(label="list")(output, batch)
+
+
+def test_a_loop_of_ones_own_refuses_samples_without_a_label(tmp_path):
+    data = kv.data.read(write(tmp_path, pa.array([0, None])), 2)
+    model = kv.models.DeepFM([], ["user"], dim=4, hidden=[4])
+    with kv.EvalContext(model, label="click") as ctx:
+        (batch,) = ctx.loader(data)
+        with pytest.raises(ValueError, match="Column 'click' has no value for 1 of 2 samples"):
+            ctx.forward(batch)
+
+
+def test_a_number_that_is_missing_is_refused_by_the_models_with_what_to_do():
+    model = kv.models.DeepFM(ids=["user"], numbers=["age"], dim=4, hidden=[4])
+    batch = {"user": torch.tensor([1, 2]), "age": OptionalRagged(torch.tensor([3]), torch.tensor([0, 1, 1]))}
+    with pytest.raises(ValueError, match=r"Number 'age' has no value for 1 of 2 samples.*fill_missing\(0\)"):
+        model(batch)
+
+
+def test_a_missing_id_counts_as_no_id(tmp_path):
+    """A sample without a user gets the vector of an empty list, whether or not its batch is complete."""
+    path = write(tmp_path, pa.array([0, 1, 1]), item=pa.array([5, None, 7]))
+    model = kv.models.DeepFM([], ["user", "item"], dim=4, hidden=[4])
+    (whole,) = kv.data.read(path, 3)
+    single = list(kv.data.read(path, 1))
+    assert [type(batch["item"]) for batch in single] == [torch.Tensor, OptionalRagged, torch.Tensor]
+    with torch.no_grad():
+        assert torch.allclose(model(whole), torch.cat([model(batch) for batch in single]))
