@@ -149,9 +149,12 @@ def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
 
 
 def logical(array: pa.Array) -> pa.Array:
-    """The same array, decoded if it is a dictionary that has null among its words."""
-    if types.is_dictionary(array.type) and array.dictionary.null_count:
+    """The same array in a type whose nulls can be counted and left out."""
+    type_ = array.type
+    if types.is_dictionary(type_) and array.dictionary.null_count:
         return array.dictionary_decode()
+    if array.null_count and (types.is_string_view(type_) or types.is_binary_view(type_)):
+        return array.cast(pa.large_binary())  # Arrow cannot filter views
     return array
 
 

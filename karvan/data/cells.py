@@ -41,6 +41,29 @@ def from_text(array: pa.Array, type_: pa.DataType, separators: tuple[str, str, s
     return pa.ListArray.from_arrays(parts.offsets, values, mask=_null_mask(array)).cast(type_)
 
 
+def from_digits(array: pa.Array, column: str) -> pa.Array:
+    """Integers as int64; where they are not, as the bits of unsigned 64-bit ids."""
+    array = pc.utf8_trim_whitespace(array)
+    try:
+        return array.cast(pa.int64())
+    except pa.ArrowInvalid:
+        pass
+    try:
+        return array.cast(pa.uint64()).view(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"Expected 64-bit integers, as in the first lines: {error}. They may be from -2^63 to 2^63 - 1, "
+            'or from 0 to 2^64 - 1. Declare the column\'s type: schema={…: "float64"} or "string".',
+            column=column,
+        ) from error
+
+
+def are_digits(array: pa.Array) -> bool:
+    """Whether all cells that are not null are integers, of any size."""
+    found = pc.match_substring_regex(pc.utf8_trim_whitespace(array), r"^[+-]?[0-9]+$")
+    return bool(pc.all(found).as_py())
+
+
 def from_hex(array: pa.Array, column: str) -> pa.Array:
     """Ids written in base 16, as int64; nulls stay."""
     if array.null_count == len(array):

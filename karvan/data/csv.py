@@ -6,13 +6,15 @@ run of lines can be read by itself. A record is a line: cells with line ends in 
 compressed files). Empty lines are passed over.
 
 Lists fit into a cell with the three `separators`, by default `1|2|3` for a list, `1;2|3` for the list of
-lists [[1, 2], [3]] and `7:0.5|8:1` for ids with weights. An empty cell is null, and null is an empty list.
+lists [[1, 2], [3]] and `7:0.5|8:1` for ids with weights. An empty cell is null, and a null list is an empty
+list; quotes with nothing between them are the empty string. Lines may end in LF, CR LF or CR.
 """
 
 from __future__ import annotations
 
 import csv as text_csv
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -20,11 +22,12 @@ import pyarrow as pa
 from pyarrow import csv, types
 
 from karvan import _native
-from karvan.data.cells import from_hex, from_text
-from karvan.data.errors import DataError
+from karvan.data.cells import are_digits, from_digits, from_hex, from_text
+from karvan.data.errors import DataError, located
 from karvan.data.files import FileSource, Layout
 from karvan.data.integers import IntegerTable
 from karvan.data.paths import Files
+from karvan.data.type_names import type_of
 
 _SPAN = 8 << 20
 _BLOCK = 1 << 20
@@ -34,9 +37,10 @@ _LONGEST_LINE = 256 << 20
 class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
-    `schema` gives types (all columns without a header; with one, those that should not be inferred from the
-    first lines of the first file). `hexadecimal` columns are ids written in base 16. `nulls` are the cells
-    that stand for a missing value. `quote` is None where quotes have no meaning.
+    `schema` gives types, by name (see `type_names.py`) or as pyarrow's: of all columns without a header; with
+    one, of those that should not be inferred from the first lines of the first file that has a value.
+    `hexadecimal` columns are ids written in base 16. `nulls` are the cells that stand for a missing value.
+    `quote` is None where quotes have no meaning.
     """
 
     group_name = "lines"
@@ -46,27 +50,33 @@ class CsvSource(FileSource):
         files: Files,
         columns: Sequence[str] | None = None,
         *,
-        schema: pa.Schema | Mapping[str, pa.DataType] | None = None,
+        schema: pa.Schema | Mapping[str, pa.DataType | str] | None = None,
         delimiter: str = ",",
         header: bool = True,
         nulls: Sequence[str] = ("",),
         quote: str | None = '"',
         hexadecimal: Sequence[str] = (),
-        separators: tuple[str, str, str] = ("|", ";", ":"),
+        separators: Sequence[str] = ("|", ";", ":"),
         quoted_newlines: bool = False,
     ) -> None:
         super().__init__(files, columns)
-        given = {f.name: f.type for f in schema} if isinstance(schema, pa.Schema) else dict(schema or {})
+        if isinstance(schema, pa.Schema):
+            schema = {field.name: field.type for field in schema}
+        given = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
         if not header and not given:
             raise ValueError("A CSV file without a header needs a schema that names its columns.")
-        if len(set(separators)) != 3:
-            raise ValueError(f"The three separators must differ, but are {separators}.")
+        if isinstance(nulls, str) or isinstance(hexadecimal, str):
+            raise TypeError("nulls and hexadecimal must be lists of strings, but one is a single string.")
+        if len(set(separators)) != 3 or len(separators) != 3:
+            raise ValueError(f"The three separators must differ, but are {tuple(separators)}.")
         self._types: dict[str, pa.DataType] = given | dict.fromkeys(hexadecimal, pa.int64())
         self._names = None if header else list(given)
         self._header = header
         self._hexadecimal = frozenset(hexadecimal)
-        self._separators = separators
+        self._separators = (separators[0], separators[1], separators[2])
         self._quoted_newlines = quoted_newlines
+        self._inferred_integers: set[str] = set()
+        self._with_carriage_returns: set[str] = set()
         self._nulls = list(nulls)
         self._parsing = csv.ParseOptions(
             delimiter=delimiter, quote_char=quote or False, newlines_in_values=quoted_newlines
@@ -74,25 +84,41 @@ class CsvSource(FileSource):
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         with self._text(path) as text:
-            names, begin = self._head(path, text)
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise DataError("The header names the column twice.", path=path, column=twice[0])
-            unknown = sorted(self._types.keys() - set(names))
-            if unknown:
-                has = ", ".join(names)
-                raise DataError(
-                    f"The schema has a column that the file has not. Its columns are: {has}.",
-                    path=path,
-                    column=unknown[0],
-                )
+            head = text.read(_BLOCK)
+        if b"\r" in head and b"\n" not in head:
+            self._with_carriage_returns.add(path)
+            head = head.replace(b"\r", b"\n")
+        names, begin = self._head(path, head)
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise DataError("The header names the column twice.", path=path, column=twice[0])
+        unknown = sorted(self._types.keys() - set(names))
+        if unknown:
+            has = ", ".join(names)
+            raise DataError(
+                f"The schema has a column that the file has not. Its columns are: {has}.",
+                path=path,
+                column=unknown[0],
+            )
         if self._quoted_newlines:
             counts, bounds = self._parse_through(path, names), [begin]
         else:
             with self._text(path) as text:
                 counts, bounds = _scan(text, begin)
-        self._infer_types(path, names, begin)
-        schema = pa.schema([(name, self._types[name]) for name in names])
-        return Layout(schema, np.cumsum([0, *counts], dtype=np.int64), bounds)
+        return Layout(self._schema_of(names), np.cumsum([0, *counts], dtype=np.int64), bounds)
+
+    def _schema_of(self, names: Sequence[str]) -> pa.Schema:
+        return pa.schema([(name, self._types.get(name, pa.null())) for name in names])
+
+    def _find_schema(self) -> pa.Schema:
+        names = super()._find_schema().names
+        for path in self._files.paths:
+            unknown = [name for name in names if name not in self._types]
+            if unknown:
+                self._types |= self._infer_types(path, unknown)
+        return self._schema_of(names)
+
+    def _type(self, name: str) -> pa.DataType:
+        return self._types.get(name, pa.null())
 
     def _groups(
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
@@ -104,7 +130,8 @@ class CsvSource(FileSource):
                     yield number, self._convert(batch)
             return
         bounds: list[int] = layout.detail
-        integers = IntegerTable.of(self._parsing, self._nulls, layout.schema, columns, self._hexadecimal)
+        schema = self._schema_of(names)
+        integers = IntegerTable.of(self._parsing, self._nulls, schema, columns, self._hexadecimal)
         with self._text(path) as text:
             _skip(text, bounds[group])
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
@@ -122,12 +149,12 @@ class CsvSource(FileSource):
             return "after the last record"
         return f"among records {layout.starts[group]} to {layout.starts[group + 1] - 1}"
 
-    def _text(self, path: str) -> pa.NativeFile:
-        return self._files.filesystem.open_input_stream(path)
+    def _text(self, path: str) -> pa.NativeFile | _LineFeeds:
+        text = self._files.filesystem.open_input_stream(path)
+        return _LineFeeds(text) if path in self._with_carriage_returns else text
 
-    def _head(self, path: str, text: pa.NativeFile) -> tuple[list[str], int]:
+    def _head(self, path: str, head: bytes) -> tuple[list[str], int]:
         """The names of the columns, and the byte at which the records begin."""
-        head = text.read(_BLOCK)
         mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
         if not self._header:
             assert self._names is not None
@@ -143,30 +170,50 @@ class CsvSource(FileSource):
             quotechar=quote or None,
             quoting=text_csv.QUOTE_MINIMAL if quote else text_csv.QUOTE_NONE,
         )
-        return next(cells), mark + len(line) + len(newline)
+        try:
+            return next(cells), mark + len(line) + len(newline)
+        except text_csv.Error as error:
+            raise DataError(f"The header cannot be read: {error}.", path=path) from error
 
-    def _infer_types(self, path: str, names: list[str], begin: int) -> None:
-        """Types of the columns without any, from the first lines of the first file inspected."""
-        unknown = [name for name in names if name not in self._types]
-        if not unknown:
-            return
-        with self._text(path) as text:
-            _skip(text, begin)
-            data = text.read(_BLOCK)
-        cut = data.rfind(b"\n") + 1
-        data = data[:cut] if cut else data
-        if not data.strip():
-            found = {name: pa.null() for name in unknown}
-        else:
-            table = self._parse(data, names, unknown)
-            found = {name: table.schema.field(name).type for name in unknown}
-        self._types.update(found)
+    def _infer_types(self, path: str, unknown: Sequence[str]) -> dict[str, pa.DataType]:
+        """Types of columns without any, as far as the first lines of a file tell them."""
+        layout = self._layouts[path]
+        names = layout.schema.names
+        with located(path):
+            with self._text(path) as text:
+                _skip(text, layout.detail[0])
+                data = text.read(_BLOCK)
+            cut = data.rfind(b"\n") + 1
+            data = data[:cut] if cut else data
+            if not data.strip():
+                return {}
+            found = {f.name: f.type for f in self._parse(data, names, unknown).schema}
+            # Arrow takes integers that are too large for int64 for floats, which would round them.
+            floats = [name for name, type_ in found.items() if type_ == pa.float64()]
+            if floats:
+                text_of = self._read(data, names, self._converting(floats, as_text=floats))
+                for name in floats:
+                    cells = text_of.column(name).combine_chunks()
+                    if are_digits(cells):
+                        found[name] = from_digits(cells, name).type
+        self._inferred_integers |= {name for name, type_ in found.items() if type_ == pa.int64()}
+        return {name: type_ for name, type_ in found.items() if type_ != pa.null()}
 
     def _parse(self, data: bytes, names: list[str], columns: Sequence[str]) -> pa.Table:
+        try:
+            return self._read(data, names, self._converting(columns))
+        except pa.ArrowInvalid:
+            integers = [name for name in columns if name in self._inferred_integers]
+            if not integers:
+                raise
+            # The first lines of the first file may have been the only ones with small ids.
+            return self._read(data, names, self._converting(columns, as_text=integers))
+
+    def _read(self, data: bytes, names: list[str], converting: csv.ConvertOptions) -> pa.Table:
         for block in (_BLOCK, len(data) + 1):
             reading = csv.ReadOptions(column_names=names, block_size=block)
             try:
-                return csv.read_csv(pa.BufferReader(data), reading, self._parsing, self._converting(columns))
+                return csv.read_csv(pa.BufferReader(data), reading, self._parsing, converting)
             except pa.ArrowInvalid as error:
                 if "straddl" not in str(error) or block > len(data):
                     raise
@@ -175,7 +222,8 @@ class CsvSource(FileSource):
     def _stream(self, path: str, names: list[str], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         with self._text(path) as text:
             reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
-            yield from csv.open_csv(text, reading, self._parsing, self._converting(columns))
+            integers = [name for name in columns if name in self._inferred_integers]
+            yield from csv.open_csv(text, reading, self._parsing, self._converting(columns, as_text=integers))
 
     def _parse_through(self, path: str, names: list[str]) -> list[int]:
         with self._text(path) as text:
@@ -188,8 +236,8 @@ class CsvSource(FileSource):
                     return []
                 raise
 
-    def _converting(self, columns: Sequence[str]) -> csv.ConvertOptions:
-        in_cells = {name: pa.string() for name in columns if self._is_in_cells(name)}
+    def _converting(self, columns: Sequence[str], as_text: Collection[str] = ()) -> csv.ConvertOptions:
+        in_cells = {name: pa.string() for name in columns if self._is_in_cells(name) or name in as_text}
         plain = {name: self._types[name] for name in columns if name in self._types}
         return csv.ConvertOptions(
             column_types=plain | in_cells,
@@ -210,6 +258,8 @@ class CsvSource(FileSource):
                 array = from_hex(array, name)
             elif self._is_in_cells(name):
                 array = from_text(array, self._types[name], self._separators, name)
+            elif name in self._inferred_integers and array.type == pa.string():
+                array = from_digits(array, name)
             arrays.append(array)
         return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
@@ -244,6 +294,31 @@ def _scan(text: pa.NativeFile, begin: int) -> tuple[list[int], list[int]]:
 def _lines(run: bytes | memoryview) -> int:
     """Lines that are not empty; pyarrow passes over the others."""
     return _native.count_lines(np.frombuffer(run, np.uint8)) if len(run) else 0
+
+
+class _LineFeeds(io.RawIOBase):
+    """Text with a line feed for each carriage return; bytes stay at their places."""
+
+    def __init__(self, text: pa.NativeFile) -> None:
+        super().__init__()
+        self._file = text
+
+    def read(self, size: int = -1) -> bytes:
+        data: bytes = self._file.read(None if size < 0 else size)
+        return data.replace(b"\r", b"\n")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        return int(self._file.seek(place, whence))
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _skip(text: pa.NativeFile, size: int) -> None:

@@ -25,6 +25,7 @@ class DataError(ValueError):
         where = [path, place, None if column is None else f"column '{column}'"]
         told = ", ".join(part for part in where if part is not None)
         super().__init__(f"{told}: {detail}" if told else detail)
+        self.detail = detail
         self.path = path
         self.place = place
         self.column = column
@@ -32,11 +33,15 @@ class DataError(ValueError):
 
 @contextmanager
 def located(path: str | None = None, place: str | None = None, column: str | None = None) -> Iterator[None]:
-    """Turn errors of pyarrow and of file systems into `DataError`s that name the place."""
+    """Let errors name the place: those of pyarrow and of file systems, and `DataError`s that do not yet."""
     try:
         yield
-    except DataError:
-        raise
+    except DataError as error:
+        if error.path is not None or path is None:
+            raise
+        raise DataError(
+            error.detail, path=path, place=error.place or place, column=error.column or column
+        ) from (error.__cause__ or error)
     except _FOREIGN as error:
         raise DataError(reason(error), path=path, place=place, column=column) from error
 

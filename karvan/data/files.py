@@ -27,6 +27,7 @@ from pyarrow import fs
 from karvan.data.errors import DataError, located
 from karvan.data.paths import Files
 from karvan.data.source import Part, Split
+from karvan.data.widening import common_type
 
 _KEPT_READERS = 4  # each may hold a decoded stripe
 
@@ -48,8 +49,9 @@ class Layout:
 class FileSource(ABC):
     """Files of one format, with the columns of the first of them.
 
-    Every file must have these columns, with the same types; `columns` narrows them down, so that others are
-    not read. The counts of all files are taken when `parts()` is first asked for.
+    Every file must have these columns, with types that one type can hold (see `widening.py`); `columns`
+    narrows them down, so that others are not read. All files are inspected when the schema is first asked
+    for.
     """
 
     group_name: ClassVar[str]
@@ -61,29 +63,48 @@ class FileSource(ABC):
         self._schema: pa.Schema | None = None
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._lock = Lock()
+        self._inspecting = Lock()
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns that are read, as the first file has them."""
-        if self._schema is None:
-            path = self._files.paths[0]
-            layout = self._inspect_file(path)
+        """The columns that are read, with types that hold the values of all files."""
+        with self._inspecting:
+            if self._schema is None:
+                self._schema = self._find_schema()
+            return self._schema
+
+    def _find_schema(self) -> pa.Schema:
+        paths = self._files.paths
+        names = self.names
+        unknown = [path for path in paths if path not in self._layouts]
+        if unknown:
+            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
+                self._layouts.update(zip(unknown, pool.map(self._inspect_file, unknown), strict=True))
+        for path in paths:
             with located(path):
-                names = layout.schema.names if self._columns is None else self._columns
-                fields = [_field(layout.schema, name, path) for name in names]
-                self._schema = pa.schema([pa.field(field.name, field.type) for field in fields])
-            self._layouts[path] = layout
-        return self._schema
+                for name in names:
+                    _field(self._layouts[path].schema, name, path)
+        return pa.schema([(name, self._type(name)) for name in names])
+
+    def _type(self, name: str) -> pa.DataType:
+        """The type of a column over all files, whose layouts are known."""
+        found = ((path, self._layouts[path].schema.field(name).type) for path in self._files.paths)
+        return common_type(name, found)
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are read; those of the first file unless they were named."""
+        if self._columns is not None:
+            return list(self._columns)
+        first = self._files.paths[0]
+        if first not in self._layouts:
+            self._layouts[first] = self._inspect_file(first)
+        with located(first):
+            return list(self._layouts[first].schema.names)
 
     def parts(self) -> list[Part]:
         """All files, with their counts of records."""
-        first, *others = self._files.paths
-        self._layout(first)
-        unknown = [path for path in others if path not in self._layouts]
-        if unknown:
-            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
-                list(pool.map(self._layout, unknown))
-        return [Part(path, self._layouts[path].records) for path in self._files.paths]
+        return [Part(path, self._layout(path).records) for path in self._files.paths]
 
     @property
     def group_records(self) -> int | None:
@@ -129,22 +150,8 @@ class FileSource(ABC):
         return self._files.filesystem.open_input_file(path)
 
     def _layout(self, path: str) -> Layout:
-        schema = self.schema
-        layout = self._layouts.get(path)
-        if layout is None:
-            layout = self._inspect_file(path)
-            for field in schema:
-                with located(path):
-                    found = _field(layout.schema, field.name, path)
-                if found.type != field.type:
-                    raise DataError(
-                        f"Expected the type {field.type}, as in {self._files.paths[0]}, "
-                        f"but it is {found.type}.",
-                        path=path,
-                        column=field.name,
-                    )
-            self._layouts[path] = layout
-        return layout
+        assert self.schema is not None  # finding it inspects all files
+        return self._layouts[path]
 
     def _inspect_file(self, path: str) -> Layout:
         with located(path):
@@ -171,7 +178,8 @@ class FileSource(ABC):
                     if batch is not None:
                         # The same schema object for all, without the metadata of whoever wrote the file.
                         batch = pa.RecordBatch.from_arrays(
-                            [batch.column(name) for name in schema.names], schema=schema
+                            [_widened(batch.column(field.name), field.type) for field in schema],
+                            schema=schema,
                         )
             except DataError as error:
                 raise self._blamed(error, path, layout, group) from error.__cause__
@@ -227,6 +235,11 @@ class _Reader:
             self._at += stop
             if skipped < stop:
                 yield batch.slice(skipped, stop - skipped)
+
+
+def _widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
+    # Only to types that hold all values: "unsafe" lets the bits of unsigned ids through, and binary text.
+    return column if column.type == type_ else column.cast(type_, safe=False)
 
 
 def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:

@@ -69,7 +69,7 @@ def open_files(
     if not found:
         return make(files, columns, **options)
     whole = make(files, **options)
-    if both := [name for name in found if name in whole.schema.names]:
+    if both := [name for name in found if name in whole.names]:
         raise DataError(
             "The file has the column, and its folders are named by it; partitions=False reads the file's.",
             path=files.paths[0],

@@ -106,6 +106,9 @@ def assert_same(ours, theirs):
                 assert mine is other
             else:
                 assert mine.dtype == other.dtype
+                if mine.is_floating_point():  # NaN is a missing value, and equals nothing
+                    assert torch.equal(mine.isnan(), other.isnan()), name
+                    mine, other = mine.nan_to_num(0.0), other.nan_to_num(0.0)
                 assert torch.equal(mine, other), name
 
 

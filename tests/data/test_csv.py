@@ -15,7 +15,9 @@ from karvan.data import csv as csv_module
 from karvan.data.decode import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats import open_files
+from karvan.data.read import read
 from karvan.data.source import Split
+from karvan.data.type_names import type_of
 
 
 def put(folder, text, name="x.csv"):
@@ -202,3 +204,116 @@ def test_options_are_checked(tmp_path):
     assert read_all(open_files(path, header=False, schema={"a": pa.int64(), "b": pa.int8()})).to_pylist() == [
         {"a": 1, "b": 2}
     ]
+
+
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("quoted", [True, False])
+@pytest.mark.parametrize("last", ["", "\r"])
+def test_lines_may_end_in_carriage_returns(tmp_path, header, quoted, last):
+    path = tmp_path / "x.csv"
+    path.write_bytes(("a,b\r" * header + f"1,x\r2,\r\r3,z{last}").encode())
+    schema = {"a": pa.int64(), "b": pa.string()}
+    source = open_files(path, header=header, schema=schema, quoted_newlines=quoted)
+    assert read_all(source).to_pylist() == [{"a": 1, "b": "x"}, {"a": 2, "b": None}, {"a": 3, "b": "z"}]
+
+
+def test_a_header_that_cannot_be_read_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"a\rb,c\n1,2\n")
+    with pytest.raises(DataError, match=r"x\.csv: The header cannot be read"):
+        read_all(open_files(path))
+
+
+BIG = st.integers(0, (1 << 64) - 1)
+
+
+@given(st.lists(st.none() | BIG, min_size=1, max_size=9), st.booleans(), st.booleans())
+def test_ids_of_64_bits_stay_exact(tmp_path_factory, values, small_first, quoted):
+    """Also where the lines that the type was inferred from have small ids only."""
+    folder = tmp_path_factory.mktemp("ids")
+    if small_first:
+        (folder / "0.csv").write_text("n,x\n0,5\n")
+    lines = "".join(f"0,{'' if x is None else x}\n" for x in values)
+    (folder / "1.csv").write_text(f"n,x\n{lines}")
+    got = read_all(open_files(folder, quoted_newlines=quoted))["x"].to_pylist()
+    expected = [5] * small_first + values
+    if all(x is None for x in expected):
+        assert got == expected
+    else:
+        assert [None if x is None else x % (1 << 64) for x in got] == expected
+
+
+@pytest.mark.parametrize("first", ["7", "9223372036854775808", "18446744073709551616"])
+@pytest.mark.parametrize("quoted", [True, False])
+def test_an_id_beyond_64_bits_is_an_error_that_names_the_column(tmp_path, first, quoted):
+    path = put(tmp_path, f"n,x\n0,{first}\n0,18446744073709551616\n")
+    with pytest.raises(DataError, match=r"x\.csv.*column 'x': Expected 64-bit integers.*2\^64.*float64"):
+        read_all(open_files(path, quoted_newlines=quoted))
+    assert read_all(open_files(path, schema={"x": "float64"}))["x"].to_pylist()[1] == 2.0**64
+
+
+def test_an_id_beyond_64_bits_behind_the_lines_of_inference_is_an_error(tmp_path):
+    put(tmp_path, "n,x\n0,1\n", "a.csv")
+    put(tmp_path, "n,x\n0,18446744073709551616\n", "b.csv")
+    with pytest.raises(
+        DataError, match=r"b\.csv.*column 'x': Expected 64-bit integers, as in the first lines"
+    ):
+        read_all(open_files(tmp_path))
+
+
+def test_whole_numbers_among_fractions_are_floats(tmp_path):
+    path = put(tmp_path, "n,x\n0,9223372036854775808\n0,0.5\n")
+    assert read_all(open_files(path))["x"].to_pylist() == [2.0**63, 0.5]
+
+
+def test_a_header_alone_is_no_rows(tmp_path):
+    path = put(tmp_path, "a,b\n")
+    assert list(read(path, 4)) == []
+    assert list(read(path, 4, columns=["a"], shuffle=10)) == []
+
+
+@pytest.mark.parametrize("first", ["a,b\n", "a,b\n,\n,\n"])
+def test_types_come_from_the_first_file_that_tells_them(tmp_path, first):
+    put(tmp_path, first, "1.csv")
+    put(tmp_path, "b,a\n0.5,3\n", "2.csv")
+    put(tmp_path, "a,b\n4,1.5\n", "3.csv")
+    source = open_files(tmp_path)
+    assert source.schema == pa.schema([("a", pa.int64()), ("b", pa.float64())])
+    assert read_all(source)["a"].to_pylist()[-2:] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "type_"),
+    [
+        ("int64", pa.int64()),
+        ("float", pa.float32()),
+        ("double", pa.float64()),
+        ("timestamp[us]", pa.timestamp("us")),
+        ("list<int64>", pa.list_(pa.int64())),
+        (" list < list<string> > ", pa.list_(pa.list_(pa.string()))),
+        ("map<int64, float32>", pa.map_(pa.int64(), pa.float32())),
+    ],
+)
+def test_types_have_names(name, type_):
+    assert type_of(name, "x") == type_
+    assert type_of(type_, "x") == type_
+
+
+@pytest.mark.parametrize("name", ["", "int65", "list", "list<int64", "list<int64>>", "map<int64>", "list<,>"])
+def test_a_type_of_no_known_name_is_an_error_that_lists_some(name):
+    with pytest.raises(ValueError, match=r"column 'x' must be one such as int64.*list<int64>"):
+        type_of(name, "x")
+
+
+def test_a_type_that_is_neither_name_nor_type_is_an_error(tmp_path):
+    with pytest.raises(TypeError, match="type of column 'a' must be a name such as int64"):
+        open_files(put(tmp_path, "a\n1\n"), schema={"a": int})
+    with pytest.raises(TypeError, match="must be lists of strings"):
+        open_files(put(tmp_path, "a\n1\n"), nulls="NA")
+
+
+def test_lists_in_cells_can_be_declared_by_name(tmp_path):
+    path = put(tmp_path, 'a,h\n1,3 4\n2,\n3,""\n')
+    options = {"schema": {"h": "list<int64>"}, "separators": [" ", ";", ":"]}
+    (batch,) = read(path, 3, options=options)
+    assert batch["h"].to_lists() == [[3, 4], [], []]
