@@ -37,8 +37,18 @@ def from_text(array: pa.Array, type_: pa.DataType, separators: tuple[str, str, s
             [keys.cast(fields[0].type), weights.cast(fields[1].type)], fields=fields
         )
     else:
-        values = parts.values.cast(leaf)
+        values = _parsed(parts.values, leaf)
     return pa.ListArray.from_arrays(parts.offsets, values, mask=_null_mask(array)).cast(type_)
+
+
+def _parsed(texts: pa.Array, type_: pa.DataType) -> pa.Array:
+    try:
+        return texts.cast(type_)
+    except pa.ArrowInvalid:
+        if not pc.any(pc.equal(texts, "")).as_py():
+            raise
+    # An empty place in a list of numbers is a missing number.
+    return pc.if_else(pc.equal(texts, ""), None, texts).cast(type_)
 
 
 def from_digits(array: pa.Array, column: str) -> pa.Array:

@@ -103,7 +103,12 @@ def _array(values: Any) -> pa.Array:
             raise ValueError(f"Arrays may have one or two dimensions, but this has shape {values.shape}.")
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    return pa.array(values)
+    if isinstance(values, np.ndarray) and values.dtype.kind == "O":
+        return pa.array(values, from_pandas=True)  # among objects NaN stands for a missing one
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
+        return pa.array(values, from_pandas=True)
 
 
 def _ragged(values: Ragged) -> pa.Array:

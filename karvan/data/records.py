@@ -57,21 +57,25 @@ def record_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Batches of `size` rows of an iterable of dicts, and the rest at its end.
 
-    Without a schema, that of the first batch holds for all. A row that lacks a column has null there; a
-    column that the schema does not have is an error, since it would be lost.
+    Without a schema, that of the first batch holds for all, and a column with nothing but null there takes
+    its type from the first batch that tells it. A row that lacks a column has null there; a column that the
+    schema does not have is an error, since it would be lost.
     """
     if size < 1:
         raise ValueError(f"A batch needs a size of at least 1, but it is {size}.")
     source = iter(rows)
     done = 0
+    given = schema is not None
     while chunk := list(islice(source, size)):
-        batch = _batch(chunk, schema, done)
+        batch = _batch(chunk, schema, done, given)
         schema = batch.schema
         done += len(chunk)
         yield batch
 
 
-def _batch(chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int) -> pa.RecordBatch:
+def _batch(
+    chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int, given: bool
+) -> pa.RecordBatch:
     for number, row in enumerate(chunk, done):
         if not isinstance(row, Mapping):
             raise DataError(f"Expected a dict, but it is a {type(row).__name__}.", place=f"record {number}")
@@ -80,6 +84,8 @@ def _batch(chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int) 
     arrays = []
     for name in names:
         type_ = None if schema is None else schema.field(name).type
+        if type_ == pa.null() and not given:
+            type_ = None
         try:
             arrays.append(pa.array([row.get(name) for row in chunk], type_))
         except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
@@ -94,6 +100,6 @@ def _batch(chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int) 
                 place=f"record {number}",
                 column=extra,
             )
-    if schema is None:
+    if not given:
         schema = pa.schema([(name, array.type) for name, array in zip(names, arrays, strict=True)])
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

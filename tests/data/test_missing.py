@@ -1,0 +1,252 @@
+"""Missing values: the same table of cases in every format, frame and stream."""
+
+import json
+import math
+from datetime import date
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows import write
+
+import karvan as kv
+from karvan.cluster.packing import pack, unpack
+from karvan.data.decode import Decoder
+from karvan.data.errors import DataError
+from karvan.data.recordio import RecordWriter
+from karvan.data.records import json_rows, record_batches
+from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.rows import join_batches, split_batch
+from karvan.wire import Message
+
+# Column, its type, its values, and what a batch of all of them has.
+CASES = [
+    ("id", pa.int64(), [7, None, 9], [[7], [], [9]]),
+    ("small", pa.int32(), [None, None, 1], [[], [], [1]]),
+    ("flag", pa.bool_(), [True, None, False], [[True], [], [False]]),
+    ("day", pa.date32(), [date(1970, 1, 2), None, None], [[1], [], []]),
+    ("price", pa.float32(), [0.5, None, 1.5], [0.5, None, 1.5]),
+    ("wide", pa.float64(), [None, 2.0, None], [None, 2.0, None]),
+    ("query", pa.string(), ["ab", None, ""], [[b"ab"], [], [b""]]),
+    ("history", pa.list_(pa.int64()), [[1, None, 2], None, []], [[1, 2], [], []]),
+    ("scores", pa.list_(pa.float32()), [[0.5, None], None, []], [[0.5, None], [], []]),
+    ("tags", pa.list_(pa.string()), [["a", "b"], None, []], [[b"a", b"b"], [], []]),
+    ("full", pa.int64(), [1, 2, 3], [1, 2, 3]),
+]
+SCHEMA = pa.schema([(name, type_) for name, type_, _, _ in CASES])
+TABLE = pa.table([pa.array(values, type_) for _, type_, values, _ in CASES], schema=SCHEMA)
+EXPECTED = {name: expected for name, _, _, expected in CASES}
+
+
+def rows(entry):
+    """Plain rows, with None for NaN and strings as bytes."""
+    if isinstance(entry, torch.Tensor):
+        return [None if x != x else x for x in entry.tolist()]
+    if isinstance(entry, NestedRagged):
+        return [[bytes(text) for text in row] for row in entry.to_lists()]
+    return [[None if x != x else x for x in row] for row in entry.to_lists()]
+
+
+def check(batches):
+    (batch,) = batches
+    assert {name: rows(entry) for name, entry in batch.items()} == {name: EXPECTED[name] for name in batch}
+    assert isinstance(batch["id"], OptionalRagged)
+    assert isinstance(batch["query"], OptionalText)
+
+
+def in_csv(folder, delimiter=","):
+    """Written by hand, since a writer would quote every string."""
+
+    def cell(value):
+        if isinstance(value, list):
+            return "|".join("" if x is None else str(x) for x in value)
+        return "" if value is None else '""' if value == "" else str(value)
+
+    lines = [[name for name, *_ in CASES], *([cell(v) for v in row.values()] for row in TABLE.to_pylist())]
+    path = folder / "rows.csv"
+    path.write_text("".join(delimiter.join(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["parquet", "orc", "arrow", "arrows", "recordio"])
+def test_missing_values_stay_visible_in_files(tmp_path, kind):
+    check(kv.data.read(write(TABLE, tmp_path / f"rows.{kind}"), 3))
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+@pytest.mark.parametrize("quoted_newlines", [True, False])
+def test_missing_values_stay_visible_in_csv(tmp_path, delimiter, quoted_newlines):
+    options = {"schema": SCHEMA, "delimiter": delimiter, "quoted_newlines": quoted_newlines}
+    check(kv.data.read(in_csv(tmp_path, delimiter), 3, options=options))
+
+
+def test_missing_values_of_integer_tables_stay_visible(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n1,\n,2\n,\n")
+    (batch,) = kv.data.read(path, 3, options={"schema": {"a": "int64", "b": "float32"}})
+    assert (rows(batch["a"]), rows(batch["b"])) == ([[1], [], []], [None, 2, None])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        TABLE,
+        TABLE.combine_chunks().to_batches()[0],
+        pl.from_arrow(TABLE),
+        {name: values for name, _, values, _ in CASES},
+        {name: TABLE[name] for name in EXPECTED},
+    ],
+    ids=["table", "records", "polars", "lists", "arrays"],
+)
+def test_missing_values_stay_visible_in_frames(frame):
+    check(kv.data.read(frame, 3))
+
+
+def test_missing_values_stay_visible_in_frames_of_pandas():
+    frame = pd.DataFrame(
+        {
+            "id": pd.array([7, None, 9], "Int64"),
+            "small": pd.array([pd.NA, pd.NA, 1], "Int32"),
+            "flag": pd.array([True, None, False], "boolean"),
+            "price": [0.5, np.nan, 1.5],
+            "wide": pd.Series([None, 2.0, None], dtype=object),
+            "query": ["ab", None, ""],
+            "history": [[1, None, 2], None, []],
+        }
+    )
+    check(kv.data.read(frame, 3))
+    for missing in (np.nan, pd.NA, None):
+        for dtype in (object, "str", "category"):
+            (batch,) = kv.data.read(pd.DataFrame({"q": pd.Series(["ab", missing, ""], dtype=dtype)}), 3)
+            assert rows(batch["q"]) == EXPECTED["query"]
+    times = pd.DataFrame({"t": pd.to_datetime(["1970-01-01", None])})
+    (batch,) = kv.data.read(times, 2)
+    assert rows(batch["t"]) == [[0], []]
+
+
+def test_ids_that_pandas_has_made_floats_can_be_declared_integers():
+    frame = pd.DataFrame({"id": [(1 << 40) + 1, None]})
+    assert frame["id"].dtype == np.float64
+    (batch,) = kv.data.read(frame, 2, columns=[kv.data.Fixed("id", dtype=torch.int64)])
+    assert rows(batch["id"]) == [[(1 << 40) + 1], []]
+
+
+def test_missing_values_stay_visible_in_arrays():
+    data = {
+        "q": np.array(["ab", np.nan, ""], object),
+        "id": np.array([7, None, 9], object),
+        "masked": np.ma.array([7, 8, 9], mask=[False, True, False]),
+        "price": np.array([0.5, np.nan, 1.5]),
+        "words": ["ab", math.nan, ""],
+        "listed": [0.5, math.nan, 1.5],
+        "t": np.array(["1970-01-01", "NaT", "1970-01-01"], "datetime64[us]"),
+    }
+    (batch,) = kv.data.read(data, 3)
+    assert rows(batch["q"]) == rows(batch["words"]) == EXPECTED["query"]
+    assert rows(batch["id"]) == rows(batch["masked"]) == EXPECTED["id"]
+    assert rows(batch["price"]) == rows(batch["listed"]) == EXPECTED["price"]
+    assert rows(batch["t"]) == [[0], [], [0]]
+
+
+def test_missing_values_stay_visible_in_streams_of_dicts_and_of_json(tmp_path):
+    decoder = Decoder(kv.data.infer(SCHEMA))
+    dicts = [{k: v for k, v in row.items() if v is not None} for row in TABLE.to_pylist()]
+    check(map(decoder, record_batches(dicts, 3, SCHEMA)))
+    schema = SCHEMA.remove(SCHEMA.get_field_index("day"))  # JSON has no dates
+    records = [json.dumps({k: v for k, v in row.items() if k != "day"}).encode() for row in dicts]
+    check([Decoder(kv.data.infer(schema))(json_rows(schema)(records))])
+    path = tmp_path / "x.recordio"
+    with RecordWriter(path) as writer:
+        for record in records:
+            writer.write(record)
+    check(kv.data.read(path, 3, options={"decode": json_rows(schema)}))
+
+
+def test_a_type_that_the_first_rows_do_not_tell_is_told_by_later_ones():
+    dicts = [{"a": None, "b": 1}, {"a": None}, {"a": "x", "b": 2}, {"a": None, "b": 3}]
+    types = [batch.schema.field("a").type for batch in record_batches(dicts, 1)]
+    assert types == [pa.null(), pa.null(), pa.string(), pa.string()]
+
+
+def test_missing_values_of_partitions_stay_visible(tmp_path):
+    for day in ("1", "__HIVE_DEFAULT_PARTITION__"):
+        (tmp_path / f"day={day}").mkdir()
+        write(pa.table({"x": [1]}), tmp_path / f"day={day}" / "a.parquet")
+    (batch,) = kv.data.read(tmp_path, 2)
+    assert sorted(rows(batch["day"])) == [[], [1]]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        (kv.data.Fixed("x", length=2), pa.array([[1, 2], [1, 2], [3, None]]), "Expected 2 integers"),
+        (kv.data.Fixed("x", length=2), pa.array([[1, 2], [1, 2], None]), "Expected 2 integers"),
+        (
+            kv.data.Varlen("x"),
+            pa.array([[], [(1, 1.0)], [(1, None)]], pa.map_(pa.int64(), pa.float32())),
+            "The weight of an id is missing",
+        ),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [0, 50])
+def test_what_cannot_be_missing_is_an_error_that_names_file_and_record(
+    tmp_path, column, values, message, shuffle
+):
+    write(pa.table({"x": pa.concat_arrays([values[:2]] * 4)}), tmp_path / "a.parquet")
+    path = write(pa.table({"x": values}), tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=f"{path}, record 2, column 'x': {message}"):
+        list(kv.data.read(tmp_path, 2, columns=[column], shuffle=shuffle))
+
+
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {"id": st.none() | st.integers(0, 5), "text": st.none() | st.text("ab", max_size=2)}
+    ),
+    min_size=1,
+    max_size=12,
+)
+DECODER = Decoder(kv.data.infer(pa.schema([("id", pa.int64()), ("text", pa.string())])))
+
+
+def decoded(data):
+    schema = pa.schema([("id", pa.int64()), ("text", pa.string())])
+    return DECODER(pa.RecordBatch.from_pylist(data, schema))
+
+
+def same(ours, theirs):
+    for name in theirs:
+        assert type(ours[name]) is type(theirs[name])
+        assert rows(ours[name]) == rows(theirs[name])
+
+
+@settings(deadline=None)
+@given(ROWS, st.data())
+def test_the_kind_of_an_entry_depends_on_its_own_rows_alone(data, draw):
+    """However rows are cut and joined, a batch is what decoding its rows gives."""
+    bounds = sorted(draw.draw(st.lists(st.integers(0, len(data)), max_size=4)))
+    counts = np.diff([0, *bounds, len(data)]).tolist()
+    parts = split_batch(decoded(data), counts)
+    ends = np.cumsum([0, *counts])
+    for part, first, end in zip(parts, ends[:-1], ends[1:], strict=True):
+        if end > first:
+            same(part, decoded(data[first:end]))
+    same(join_batches([part for part in parts if part.rows]), decoded(data))
+
+
+def test_batches_with_missing_values_travel_as_they_are():
+    batch = decoded([{"id": 1, "text": None}, {"id": None, "text": "a"}])
+    message = pack(batch)
+    same(unpack(Message(message.head, message.arrays)), batch)
+    same(batch.to("cpu"), batch)
+
+
+def test_a_matrix_joins_lists_that_a_step_has_made_of_incomplete_rows():
+    joined = join_batches(
+        [Batch({"x": torch.tensor([[1, 2]])}), Batch({"x": Ragged.from_lists([[], [3, 4]])})]
+    )
+    assert joined["x"].to_lists() == [[1, 2], [], [3, 4]]
