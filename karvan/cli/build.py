@@ -61,8 +61,17 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
     data = config.data
     return kv.Job(
         trainer,
-        _read(data, data.train, data.batch_size, transform, shuffle=data.shuffle) if training else (),
-        eval_data=_read(data, data.eval, data.eval_batch_size or data.batch_size, transform)
+        _read(data, data.train, data.batch_size, transform, data.labels, shuffle=data.shuffle)
+        if training
+        else (),
+        # Predictions are for data whose labels may not be known; an evaluation asks for those of its loss.
+        eval_data=_read(
+            data,
+            data.eval,
+            data.eval_batch_size or data.batch_size,
+            transform,
+            data.labels if training else (),
+        )
         if data.eval
         else None,
         epochs=train.epochs,
@@ -214,19 +223,26 @@ def _read(
     paths: Sequence[str],
     batch_size: int,
     transform: kv.FeatureEngine | None,
+    labels: Sequence[str],
     shuffle: int = 0,
 ) -> kv.data.Loader:
-    return kv.data.read(
-        list(paths),
-        batch_size,
-        columns=None if data.columns is None else [_column(each) for each in data.columns],
-        format=data.format,
-        options=data.options or None,
-        shuffle=shuffle,
-        seed=data.seed,
-        workers=data.workers,
-        transform=transform,
-    )
+    try:
+        return kv.data.read(
+            list(paths),
+            batch_size,
+            columns=None if data.columns is None else [_column(each) for each in data.columns],
+            labels=labels,
+            format=data.format,
+            options=data.options or None,
+            shuffle=shuffle,
+            seed=data.seed,
+            workers=data.workers,
+            transform=transform,
+        )
+    except kv.data.DataError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"data: {error}") from error
 
 
 def _column(given: str | configs.Column) -> kv.data.Column | str:
@@ -235,6 +251,8 @@ def _column(given: str | configs.Column) -> kv.data.Column | str:
     kinds: dict[str, Any] = {"fixed": kv.data.Fixed, "varlen": kv.data.Varlen, "raw": kv.data.Raw}
     kind = kinds[given.kind]
     arguments = given.model_dump(exclude_unset=True, exclude={"kind"})
+    if given.dtype is not None:
+        arguments["dtype"] = getattr(torch, given.dtype)
     allowed = [each.name for each in fields(kind)]
     for name in arguments:
         if name not in allowed:

@@ -62,8 +62,9 @@ class Column(Section):
 
     name: str
     kind: Literal["fixed", "varlen", "raw"] = "fixed"
-    default: float | int | list[float] | None = None
+    default: float | int | str | list[float] | None = None
     length: Count | None = None
+    dtype: Literal["int64", "float32", "float64", "bool"] | None = None
     hash: Literal["farm", "murmur", "farm63", "murmur63"] | None = None
     bucket: CountOrZero | None = None
 
@@ -78,6 +79,7 @@ class Data(Section):
     shuffle: CountOrZero = 0
     seed: Integer = 0
     columns: list[str | Column] | None = None
+    labels: list[str] = Field(default_factory=list)
     format: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     workers: Count = 2

@@ -60,6 +60,9 @@ class Fixed:
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"Fixed '{self.name}' needs a length of at least 1, but has {self.length}.")
+        numbers = self.defaults() if not isinstance(self.default, str) else [self.default]
+        if wrong := [each for each in numbers or () if not isinstance(each, Number)]:
+            raise TypeError(f"Fixed '{self.name}' needs numbers as default, but has {wrong[0]!r}.")
         if isinstance(self.default, Sequence) and len(self.default) != self.length:
             raise ValueError(
                 f"Fixed '{self.name}' needs one default or {self.length}, but has {len(self.default)}."
@@ -102,12 +105,19 @@ class Raw:
     name: str
     default: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.default is not None and not isinstance(self.default, str):
+            raise TypeError(f"Raw '{self.name}' needs a string as default, but has {self.default!r}.")
+
 
 Column = Fixed | Varlen | Raw
 
 
 def infer(schema: pa.Schema) -> list[Column]:
-    """A column for every field: numbers `Fixed`, strings `Raw`, lists and `{id: weight}` `Varlen`."""
+    """A column for every field: numbers `Fixed`, strings `Raw`, lists and `{id: weight}` `Varlen`.
+
+    A column in which every value is null, so that it has no type, becomes a `Fixed` of NaN.
+    """
     return [_infer(field) for field in schema]
 
 
@@ -117,16 +127,16 @@ def _infer(field: pa.Field) -> Column:
         return Fixed(field.name, length=field.type.list_size)
     if is_text(leaf) and levels <= 1:
         return Raw(field.name)
-    if is_number(leaf) and levels == 0:
+    if (is_number(leaf) or types.is_null(leaf)) and levels == 0:
         return Fixed(field.name)
-    if is_number(leaf) and levels <= 2:
+    if (is_number(leaf) or types.is_null(leaf)) and levels <= 2:
         return Varlen(field.name)
     if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
         return Varlen(field.name)
-    hint = "Declare how to read it, or the columns without it"
-    if types.is_null(leaf):
-        hint = "Every value is missing: declare the column (Fixed, Varlen, Raw), or read the others only"
-    raise DataError(f"Nothing can be inferred for the type {field.type}. {hint}.", column=field.name)
+    raise DataError(
+        f"Nothing can be inferred for the type {field.type}. Declare how to read it, or read the others only.",
+        column=field.name,
+    )
 
 
 def unnest(type_: pa.DataType) -> tuple[int, pa.DataType]:

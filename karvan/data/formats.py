@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pyarrow import fs
@@ -65,6 +66,7 @@ def open_files(
     if format == "tsv":
         options.setdefault("delimiter", "\t")
     make = _SOURCES[format]
+    _check_options(format, make, options)
     found = partition_columns(files) if partitions else {}
     if not found:
         return make(files, columns, **options)
@@ -82,6 +84,14 @@ def open_files(
         raise DataError("At least one column must be of the files, but all are of their folders.")
     asked = {name: found[name] for name in columns if name in found}
     return PartitionedSource(make(files, inside, **options), files, asked)
+
+
+def _check_options(format: str, make: type[FileSource], options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(make).parameters.values()
+    allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    if unknown := [name for name in options if name not in allowed]:
+        known = ", ".join([*allowed, "partitions"])
+        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {known}.")
 
 
 def _common_format(files: Files) -> str:

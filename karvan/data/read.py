@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns import Column, Fixed, infer
+from karvan.data.columns import Column, infer
 from karvan.data.decode import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats import open_files
@@ -63,7 +63,7 @@ def read(
     asked: Sequence[Column | str] = source.schema.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    decode = Decoder([_inferred(source, c) if isinstance(c, str) else c for c in asked], labels)
+    decode = Decoder([_inferred(source.schema, c) if isinstance(c, str) else c for c in asked], labels)
     decode.check(source.schema)
     return Loader(
         source,
@@ -93,8 +93,7 @@ def _is_source(data: object) -> bool:
     return all(hasattr(data, name) for name in ("schema", "parts", "read"))
 
 
-def _inferred(source: Source, name: str) -> Column:
-    schema = source.schema
+def _inferred(schema: pa.Schema, name: str) -> Column:
     if name not in schema.names:
         raise DataError(f"There is no such column; there are: {listed(name, schema.names)}", column=name)
     return infer(pa.schema([schema.field(name)]))[0]

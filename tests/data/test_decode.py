@@ -409,7 +409,6 @@ def test_a_list_of_another_length_is_an_error_that_names_column_and_row():
 
 def test_what_cannot_be_inferred_is_an_error_that_names_the_column():
     for type_ in (
-        pa.null(),
         pa.duration("s"),
         pa.list_(pa.list_(pa.string())),
         pa.struct([("a", pa.string())]),

@@ -74,10 +74,10 @@ def test_a_column_without_a_type_in_one_file_takes_that_of_the_others(tmp_path, 
     assert batch["x"].to_lists() == ([[], [], [7], [8]] if place == 0 else [[7], [8], [], []])
 
 
-def test_a_column_without_a_type_in_any_file_must_be_declared(tmp_path):
+def test_a_column_without_a_type_in_any_file_is_nan_unless_declared(tmp_path):
     folder = write(tmp_path, pa.nulls(2), pa.nulls(1))
-    with pytest.raises(DataError, match=r"column 'x'.*Every value is missing: declare the column"):
-        kv.data.read(folder, 3)
+    (batch,) = kv.data.read(folder, 3)
+    assert batch["x"].isnan().all()
     (batch,) = kv.data.read(folder, 3, columns=[kv.data.Fixed("x", default=4), "n"])
     assert batch["x"].tolist() == [4, 4, 4]
 
