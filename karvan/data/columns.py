@@ -134,7 +134,7 @@ def _infer(field: pa.Field) -> Column:
     if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
         return Varlen(field.name)
     raise DataError(
-        f"Nothing can be inferred for the type {field.type}. Declare how to read it, or read the others only.",
+        f"Nothing can be inferred for the type {field.type}. Declare how to read it, or read the others.",
         column=field.name,
     )
 
