@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from karvan.cli.errors import CommandError
-from karvan.ragged import NestedRagged, Ragged
+from karvan.data.frames import nullable
+from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 from karvan.train import Prediction
 
 
@@ -100,6 +101,8 @@ def _array(name: str, column: Any) -> pa.Array:
             return pa.array(column.numpy())
         flat = pa.array(column.reshape(-1).numpy())
         return pa.FixedSizeListArray.from_arrays(flat, column[0].numel() if len(column) else 1)
+    if isinstance(column, OptionalRagged | OptionalText):
+        return nullable(column)
     if isinstance(column, Ragged):
         if column.offsets is None:
             return _array(name, column.values)

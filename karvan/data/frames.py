@@ -11,7 +11,8 @@ from torch import Tensor
 
 from karvan.data.errors import DataError, located
 from karvan.data.source import Part, Split
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
+from karvan.rows import as_offsets
 
 
 class TableSource:
@@ -91,6 +92,8 @@ def _array(values: Any) -> pa.Array:
         return values
     if isinstance(values, pa.ChunkedArray):
         return values.combine_chunks()
+    if isinstance(values, OptionalRagged | OptionalText):
+        return nullable(values)
     if isinstance(values, NestedRagged):
         inner = pa.LargeListArray.from_arrays(_array(values.inner), _array(values.values))
         return pa.LargeListArray.from_arrays(_array(values.outer), inner)
@@ -109,6 +112,17 @@ def _array(values: Any) -> pa.Array:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
         return pa.array(values, from_pandas=True)
+
+
+def nullable(entry: OptionalRagged | OptionalText) -> pa.Array:
+    """One number or string for each row, with null for those that are missing."""
+    if isinstance(entry, OptionalText):
+        texts = [bytes(text).decode(errors="replace") for text in entry.lists().to_lists()]
+        values, offsets = pa.array(texts, pa.string()), entry.outer
+    else:
+        values, offsets = pa.array(entry.values.cpu().numpy()), as_offsets(entry)
+    first, missing = offsets[:-1].cpu(), (offsets.diff() == 0).cpu()
+    return values.take(pa.array(first.numpy(), mask=missing.numpy()))
 
 
 def _ragged(values: Ragged) -> pa.Array:

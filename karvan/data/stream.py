@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from karvan.counts import check_counts
@@ -71,6 +71,12 @@ class Stream:
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the positions of all ranks into one, as the iterable does it."""
         return dict(self._positioned("merge")(states))
+
+    def require_values(self, columns: Sequence[str]) -> None:
+        """Let missing values of these columns be errors, if the iterable can do so, as a `Loader` can."""
+        ask = getattr(self._batches, "require_values", None)
+        if ask is not None:
+            ask(columns)
 
     def _positioned(self, method: str) -> Any:
         found = getattr(self._batches, method, None)

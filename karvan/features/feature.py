@@ -167,7 +167,7 @@ class Feature:
         return self.then(Normalise(mean, std))
 
     def fill_missing(self, value: Number, missing: Number | None = None) -> Feature:
-        """A value in the place of NaN, or of the number that stands for a missing one."""
+        """A value for samples that have none, and in the place of NaN or of the number that stands for it."""
         return self.then(FillMissing(value, missing))
 
     def round(self, digits: int = 0) -> Feature:

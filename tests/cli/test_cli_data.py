@@ -87,13 +87,15 @@ def test_wrong_options_of_csv_are_told(run, config, old, new, message):
     assert message in ran.err
 
 
-def test_predictions_need_no_labels(run, config, tmp_path):
-    path = config(evaluated=[LINES[0], ",1,0.5,1 2", ",2,0.5,"], more="  labels: [click]")
+def test_predictions_need_no_labels_and_show_what_is_missing(run, config, tmp_path):
+    more = "  labels: [click]\n  batch_size: 1"
+    path = config(evaluated=[LINES[0], ",1,0.5,1 2", ",,0.5,"], more=more)
+    path.write_text(path.read_text().replace("  batch_size: 4\n", ""))
     path.write_text(path.read_text() + f"checkpoints: {{folder: {tmp_path}/run}}\n")
     text = path.read_text()
     path.write_text(text.replace(f"  eval: {tmp_path}/eval.csv\n", ""))
     assert run("train", path, "--quiet").code == 0
     path.write_text(text)
-    ran = run("predict", path, "--out", "-")
+    ran = run("predict", path, "--columns", "user", "--out", "-")
     assert ran.code == 0, ran.err
-    assert len(ran.out.splitlines()) == 3
+    assert [line.split(",")[0] for line in ran.out.splitlines()[1:]] == ["1", ""]

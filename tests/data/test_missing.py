@@ -245,6 +245,26 @@ def test_batches_with_missing_values_travel_as_they_are():
     same(batch.to("cpu"), batch)
 
 
+@given(ROWS)
+def test_what_was_read_can_be_read_again(data):
+    batch = decoded(data)
+    (again,) = kv.data.read({"id": batch["id"]}, len(data))
+    same(again, {"id": batch["id"]})
+
+
+def test_strings_of_a_batch_can_be_read_again():
+    batch = decoded([{"id": 1, "text": None}, {"id": None, "text": "a"}])
+    (again,) = kv.data.read({"text": batch["text"]}, 2)
+    same(again, {"text": batch["text"]})
+
+
+def test_a_stream_asks_its_loader_for_labels():
+    stream = kv.data.Stream(kv.data.read({"x": [1, None]}, 2))
+    stream.require_values(["x"])
+    with pytest.raises(DataError, match="record 1, column 'x': The label is missing"):
+        next(stream)
+
+
 def test_a_matrix_joins_lists_that_a_step_has_made_of_incomplete_rows():
     joined = join_batches(
         [Batch({"x": torch.tensor([[1, 2]])}), Batch({"x": Ragged.from_lists([[], [3, 4]])})]
