@@ -43,11 +43,11 @@ def number_reader(
     def read(array: pa.Array) -> Tensor | OptionalRagged:
         if prepare is not None:
             array = prepare(array)
-        if not array.null_count:
-            return convert(array)
-        if filler is None:
-            return OptionalRagged(convert(array.drop_null()), valid_offsets(array))
-        return convert(array.fill_null(filler))
+        if array.null_count:
+            if filler is None:
+                return OptionalRagged(convert(array.drop_null()), valid_offsets(array))
+            array = array.fill_null(filler)
+        return dense(array) if as_is else convert(array)
 
     def convert(array: pa.Array) -> Tensor:
         if as_is:

@@ -24,13 +24,19 @@ def common_type(column: str, found: Iterable[tuple[str, pa.DataType]]) -> pa.Dat
         if both is None:
             raise DataError(
                 f"Expected the type {result}, as in {source}, but it is {type_}. "
-                "Write the files with one type, or read them separately.",
+                f"Write the files with one type{_hint(result, type_)}, or read them separately.",
                 path=path,
                 column=column,
             )
         if both != result:
             result, source = both, path
     return result
+
+
+def _hint(a: pa.DataType, b: pa.DataType) -> str:
+    if any(map(types.is_integer, (a, b))) and any(map(types.is_floating, (a, b))):
+        return " (pandas makes floats of integers where one is missing; its type Int64 does not)"
+    return ""
 
 
 def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

@@ -100,6 +100,11 @@ def test_a_mix_that_would_lose_something_is_an_error_that_names_both_files(tmp_p
         kv.data.read(write(tmp_path, first, second), 2)
 
 
+def test_integers_that_pandas_has_made_floats_are_named_as_such(tmp_path):
+    with pytest.raises(DataError, match=r"pandas makes floats of integers.*Int64"):
+        kv.data.read(write(tmp_path, pa.array([1]), pa.array([1.0, None])), 2)
+
+
 def test_damage_in_a_later_file_is_found_before_reading_begins(tmp_path):
     write(tmp_path, pa.array([1]), pa.array([2]))
     (tmp_path / "1.parquet").write_bytes(b"PAR1 and nothing else")
