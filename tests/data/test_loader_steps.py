@@ -28,6 +28,7 @@ SCHEMA = pa.schema(
         ("nested", pa.list_(pa.list_(pa.int64()))),
         ("weighted", pa.map_(pa.int64(), pa.float32())),
         ("text", pa.string()),
+        ("digits", pa.string()),
     ]
 )
 COLUMNS = [
@@ -39,6 +40,7 @@ COLUMNS = [
     Varlen("nested"),
     Varlen("weighted"),
     Raw("text"),
+    Raw("digits"),
 ]
 FEATURES = [
     Feature("price").clip(0, 3).log1p(),
@@ -50,6 +52,7 @@ FEATURES = [
     Feature("logged").select("count").log1p().fill_missing(0.5),
     Feature("filled").select("count").fill_missing(-1),
     Feature("pair").cross("id", "count"),
+    Feature("digits").to_ids(),
     Feature("words").select("text", raw=True).lower().strip().split("a").hash("farm"),
     Feature("start").select("text", raw=True).truncate(2).substring(0, 1),
 ]
@@ -65,6 +68,7 @@ rows = st.fixed_dictionaries(
         "nested": st.none() | st.lists(st.lists(numbers, max_size=3), max_size=3),
         "weighted": st.none() | st.lists(st.tuples(numbers, st.floats(0, 2, width=32)), max_size=3),
         "text": st.none() | st.text("ab", max_size=4),
+        "digits": st.none() | st.text("12", max_size=4),
     }
 )
 

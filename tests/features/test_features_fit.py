@@ -13,6 +13,7 @@ from feature_helpers import ragged_text, same
 from hypothesis import given
 from hypothesis import strategies as st
 
+import karvan as kv
 from karvan.features import Feature, FeatureEngine
 from karvan.features.statistics import Moments
 from karvan.ragged import Ragged
@@ -151,3 +152,13 @@ def test_words_and_ways_to_find_them_exclude_each_other():
     engine = FeatureEngine([Feature("w").vocabulary()])
     with pytest.raises(ValueError, match="Feature 'w', vocabulary: expected the words of a vocabulary"):
         engine.set_extra_state({"w": torch.zeros(2)})
+
+
+def test_missing_values_do_not_count_when_steps_are_fitted():
+    data = {"n": [1, None, 3], "city": ["a", None, "b"], "price": [1.0, None, 3.0]}
+    features = [Feature("n").normalise(), Feature("price").normalise(), Feature("city").vocabulary()]
+    engine = FeatureEngine(features).fit(kv.data.read(data, 2))
+    (batch,) = kv.data.read(data, 3, transform=engine)
+    assert batch["n"].to_lists() == [[-1.0], [], [1.0]]
+    assert batch["price"].tolist()[::2] == [-1.0, 1.0]
+    assert sorted(batch["city"].to_lists()) == [[], [0], [1]]
