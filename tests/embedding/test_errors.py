@@ -199,6 +199,34 @@ def test_optimizers_refuse_bad_arguments(engine, cls, options):
         getattr(kv.optim, cls)(engine, **options)
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "says"),
+    [
+        ("Adagrad", {"accumulate": "last"}, r"accumulate='last'.*initial_accumulator_value.*above 0.*'first'"),
+        ("Adagrad", {"accumulate": "last", "row_wise": True}, "initial_accumulator_value=0.1"),
+        ("Adagrad", {"eps": 0.0}, "divides a gradient of 0 by 0"),
+        ("Adam", {"eps": 0.0}, "above 0, got 0"),
+        ("AdamW", {"eps": 0.0}, "above 0, got 0"),
+        ("FTRL", {"beta": 0.0}, "divides a gradient of 0 by 0"),
+    ],
+)
+def test_settings_that_divide_by_almost_nothing_are_refused(engine, cls, options, says):
+    with pytest.raises(ValueError, match=says):
+        getattr(kv.optim, cls)(**options)
+    with pytest.raises(ValueError, match=says):  # said for one group of tables only
+        getattr(kv.optim, cls)([{"params": engine.table("goods"), **options}])
+
+
+def test_ftrl_refuses_a_learning_rate_that_a_scheduler_brought_to_zero(engine):
+    optimizer = kv.optim.FTRL(engine, lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+    before = everything(engine)["goods vectors"]
+    sum(each.sum() for each in engine(good()).values()).backward()
+    with pytest.raises(ValueError, match=r"divides by lr, which is 0\.0 now"):
+        optimizer.step()
+    assert torch.equal(everything(engine)["goods vectors"], before)
+
+
 def test_load_refuses_rows_of_another_width(engine):
     rows = engine.table("goods").snapshot()
     other = kv.EmbeddingEngine({"user": kv.Table(8)})

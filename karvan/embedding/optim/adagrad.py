@@ -10,8 +10,8 @@ class Adagrad(SparseOptimizer):
     """p -= lr * g / (sqrt(a) + eps), where a sums g².
 
     accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
-    does (give an initial_accumulator_value then). decay multiplies a before each addition. row_wise keeps
-    one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added to g.
+    does, which needs an initial_accumulator_value above 0. decay multiplies a before each addition. row_wise
+    keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added to g.
     """
 
     def __init__(
@@ -29,8 +29,6 @@ class Adagrad(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        if accumulate not in ("first", "last"):
-            raise ValueError(f"accumulate must be 'first' or 'last', got '{accumulate}'.")
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -41,6 +39,23 @@ class Adagrad(SparseOptimizer):
             "accumulate": accumulate,
         }
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
+
+    def _check_group(self, group: Group) -> None:
+        if group["accumulate"] not in ("first", "last"):
+            raise ValueError(f"accumulate must be 'first' or 'last', got '{group['accumulate']}'.")
+        if group["initial_accumulator_value"] > 0:
+            return
+        if group["accumulate"] == "last":
+            raise ValueError(
+                "Adagrad with accumulate='last' divides the first gradient of a row by the square root of "
+                "initial_accumulator_value, so it must be above 0, got 0: give one, such as "
+                "initial_accumulator_value=0.1, or use accumulate='first'."
+            )
+        if not group["eps"] > 0:
+            raise ValueError(
+                "Adagrad with eps=0 and initial_accumulator_value=0 divides a gradient of 0 by 0: expected "
+                "one of them above 0."
+            )
 
     def _kind(self, group: Group) -> str:
         return "Adagrad by row" if group["row_wise"] else "Adagrad"

@@ -30,6 +30,10 @@ class Adam(SparseOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
+    def _check_group(self, group: Group) -> None:
+        if not group["eps"] > 0:
+            raise ValueError(f"Adam divides a gradient of 0 by eps, so it must be above 0, got {group['eps']}.")
+
     def _rule(self, group: Group, step: int) -> _native.Rule:
         rule = self._moments("adam", group, step)
         rule.weight_decay = group["weight_decay"]

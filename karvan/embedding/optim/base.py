@@ -34,6 +34,7 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
         _check(defaults)
+        self._check_group(defaults)
         self.defaults = defaults
         self._tables: dict[EmbeddingEngine, list[TableHandle]] = {}
         if params is not None:
@@ -51,6 +52,8 @@ class SparseOptimizer(torch.optim.Optimizer):
             handles |= {handle.anchor: handle for handle in owned}
             group["params"] = [handle.anchor for handle in owned]
         super().__init__(groups, self.defaults)
+        for group in self.param_groups:
+            self._check_group(group)
         for group in self.param_groups:
             for anchor in group["params"]:
                 handle = handles[anchor]
@@ -125,6 +128,9 @@ class SparseOptimizer(torch.optim.Optimizer):
         rule.clip_norm = group["clip_norm"] or 0.0
         rule.bound = group["weight_bound"] or 0.0
         return rule
+
+    def _check_group(self, group: Group) -> None:
+        """Raise a ValueError if settings that are right one by one cannot work together."""
 
     def _kind(self, group: Group) -> str:
         """What the rows' state means; rows keep theirs when an optimizer of the same kind takes over."""

@@ -25,8 +25,6 @@ class FTRL(SparseOptimizer):
         clip_norm: float | None = None,
         weight_bound: float | None = None,
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"FTRL divides by lr, so it must be above 0, got {lr}.")
         defaults = {
             "lr": lr,
             "beta": beta,
@@ -36,7 +34,20 @@ class FTRL(SparseOptimizer):
         }
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
+    def _check_group(self, group: Group) -> None:
+        if not group["lr"] > 0:
+            raise ValueError(f"FTRL divides by lr, so it must be above 0, got {group['lr']}.")
+        if not (group["beta"] > 0 or group["l2"] > 0 or group["initial_accumulator_value"] > 0):
+            raise ValueError(
+                "FTRL with beta=0, l2=0 and initial_accumulator_value=0 divides a gradient of 0 by 0: "
+                "expected one of them above 0."
+            )
+
     def _rule(self, group: Group, step: int) -> _native.Rule:
+        if not group["lr"] > 0:  # a scheduler may have changed it
+            raise ValueError(
+                f"FTRL divides by lr, which is {group['lr']} now: expected a scheduler that stays above 0."
+            )
         rule = _native.Rule("ftrl")
         rule.beta1 = group["beta"]
         rule.l1 = group["l1"]
