@@ -31,13 +31,8 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         model,
         make_loss(config.loss),
         dense_optimizer=_dense(config.optimizers.dense),
-        sparse_optimizer=made_by_name(
-            "sparse optimizer",
-            classes_of(kv.optim, kv.optim.SparseOptimizer),
-            config.optimizers.sparse,
-            "optimizers.sparse",
-            ("params",),
-        ),
+        sparse_optimizer=_sparse(config.optimizers.sparse),
+        frozen=train.frozen,
         metrics=make_metrics(config.metrics),
         scheduler=_schedule(config.optimizers.schedule),
         schedule_per=config.optimizers.schedule_per,
@@ -178,7 +173,19 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
     return made
 
 
-def _dense(config: configs.Named) -> Callable[[Any], torch.optim.Optimizer]:
+def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
+    if config is None:
+        return None
+    known = classes_of(kv.optim, kv.optim.SparseOptimizer)
+    made: kv.optim.SparseOptimizer = made_by_name(
+        "sparse optimizer", known, config, "optimizers.sparse", ("params",)
+    )
+    return made
+
+
+def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
+    if config is None:
+        return None
     known = classes_of(torch.optim, torch.optim.Optimizer)
     kind = found("dense optimizer", known, config.name)
     arguments = config.arguments

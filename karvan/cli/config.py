@@ -55,6 +55,7 @@ def _listed(given: Any) -> Any:
 
 Choice = Annotated[Named, BeforeValidator(_named)]
 Paths = Annotated[list[str], BeforeValidator(_listed)]
+Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Column(Section):
@@ -105,10 +106,10 @@ class Model(Named):
 
 
 class Optimizers(Section):
-    """One of torch.optim for the net, and one of kv.optim for the tables."""
+    """One of torch.optim for the net, and one of kv.optim for the tables; null if all of that is frozen."""
 
-    dense: Choice = Named(name="Adam")
-    sparse: Choice = Named.model_validate({"name": "Adagrad", "lr": 0.05})
+    dense: Choice | None = Named(name="Adam")
+    sparse: Choice | None = Named.model_validate({"name": "Adagrad", "lr": 0.05})
     schedule: Choice | None = None
     schedule_per: Literal["step", "epoch"] = "step"
 
@@ -129,6 +130,7 @@ class Train(Section):
     steps: Count | None = None
     eval_every: Count | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    frozen: Names = Field(default_factory=list)
     accumulate: Count = 1
     global_accumulate: Count | None = None
     clip_norm: Positive | None = None

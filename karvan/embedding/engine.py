@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from karvan import ranks
 from karvan.embedding.again import Again, Kept
 from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
@@ -28,6 +29,7 @@ from karvan.embedding.program import make_program
 from karvan.embedding.table import Table, check_features
 from karvan.names import listed
 from karvan.ragged import REFERENCE, Padded, Ragged, Reference
+from karvan.ranks import Connection
 from karvan.store import Plan, Program, Store, make_store
 from karvan.store.protocol import Gradients, Prepared
 from karvan.threads import share_torch_threads
@@ -54,6 +56,8 @@ class EmbeddingEngine(nn.Module):
         self.step = 0
         # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
         self.gradient_scale = 1.0
+        # Which connection chose the store; None if the user gave one.
+        self.connection: Connection | None = ranks.current() if store is None else None
         self.store: Store = store if store is not None else make_store()
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)

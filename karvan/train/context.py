@@ -28,12 +28,14 @@ from karvan.train.course import Course
 from karvan.train.dense.make import make_stepping
 from karvan.train.eval_context import EvalContext, running
 from karvan.train.feed import same
+from karvan.train.frozen import Frozen, Patterns
 from karvan.train.kept import Kept
 from karvan.train.losses import nothing_of, total
 from karvan.train.outputs import Labels, full, labels_of
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
 from karvan.train.placement import make_placement
+from karvan.train.preflight import check_trained
 from karvan.train.randomness import random_state
 from karvan.train.slips import check_data
 from karvan.train.step import Loader, Pass, Step
@@ -56,8 +58,8 @@ class TrainContext(Kept):
             ctx.backward(loss_of(output, labels))
     ```
 
-    dense_optimizer, sparse_optimizer, accumulate, clip_norm, clip_value, device, ahead: see `Trainer`. The
-    optimizers are attributes, for schedulers.
+    dense_optimizer, sparse_optimizer, frozen, accumulate, clip_norm, clip_value, device, ahead: see
+    `Trainer`. The optimizers are attributes, for schedulers.
     mixed_precision: False, "bf16", "fp16" (on CUDA), or True for fp16 on CUDA and bf16 on the CPU. Outputs
     are given as float32, so that a loss of them has full precision.
     label: the column, or columns, that `forward` gives beside the output; None for none.
@@ -76,6 +78,7 @@ class TrainContext(Kept):
         *,
         sparse_optimizer: SparseOptimizer | None = None,
         dense_optimizer: DenseOptimizer | None = None,
+        frozen: Patterns = (),
         mixed_precision: bool | str = False,
         label: Labels = "label",
         accumulate: int = 1,
@@ -88,7 +91,8 @@ class TrainContext(Kept):
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
         run = self._running = running(model, mixed_precision, device, ahead)
-        here, dense = run.connection, make_dense(dense_optimizer, model)
+        self.frozen = Frozen(model, frozen)
+        here, dense = run.connection, make_dense(dense_optimizer, model, self.frozen)
         if here.settings.dense.rejects:
             raise ValueError(
                 "With grads_to_wait or tolerance servers may reject a step, which a loop of one's own cannot "
@@ -97,11 +101,13 @@ class TrainContext(Kept):
         stepping = make_stepping(model, dense, engines_of(model), here, run.ahead)
         update = Update(
             dense,
-            make_sparse(sparse_optimizer, model),
+            make_sparse(sparse_optimizer, model, self.frozen),
             UpdateSettings(accumulate, clip_norm, clip_value),
             run.precision,
             stepping,
+            self.frozen,
         )
+        check_trained(model, update, self.frozen, here)
         super().__init__(run.model, here, run.precision, update, stepping, run.transforms)
         self.device = run.device
         self._label = label
@@ -122,6 +128,7 @@ class TrainContext(Kept):
     def __enter__(self) -> Self:
         if self.model in _in_use:
             raise RuntimeError("This model is in a TrainContext already: expected one at a time.")
+        check_trained(self.model, self.update, self.frozen, self.connection)
         _in_use.add(self.model)
         self._entered = True
         self.update.forget()

@@ -19,6 +19,7 @@ from karvan.train.course import Course
 from karvan.train.goal import Goal
 from karvan.train.labels import require_labels
 from karvan.train.losses import named, nothing_of, total
+from karvan.train.preflight import check_fit
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
 from karvan.train.stopping import Stopping
@@ -95,6 +96,7 @@ class Fit:
     def _begin(self, stack: ExitStack) -> None:
         trainer, counts = self._trainer, self._counts
         self._begun = time.monotonic()
+        check_fit(trainer, self._goal)
         newest = trainer.saver.latest()
         if newest is not None and not self._resume:
             raise ValueError(

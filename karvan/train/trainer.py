@@ -19,6 +19,7 @@ from karvan.train.describe import describe
 from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import ahead_of, same
 from karvan.train.fit import Fit
+from karvan.train.frozen import Frozen, Patterns
 from karvan.train.goal import Goal
 from karvan.train.history import History
 from karvan.train.logs import Log, Logs
@@ -26,6 +27,7 @@ from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
 from karvan.train.placement import device_of, exact_device, make_placement
 from karvan.train.precision import make_precision
+from karvan.train.preflight import check_connection
 from karvan.train.progress import NoProgress, make_progress
 from karvan.train.results import Counts, FitResult, Window
 from karvan.train.saving import SaveSettings, make_saver
@@ -41,7 +43,10 @@ class Trainer:
 
     loss(output, batch) gives a tensor, or several by name that are summed; `karvan.train.losses` has some.
     dense_optimizer is a torch optimizer, or a function that makes one of parameters; sparse_optimizer one of
-    kv.optim, which the Trainer attaches to all tables of the model unless it is attached.
+    kv.optim, which the Trainer attaches to all tables of the model unless it is attached. A Trainer that only
+    evaluates and predicts needs neither.
+    frozen names tables, parameters and modules that are not trained: frozen=["user", "net.*"]. What has no
+    optimizer and is not named is an error when a fit begins.
     metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
     precision: see `precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see `UpdateSettings`.
@@ -67,6 +72,7 @@ class Trainer:
         *,
         dense_optimizer: DenseOptimizer | None = None,
         sparse_optimizer: SparseOptimizer | None = None,
+        frozen: Patterns = (),
         metrics: Mapping[str, MetricLike] | None = None,
         scheduler: Schedulers = None,
         schedule_per: str = "step",
@@ -102,15 +108,19 @@ class Trainer:
         here = self.connection
         together = here.world == 1 or here.settings.mode != "async"
         self.passes = Passes(accumulate, global_accumulate, here.rank, here.world, together)
-        dense = make_dense(dense_optimizer, model)
+        self.frozen = Frozen(model, frozen)
+        dense = make_dense(dense_optimizer, model, self.frozen)
         self.dense = make_stepping(model, dense, engines_of(model), here, ahead)
         self.update = Update(
             dense,
-            make_sparse(sparse_optimizer, model),
+            make_sparse(sparse_optimizer, model, self.frozen),
             UpdateSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
             self.precision,
             self.dense,
+            self.frozen,
         )
+        if self.update.optimizers:  # one that only evaluates may have rows of its own
+            check_connection(model, self.connection)
         self.parallel = make_parallel(model, self.connection)
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)

@@ -13,10 +13,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from karvan import _native
 from karvan.counts import check_integers
-from karvan.embedding import EmbeddingEngine
+from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.dense.here import DenseHere
 from karvan.train.dense.policies import Outcome
+from karvan.train.frozen import Frozen, names_text, tables_of
 from karvan.train.precision import Precision
 
 
@@ -45,7 +46,10 @@ class UpdateSettings:
 
 
 class Update:
-    """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing."""
+    """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
+
+    Without any of them nothing can be trained; see `preflight.py`, which says so when training begins.
+    """
 
     def __init__(
         self,
@@ -54,25 +58,27 @@ class Update:
         settings: UpdateSettings,
         precision: Precision,
         stepping: DenseHere | None = None,
+        frozen: Frozen | None = None,
     ) -> None:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         if dense is not None:
             self.optimizers["dense"] = dense
         if sparse is not None:
             self.optimizers["sparse"] = sparse
-        if not self.optimizers:
-            raise ValueError("Training needs a dense_optimizer or a sparse_optimizer, got neither.")
         self._dense = dense
         self._sparse = sparse
         self._settings = settings
         self._precision = precision
         self._stepping = stepping or DenseHere(dense)
+        self._frozen = frozen
         self._checks = settings.skip_nonfinite or precision.always_checks
 
     def forget(self) -> None:
         """Drop gradients that wait."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
+        if self._frozen:
+            self._frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:
         """Add the gradients of one of a step's batches, divided by their number or what stands for it."""
@@ -103,18 +109,24 @@ class Update:
             optimizer.step()
         return True
 
-    def _parameters(self) -> list[Tensor]:
+    @property
+    def tables(self) -> list[TableHandle]:
+        """The tables that are updated."""
+        return [] if self._sparse is None else self._sparse.tables
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are updated."""
         groups = [] if self._dense is None else self._dense.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     def _clip(self) -> None:
         if self._settings.clip_value is not None:
-            clip_grad_value_(self._parameters(), self._settings.clip_value)
+            clip_grad_value_(self.parameters(), self._settings.clip_value)
         if self._settings.clip_norm is not None:
-            clip_grad_norm_(self._parameters(), self._settings.clip_norm)
+            clip_grad_norm_(self.parameters(), self._settings.clip_norm)
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:
@@ -129,13 +141,30 @@ def all_finite(gradients: Iterable[Tensor]) -> bool:
 DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def make_dense(optimizer: DenseOptimizer | None, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer itself, or what a callable makes of the model's parameters."""
+def make_dense(
+    optimizer: DenseOptimizer | None, model: nn.Module, frozen: Frozen
+) -> torch.optim.Optimizer | None:
+    """The optimizer itself, or what a callable makes of the model's parameters that are not frozen."""
     if isinstance(optimizer, SparseOptimizer):
         raise TypeError(f"{type(optimizer).__name__} of kv.optim is for rows: give it as sparse_optimizer.")
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        has = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if both := [name for name, each in frozen.parameters.items() if id(each) in has]:
+            raise ValueError(
+                f"frozen names {names_text(both)}, but the dense_optimizer has them: make it of the other "
+                "parameters, or give a function that makes it: dense_optimizer=torch.optim.Adam."
+            )
         return optimizer
-    made: Any = optimizer(model.parameters())
+    left = {id(each) for each in frozen.parameters.values()}
+    trained = [each for each in model.parameters() if id(each) not in left] if left else model.parameters()
+    if left and not trained:
+        raise ValueError(
+            "frozen names all parameters of the model, so the dense_optimizer has nothing to update: give "
+            "none, or name fewer parameters."
+        )
+    made: Any = optimizer(trained)
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "dense_optimizer must be a torch optimizer, or a function that makes one of parameters, "
@@ -144,12 +173,32 @@ def make_dense(optimizer: DenseOptimizer | None, model: nn.Module) -> torch.opti
     return made
 
 
-def make_sparse(optimizer: SparseOptimizer | None, model: nn.Module) -> SparseOptimizer | None:
-    """The optimizer, attached to all tables of the model unless it is attached already."""
-    if optimizer is not None and not isinstance(optimizer, SparseOptimizer):
+def make_sparse(
+    optimizer: SparseOptimizer | None, model: nn.Module, frozen: Frozen
+) -> SparseOptimizer | None:
+    """The optimizer, attached to all tables that are not frozen unless it is attached already."""
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, SparseOptimizer):
         raise TypeError(f"sparse_optimizer must be one of kv.optim, got {type(optimizer).__name__}.")
-    if optimizer is not None and not optimizer.attached:
+    if optimizer.attached:
+        if both := [table.name for table in frozen.tables if table in optimizer.tables]:
+            raise ValueError(
+                f"frozen names {names_text(both)}, but the sparse_optimizer is attached to them: attach it "
+                "to other tables, or give one that is not attached: "
+                "sparse_optimizer=kv.optim.Adagrad(lr=0.05)."
+            )
+        return optimizer
+    if not frozen.tables:
         optimizer.attach(model)
+        return optimizer
+    trained = [table for table in tables_of(model) if table not in frozen.tables]
+    if not trained:
+        raise ValueError(
+            "frozen names all tables of the model, so the sparse_optimizer has nothing to update: give none, "
+            "or name fewer tables."
+        )
+    optimizer.attach(trained)
     return optimizer
 
 

@@ -219,3 +219,27 @@ def test_a_run_says_how_to_look_at_it_and_that_works(place, run):
     assert line == f"To look at the run: karvan plot {place / 'run'}"
     assert run(*line.split()[-2:]).code == 0
     assert (place / "run" / "plot.html").exists()
+
+
+def test_a_config_freezes_tables_and_a_slip_in_their_names_is_an_error(run, place):
+    ran = run("train", place / "config.yaml", "--quiet", "--json", "--set", "train.frozen=[user, bottom]")
+    assert ran.code == 0
+    model = Target(place / "config.yaml", {}, {}).job(training=False).trainer.model
+    state = kv.checkpoint.find(ran.json["checkpoint"]).load(model)["model"]
+    fresh = Target(place / "config.yaml", {}, {}).job(training=False).trainer.model.state_dict()
+    same = {
+        name for name, value in fresh.items() if torch.is_tensor(value) and torch.equal(state[name], value)
+    }
+    assert same == {name for name in fresh if name.startswith("bottom.")}
+    ran = run("train", place / "config.yaml", "--set", "train.frozen=usr")
+    assert ran.code == 2
+    assert "frozen names 'usr', but the model has no such table or parameter. Its tables are: user" in ran.err
+
+
+def test_a_config_without_an_optimizer_for_a_half_says_which_half_is_frozen(run, place):
+    ran = run("train", place / "config.yaml", "--quiet", "--set", "optimizers.sparse=null")
+    assert ran.code == 1
+    assert "no sparse_optimizer: user, item, category" in ran.err
+    tables = "train.frozen=[user, item, category]"
+    without = ("--set", "optimizers.sparse=null", "--set", tables)
+    assert run("train", place / "config.yaml", "--quiet", *without).code == 0

@@ -407,6 +407,7 @@ def test_optimizers_and_steps_that_servers_cannot_make_are_refused():
             trainer_of().model,
             loss,
             sparse_optimizer=None,
+            frozen=["user", "item"],
             dense_optimizer=OPTIMIZERS["sgd"],
             progress="none",
         )

@@ -66,7 +66,8 @@ def test_persia_1_rows_that_do_not_fit_and_labels_that_are_missing_are_named(job
     with context as ctx, pytest.raises(KeyError, match="no label 'label' in the batch, which has: "):
         ctx.forward(many)
     loss = kv.losses.BinaryCrossEntropy()
-    trainer = kv.Trainer(ctx.model, loss, sparse_optimizer=ctx.sparse_optimizer, progress="none")
+    optimizers = {"sparse_optimizer": ctx.sparse_optimizer, "dense_optimizer": ctx.dense_optimizer}
+    trainer = kv.Trainer(ctx.model, loss, **optimizers, progress="none")
     with pytest.raises(KeyError, match="no column 'label' in the batch, which has: "):
         trainer.fit([many])
     assert ctx.model.embeddings.table("visitors").rows == kinds_program.MANY

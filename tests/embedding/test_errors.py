@@ -202,7 +202,11 @@ def test_optimizers_refuse_bad_arguments(engine, cls, options):
 @pytest.mark.parametrize(
     ("cls", "options", "says"),
     [
-        ("Adagrad", {"accumulate": "last"}, r"accumulate='last'.*initial_accumulator_value.*above 0.*'first'"),
+        (
+            "Adagrad",
+            {"accumulate": "last"},
+            r"accumulate='last'.*initial_accumulator_value.*above 0.*'first'",
+        ),
         ("Adagrad", {"accumulate": "last", "row_wise": True}, "initial_accumulator_value=0.1"),
         ("Adagrad", {"eps": 0.0}, "divides a gradient of 0 by 0"),
         ("Adam", {"eps": 0.0}, "above 0, got 0"),

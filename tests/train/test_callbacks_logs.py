@@ -298,7 +298,8 @@ def test_nothing_optional_is_needed():
     fit = kv.Trainer(
         model(),
         lambda output, batch: torch.nn.functional.mse_loss(output, batch["label"]),
-        dense_optimizer=torch.optim.SGD(model().parameters(), lr=0.1),
+        dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        sparse_optimizer=kv.optim.SGD(lr=0.1),
         progress="none",
     )
     assert fit.fit(batches(2)).checkpoint is None

@@ -11,7 +11,8 @@ class Adagrad(SparseOptimizer):
 
     accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
     does, which needs an initial_accumulator_value above 0. decay multiplies a before each addition. row_wise
-    keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added to g.
+    keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added
+    to g.
     """
 
     def __init__(

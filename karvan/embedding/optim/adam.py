@@ -32,7 +32,9 @@ class Adam(SparseOptimizer):
 
     def _check_group(self, group: Group) -> None:
         if not group["eps"] > 0:
-            raise ValueError(f"Adam divides a gradient of 0 by eps, so it must be above 0, got {group['eps']}.")
+            raise ValueError(
+                f"Adam divides a gradient of 0 by eps, so it must be above 0, got {group['eps']}."
+            )
 
     def _rule(self, group: Group, step: int) -> _native.Rule:
         rule = self._moments("adam", group, step)

@@ -62,6 +62,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             self._tables.setdefault(handle.engine, []).append(handle)
 
     @property
+    def tables(self) -> list[TableHandle]:
+        """The tables that this optimizer updates."""
+        return [handle for handles in self._tables.values() for handle in handles]
+
+    @property
     def attached(self) -> bool:
         """Whether this optimizer has tables."""
         return bool(self._tables)

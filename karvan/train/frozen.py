@@ -1,0 +1,76 @@
+"""What a fit leaves as it is: tables and parameters that the user has named as frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from karvan.embedding import EmbeddingEngine, ReadOnly, TableHandle
+
+Patterns = str | Iterable[str]
+
+
+class Frozen:
+    """The tables and parameters of a model that are to stay as they are.
+
+    A pattern is the name of a table, of a parameter ("net.0.weight") or of a module ("net", which stands for
+    all of its parameters), with `*` and `?` as in file names. The gradients of what is frozen are dropped.
+    """
+
+    def __init__(self, model: nn.Module, patterns: Patterns = ()) -> None:
+        if isinstance(patterns, str):
+            patterns = [patterns]
+        listed = list(patterns)
+        if wrong := [each for each in listed if not isinstance(each, str)]:
+            raise TypeError(
+                f"frozen expects names of tables and parameters, got {type(wrong[0]).__name__}: "
+                'frozen=["user", "net.*"].'
+            )
+        tables, parameters = tables_of(model), dict(model.named_parameters())
+        for pattern in listed:
+            if not any(_matches(name, pattern) for name in [*(t.name for t in tables), *parameters]):
+                raise ValueError(
+                    f"frozen names '{pattern}', but the model has no such table or parameter. Its tables "
+                    f"are: {names_text([t.name for t in tables])}. Its parameters are: "
+                    f"{names_text(parameters)}."
+                )
+
+        def chosen(name: str) -> bool:
+            return any(_matches(name, pattern) for pattern in listed)
+
+        self.tables = [table for table in tables if chosen(table.name)]
+        self.parameters = {name: each for name, each in parameters.items() if chosen(name)}
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.parameters)
+
+    def forget(self) -> None:
+        """Drop the gradients of what is frozen, which no optimizer uses."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for table in self.tables:
+            table.engine.take_gradients([table])
+
+
+def tables_of(model: nn.Module) -> list[TableHandle]:
+    """The tables of all engines of a model."""
+    engines = [module for module in model.modules() if isinstance(module, EmbeddingEngine)]
+    return [table for engine in engines for table in engine.tables()]
+
+
+def is_read_only(table: TableHandle) -> bool:
+    """Whether the table was declared as one that gets no rows any more."""
+    return table.spec.admit == ReadOnly().native()
+
+
+def names_text(names: Iterable[str], most: int = 8) -> str:
+    """Some names as text: the first ones, and how many more there are."""
+    listed = list(dict.fromkeys(names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return (", ".join(listed[:most]) or "none") + more
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

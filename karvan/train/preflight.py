@@ -1,0 +1,124 @@
+"""Checks when training begins: what can be known to be wrong then is an error, not a wrong model.
+
+All of them depend on the program alone, so every rank comes to the same result and needs nobody's answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from karvan import ranks
+from karvan.ranks import Connection
+from karvan.train.frozen import Frozen, is_read_only, names_text, tables_of
+from karvan.train.update import Update, engines_of
+
+if TYPE_CHECKING:
+    from karvan.train.goal import Goal
+    from karvan.train.trainer import Trainer
+
+
+def check_fit(trainer: Trainer, goal: Goal) -> None:
+    """What a fit of the Trainer depends on."""
+    check_trained(trainer.model, trainer.update, trainer.frozen, trainer.connection)
+
+
+def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: Connection) -> None:
+    """All of the model is trained or said to be frozen, and its rows are where training expects them."""
+    now = ranks.current()
+    if not _same(connection, now):
+        raise ValueError(
+            f"The Trainer or TrainContext was made {_under(connection)}, but the program is connected "
+            f"{_under(now)} now: make it, and its model, after the last kv.connect."
+        )
+    check_connection(model, connection)
+    if not update.optimizers:
+        raise ValueError(
+            "Training needs a dense_optimizer or a sparse_optimizer, got neither: "
+            "dense_optimizer=torch.optim.Adam, sparse_optimizer=kv.optim.Adagrad(lr=0.05)."
+        )
+    _check_tables(model, update, frozen)
+    _check_parameters(model, update, frozen)
+
+
+def check_connection(model: nn.Module, connection: Connection) -> None:
+    """The model's engines were made under the connection that trains them.
+
+    An engine with a `store` of the user's own is what the user has said.
+    """
+    for engine in engines_of(model):
+        made = engine.connection
+        if made is None or _same(made, connection):
+            continue
+        names = names_text(table.name for table in engine.tables())
+        kind = connection.settings.kind
+        if made.settings.kind == "memory":
+            raise ValueError(
+                f'The model was made before kv.connect("{kind}"), so the rows of its tables ({names}) are in '
+                f'this process and no other sees them: call kv.connect("{kind}") first, then make the model.'
+            )
+        raise ValueError(
+            f"The rows of the tables {names} belong to a connection that has ended: the model was made "
+            f"{_under(made)}, and the program is connected {_under(connection)} now. Make the model "
+            "after the last kv.connect."
+        )
+
+
+def _check_tables(model: nn.Module, update: Update, frozen: Frozen) -> None:
+    updated = {id(table) for table in update.tables}
+    said = {id(table) for table in frozen.tables}
+    missing = [
+        table.name
+        for table in tables_of(model)
+        if id(table) not in updated and id(table) not in said and not is_read_only(table)
+    ]
+    if not missing:
+        return
+    if "sparse" not in update.optimizers:
+        raise ValueError(
+            "These tables would not be trained, because there is no sparse_optimizer: "
+            f"{names_text(missing)}. Give one, such as sparse_optimizer=kv.optim.Adagrad(lr=0.05), or say "
+            f"that they are not to be trained: frozen={_listed(missing)}."
+        )
+    raise ValueError(
+        "These tables would not be trained, because the sparse_optimizer is attached to others: "
+        f"{names_text(missing)}. Give one that is not attached, which gets all tables, or say that they are "
+        f"not to be trained: frozen={_listed(missing)}."
+    )
+
+
+def _check_parameters(model: nn.Module, update: Update, frozen: Frozen) -> None:
+    updated = {id(parameter) for parameter in update.parameters()}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in updated and name not in frozen.parameters
+    ]
+    if not missing:
+        return
+    if "dense" not in update.optimizers:
+        raise ValueError(
+            "These parameters would not be trained, because there is no dense_optimizer: "
+            f"{names_text(missing)}. Give one, such as dense_optimizer=torch.optim.Adam, or say that they "
+            f"are not to be trained, by requires_grad=False or frozen={_listed(missing)}."
+        )
+    raise ValueError(
+        "These parameters would not be trained, because the dense_optimizer does not have them: "
+        f"{names_text(missing)}. Make it of all parameters of this model, or give a function that does, such "
+        "as dense_optimizer=torch.optim.Adam, or say that they are not to be trained, by requires_grad=False "
+        f"or frozen={_listed(missing)}."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names[:3]) + (", …]" if len(names) > 3 else "]")
+
+
+def _same(one: Connection, other: Connection) -> bool:
+    return one is other or one.settings.kind == other.settings.kind == "memory"
+
+
+def _under(connection: Connection) -> str:
+    kind = connection.settings.kind
+    return "in memory" if kind == "memory" else f'by kv.connect("{kind}")'
