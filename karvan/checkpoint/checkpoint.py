@@ -199,6 +199,8 @@ class Checkpoint:
 
         together(lane, self.path, read)
         together(lane, self.path, fill)
+        for handle in handles.values():
+            handle.engine.filled = True
         return state
 
     def load_transforms(self, *transforms: Transform) -> None:

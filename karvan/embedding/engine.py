@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import ranks
+from karvan.embedding import portable
 from karvan.embedding.again import Again, Kept
 from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL
@@ -59,6 +60,7 @@ class EmbeddingEngine(nn.Module):
         # Which connection chose the store; None if the user gave one.
         self.connection: Connection | None = ranks.current() if store is None else None
         self.store: Store = store if store is not None else make_store()
+        self.filled = False  # whether a checkpoint has filled the tables
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)
         self.again = Again()  # forwards of a step that may have to be computed again
@@ -238,13 +240,26 @@ class EmbeddingEngine(nn.Module):
         """The features in the store's terms."""
         return self._program
 
-    def get_extra_state(self) -> dict[str, int]:
-        """The step, for `state_dict()`; rows are not in it."""
-        return {"step": self.step}
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, rows: bool = False, prefix: str = "", **options: Any
+    ) -> dict[str, Any]:
+        """As of any module: the step and the names of the tables, without rows.
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore what `get_extra_state` gave."""
-        self.step = state["step"]
+        rows: with all rows, their optimizer state included, for tables in this process of up to 1 GiB.
+        `load_state_dict` then replaces the rows that there are. Larger tables go into checkpoints.
+        """
+        state: dict[str, Any] = super().state_dict(*args, prefix=prefix, **options)
+        if rows:
+            state[f"{prefix}_extra_state"] = portable.describe_with_rows(self)
+        return state
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The step and the tables, for `state_dict()`; rows are not in it."""
+        return portable.describe(self)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_extra_state` gave; an error if rows belong to it and this engine has none."""
+        portable.restore(self, state)
 
     def __getstate__(self) -> Any:
         raise TypeError(

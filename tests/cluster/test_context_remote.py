@@ -106,8 +106,8 @@ def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
                 outputs = [infer.predict(batch) for batch in batches(3)]
             assert {table.name: table.rows for table in net.embeddings.tables()} == sizes
             other = Net()
-            other.load_state_dict(net.state_dict())
             if servers:  # the rows are there already
+                other.load_state_dict(net.state_dict())
                 with kv.InferContext(other) as infer:
                     outputs += [infer.predict(batch) for batch in batches(3)]
         assert all(torch.equal(one, two) for one, two in zip(outputs, expected * 2, strict=False))

@@ -1,0 +1,136 @@
+"""What an engine puts into a `state_dict()`: its step, which tables it has, and on demand their rows.
+
+Rows outgrow a `state_dict()`, so they are not in it unless `engine.state_dict(rows=True)` is asked for them;
+checkpoints have them. A state says which rows it lacks, so that loading it into an engine without any is an
+error instead of a model with random vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from karvan.store import AwayStore, Rows
+
+if TYPE_CHECKING:
+    from karvan.embedding.engine import EmbeddingEngine
+    from karvan.embedding.handle import TableHandle
+
+MOST_BYTES = 1 << 30  # of all tables of an engine, in a state_dict
+
+
+def describe(engine: EmbeddingEngine) -> dict[str, Any]:
+    """The step and the tables, without rows; the same whichever rank is asked, and no server is."""
+    whole = _is_whole(engine)
+    return {
+        "step": engine.step,
+        "tables": {
+            table.name: {"dim": table.dim, "rows": table.rows if whole else None} for table in engine.tables()
+        },
+    }
+
+
+def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
+    """What `describe` gives, with all rows, their optimizer state, and counters of admission filters."""
+    if not _is_whole(engine):
+        raise ValueError(
+            "state_dict(rows=True) expects tables that are in this process, but their rows are shared out "
+            "over ranks or servers: save them with kv.Checkpoints."
+        )
+    size = sum(table.bytes for table in engine.tables())
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"state_dict(rows=True) expects tables of at most {MOST_BYTES / 2**30:.0f} GiB, got "
+            f"{size / 2**30:.1f} GiB: save them with kv.Checkpoints."
+        )
+    state = describe(engine)
+    for table in engine.tables():
+        entry, rows = state["tables"][table.name], table.snapshot()
+        entry["optimizer"] = table.optimizer
+        # Not all readers of tensors know unsigned types.
+        entry["content"] = {
+            name: torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy())
+            for name, array in rows._asdict().items()
+        }
+        extra = engine.store.extra(table.name)
+        entry["extra"] = {name: torch.from_numpy(array) for name, array in extra.items()}
+    return state
+
+
+def restore(engine: EmbeddingEngine, state: Mapping[str, Any]) -> None:
+    """Take what `describe` or `describe_with_rows` gave; the rows, if they are in it, replace all others."""
+    tables: Mapping[str, Any] = state.get("tables", {})  # earlier versions wrote the step only
+    content = {name: entry for name, entry in tables.items() if "content" in entry}
+    for name, entry in content.items():
+        _check(engine.table(name), entry)
+    if not content:
+        _require_rows(engine, state["step"], tables)
+    for name, entry in content.items():
+        _fill(engine, engine.table(name), entry)
+    engine.step = state["step"]
+
+
+def _require_rows(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any]) -> None:
+    """Raise if rows belong to the state and the engine has none."""
+    if engine.filled:
+        return
+    handles = {table.name: table for table in engine.tables()}
+    expected = {
+        name: entry["rows"]
+        for name, entry in tables.items()
+        if name in handles and (step > 0 if entry["rows"] is None else entry["rows"])
+    }
+    if not expected:
+        return
+    sizes = engine.sizes()
+    lacking = [name for name in expected if not sizes[name]]
+    if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
+        return
+    counts = [name if expected[name] is None else f"{name} ({expected[name]:,} rows)" for name in lacking]
+    raise ValueError(
+        "This state_dict has no rows, and the engine has none either: the model would have new vectors in "
+        f"place of the saved ones. Tables: {', '.join(counts)}. state_dict() has the dense parameters only. "
+        "Save the whole model with kv.Checkpoints or kv.checkpoint.save and load it with "
+        "kv.checkpoint.find(folder).load(model), or take small tables along with "
+        "engine.state_dict(rows=True). To load the dense parameters alone, remove the entries that end in '_extra_state' and pass "
+        "strict=False."
+    )
+
+
+def _check(table: TableHandle, entry: Mapping[str, Any]) -> None:
+    if entry["dim"] != table.dim:
+        raise ValueError(f"Table '{table.name}' has dim {table.dim}, but the state_dict has {entry['dim']}.")
+    store = table.engine.store
+    if isinstance(store, AwayStore) and store.share[1] > 1:
+        raise ValueError(
+            f"Table '{table.name}' is on servers that several trainers use: load its rows from a checkpoint, "
+            "with kv.Checkpoints."
+        )
+    wanted = (table.optimizer, len(table.initial_state))
+    got = (entry["optimizer"], entry["content"]["state"].shape[1])
+    if None not in (wanted[0], got[0]) and wanted != got:
+        raise ValueError(
+            f"Table '{table.name}' has {wanted[1]} floats of {wanted[0]} state for each row, but the "
+            f"state_dict has {got[1]} of {got[0]}: attach the same optimizer, or load before one is attached."
+        )
+
+
+def _fill(engine: EmbeddingEngine, table: TableHandle, entry: Mapping[str, Any]) -> None:
+    arrays = {name: tensor.cpu().numpy() for name, tensor in entry["content"].items()}
+    if table.optimizer is None or entry["optimizer"] is None:
+        initial = np.array(table.initial_state, np.float32)
+        arrays["state"] = np.ascontiguousarray(np.tile(initial, (len(arrays["keys"]), 1)))
+    for name in ("counts", "last_steps"):
+        arrays[name] = arrays[name].astype(np.uint32)
+    table.clear()
+    table.load(Rows(**arrays))
+    if entry["extra"]:
+        extra = {name: tensor.cpu().numpy() for name, tensor in entry["extra"].items()}
+        engine.store.load_extra(table.name, extra)
+
+
+def _is_whole(engine: EmbeddingEngine) -> bool:
+    return engine.store.share == (0, 1) and not isinstance(engine.store, AwayStore)
