@@ -37,6 +37,14 @@ def _same_numbers_every_time():
 
 
 @pytest.fixture(autouse=True)
+def _train_after_a_test_with_sigterm():
+    """A SIGTERM ends the training of a process, but the next test is like a program of its own."""
+    yield
+    if "karvan.train.signals" in sys.modules:
+        sys.modules["karvan.train.signals"].reset_termination()
+
+
+@pytest.fixture(autouse=True)
 def _same_threads_afterwards():
     """Tests may set karvan's thread count; those that run without the native part have none to restore."""
     karvan = sys.modules.get("karvan")

@@ -12,7 +12,7 @@ from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.choice import all_chosen, best_of, folders, newest, one_chosen, readable
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.folder import remove_folders
+from karvan.checkpoint.folder import remove_folders, try_writing
 from karvan.checkpoint.manifest import Base
 from karvan.checkpoint.pending import Pending
 from karvan.checkpoint.tables import Model, tables_of
@@ -151,6 +151,13 @@ class Checkpoints:
             and last.describes(tables)
             and (target is None or (_is(self.folder, last.base) and not target.exists()))
         )
+
+    def require_writable(self) -> None:
+        """Raise a CheckpointError if nothing can be saved into the folder, which is made if it is not there.
+
+        Ranks that train together all call it; if one of them cannot write, all raise.
+        """
+        together(ranks.current().here, self.folder, lambda: try_writing(self.folder))
 
     def wait(self) -> None:
         """Wait for the save that is under way; raises its error, unless that was raised before."""

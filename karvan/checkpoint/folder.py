@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import sync_folder
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,27 @@ class HiddenFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def try_writing(parent: Path) -> None:
+    """Do what a save does, with one small file: raise a CheckpointError if that is not possible."""
+    try:
+        hidden = HiddenFolder(parent / "trial")
+        try:
+            with open(hidden.path / "trial", "wb") as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())  # some file systems notice only here that there is no room
+        finally:
+            hidden.remove()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        where = f" ({error.filename})" if error.filename and Path(error.filename) != parent else ""
+        raise CheckpointError(
+            parent,
+            f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be made and "
+            "written to, with room for checkpoints.",
+        ) from error
 
 
 def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:

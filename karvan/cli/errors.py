@@ -39,6 +39,8 @@ def code_of(error: BaseException) -> int:
         return DAMAGED
     if _is_of_settings(error):
         return DAMAGED if error.unreadable else USAGE
+    if _is(error, "karvan.train", "TerminatedError"):
+        return TERMINATED
     return FAILED
 
 

@@ -89,7 +89,9 @@ def train(
 
 
 def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
-    from karvan.train import NoProgress
+    from karvan.train import NoProgress, reset_termination
+
+    reset_termination()  # a command is a program of its own, even if several run in one process
 
     if job.eval_every is not None and job.eval_data is None:
         raise CommandError("--eval-every expects data to evaluate on, but the job has none.")

@@ -70,7 +70,7 @@ def stream(
     ordered: bool = True,
     ahead: int = 4,
     timeout: float = 300.0,
-    ids: Sequence[str] = (),
+    ids: Sequence[str] | None = None,
     loaders: int | Sequence[str] | None = None,
     rank: int | None = None,
     world: int | None = None,
@@ -81,8 +81,9 @@ def stream(
 
     ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
     first do. ahead: batches of each loader that are asked for beforehand. timeout: seconds for which a loader
-    that is gone is waited for. ids: features that embedding workers look up. loaders: how many there are, or
-    their addresses; a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
+    that is gone is waited for. ids: features that embedding workers look up; a job that has workers must
+    name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses;
+    a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
     """
     return LoaderStream(ordered, ahead, timeout, ids, loaders, rank, world)
 
@@ -95,7 +96,7 @@ class LoaderStream:
         ordered: bool,
         ahead: int,
         timeout: float,
-        ids: Sequence[str],
+        ids: Sequence[str] | None,
         loaders: int | Sequence[str] | None,
         rank: int | None,
         world: int | None,
@@ -105,7 +106,9 @@ class LoaderStream:
         self._ordered = ordered
         self._ahead = ahead
         self._timeout = timeout
-        self._ids = list(ids)
+        self._ids = list(ids or ())
+        self._says_ids = ids is not None
+        self._check_ids()
         self._given = rank, world
         self._directory: Directory | StaticDirectory | None = None
         if loaders is None:
@@ -130,6 +133,7 @@ class LoaderStream:
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self._finished:
             self._next_epoch()
+        self._check_ids()  # the job may have been connected since
         caller = self._caller()
         workers = ranks.current().workers
         if workers is not None:
@@ -139,6 +143,15 @@ class LoaderStream:
         for line in self._by_number(caller) if self._ordered else self._by_arrival():
             yield self._handed_out(line)
         self._finished = True
+
+    def _check_ids(self) -> None:
+        """Workers that get no ids have nothing to do, and nobody would notice."""
+        if ranks.current().workers is not None and not self._says_ids:
+            raise ValueError(
+                "This job has embedding workers, but kv.stream() does not say which features they look up: "
+                'name them, as in kv.stream(ids=["user", "item"]), or say ids=[] to leave the ids in the '
+                "batches and the workers without work."
+            )
 
     def close(self) -> None:
         """Leave the loaders; iterating again comes back to them."""

@@ -95,8 +95,8 @@ def _require_rows(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any])
         f"place of the saved ones. Tables: {', '.join(counts)}. state_dict() has the dense parameters only. "
         "Save the whole model with kv.Checkpoints or kv.checkpoint.save and load it with "
         "kv.checkpoint.find(folder).load(model), or take small tables along with "
-        "engine.state_dict(rows=True). To load the dense parameters alone, remove the entries that end in '_extra_state' and pass "
-        "strict=False."
+        "engine.state_dict(rows=True). To load the dense parameters alone, remove the entries that end in "
+        "'_extra_state' and pass strict=False."
     )
 
 

@@ -9,6 +9,7 @@ from karvan.train.job import Job
 from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
 from karvan.train.progress import BarProgress, NoProgress, PlainProgress
 from karvan.train.results import FitResult, Report, StepLogs
+from karvan.train.signals import TerminatedError, reset_termination
 from karvan.train.trainer import Trainer
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "Report",
     "StepLogs",
     "TensorBoardLog",
+    "TerminatedError",
     "TrainContext",
     "Trainer",
     "losses",
     "metrics",
+    "reset_termination",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,7 +29,13 @@ _log = logging.getLogger("karvan.train")
 
 
 class Callback:
-    """Does nothing at any moment; override those you need."""
+    """Does nothing at any moment; override those you need.
+
+    `needed_metrics` are the names of metrics that it needs from evaluations; a fit without evaluations, or
+    without one of these metrics, is then an error when it begins.
+    """
+
+    needed_metrics: Sequence[str] = ()
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Training begins, or goes on."""
@@ -75,6 +81,7 @@ class EarlyStopping(Callback):
         if min_delta < 0:
             raise ValueError(f"min_delta must not be negative, got {min_delta}.")
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self.needed_metrics = (metric,)
         self.best = math.nan
         self.waited = 0
 
@@ -119,6 +126,11 @@ class Callbacks(Callback):
             kind = type(callback).__name__
             same = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback
+
+    @property
+    def needs(self) -> dict[str, Sequence[str]]:
+        """The metrics that callbacks need, by the names of these."""
+        return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """See `Callback.on_fit_begin`."""

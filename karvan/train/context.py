@@ -12,7 +12,6 @@ step's last, which DistributedDataParallel must know before the forward.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from inspect import GEN_CLOSED, getgeneratorstate
@@ -31,6 +30,7 @@ from karvan.train.feed import same
 from karvan.train.frozen import Frozen, Patterns
 from karvan.train.kept import Kept
 from karvan.train.losses import nothing_of, total
+from karvan.train.nonfinite import Skips, nonfinite_text
 from karvan.train.outputs import Labels, full, labels_of
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
@@ -42,8 +42,6 @@ from karvan.train.step import Loader, Pass, Step
 from karvan.train.taking import Fed
 from karvan.train.types import Losses, Positioned, rows_of
 from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
-
-_log = logging.getLogger("karvan.train")
 
 _in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
 
@@ -118,6 +116,7 @@ class TrainContext(Kept):
         self._moving = make_placement(self.model, self.device, same, [])
         for engine in engines_of(model):
             engine.hold_ahead(2 * run.ahead + accumulate + 2)
+        self._skips = Skips(run.precision.always_checks, here.rank == 0)
         self._entered = False
         self._data: Any = None  # of the loader that was used last
         self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration over it, held by the loop
@@ -150,6 +149,8 @@ class TrainContext(Kept):
         if error is None:
             self.dense.take()
             self._wait_for_saves()
+            if self._passes.together:  # so that all ranks come to the same
+                self._skips.end()
 
     def loader(self, data: Iterable[Any]) -> Loader:
         """The batches of data, taken and prepared ahead; every iteration is an epoch.
@@ -291,8 +292,10 @@ class TrainContext(Kept):
         learns = self._passes.together or any(step.weights)
         taken = bool(self.update.apply() if learns else self.update.pass_over())
         self._count(step)
-        if not taken:
-            self._left_out(whole)
+        if taken:
+            self._skips.take()
+        else:
+            self._skip(step, whole)
         return taken
 
     def _count(self, step: Step) -> None:
@@ -302,15 +305,15 @@ class TrainContext(Kept):
             self.counts.step += 1
             self.counts.samples += sum(fed.all_rows for fed in step.group)
 
-    def _left_out(self, loss: Tensor) -> None:
+    def _skip(self, step: Step, loss: Tensor) -> None:
         self.counts.skipped += 1
-        if self.precision.always_checks:  # a step now and then is too large on purpose
-            return
         what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
-        if self._raises:
-            raise FloatingPointError(f"Step {self.step} was left out: {what} is not finite.")
-        if self.counts.skipped == 1:
-            _log.warning("Step %d was left out: %s is not finite.", self.step, what)
+        batches = [fed.batch for fed in step.group]
+        if self._raises and not self.precision.always_checks:  # with fp16, one now and then is too large
+            raise FloatingPointError(
+                f"Step {self.step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
+            )
+        self._skips.skip(self.step, batches, what)
 
     def eval(self) -> EvalContext:
         """A context that evaluates the model as it is now, and changes nothing of training.

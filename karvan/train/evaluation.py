@@ -16,6 +16,7 @@ from karvan.ragged import NestedRagged, Ragged
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import merged, summed
+from karvan.train.label_values import check_of
 from karvan.train.labels import require_labels
 from karvan.train.losses import named, total
 from karvan.train.placement import Placement
@@ -46,6 +47,7 @@ class Evaluator:
     ) -> None:
         self._model = model
         self._loss = loss
+        self._check_labels = check_of(loss)
         self._placement = placement
         self._precision = precision
         self._ahead = ahead
@@ -63,6 +65,7 @@ class Evaluator:
             for batch, output in self._outputs(batches):
                 rows = rows_of(batch)
                 with torch.no_grad():
+                    self._check_labels(batch)
                     losses = self._loss(output, batch)
                     for name, loss in named(losses, total(losses)).items():
                         sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss.cpu() * rows

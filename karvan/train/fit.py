@@ -8,7 +8,6 @@ was never stopped.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -19,6 +18,7 @@ from karvan.train.course import Course
 from karvan.train.goal import Goal
 from karvan.train.labels import require_labels
 from karvan.train.losses import named, nothing_of, total
+from karvan.train.nonfinite import Skips
 from karvan.train.preflight import check_fit
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
@@ -28,8 +28,6 @@ from karvan.train.transforms import Transforms
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
-
-_log = logging.getLogger("karvan.train")
 
 
 class Fit:
@@ -56,6 +54,7 @@ class Fit:
             due=trainer.saver.take_time,
             ends=self._cut_short,
         )
+        self._skips = Skips(trainer.precision.always_checks, trainer.connection.rank == 0)
         self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
@@ -110,6 +109,8 @@ class Fit:
             self._load(newest.load(trainer.model))
         self._transforms.require_fitted(trainer.model)
         self._transforms.require_equal(trainer.connection.main, trainer.model)
+        if not self._goal.reached(counts):
+            trainer.saver.require_writable()
         trainer.dense.begin()
         trainer.model.train()
         trainer.saver.begin()
@@ -150,9 +151,11 @@ class Fit:
         self._trained += 1
         self._unsaved = True
         if taken:
+            self._skips.take()
             trainer.schedule.after_step()
         else:
-            self._left_out()
+            counts.skipped += 1
+            self._skips.skip(counts.step, (fed.batch for fed in group))
         means = losses.means()
         self._window.add(means, losses.weight / whole_weight)
         trainer.progress.step(counts.step)
@@ -181,12 +184,6 @@ class Fit:
                 losses.add(named(parts, loss), weight)
         return losses
 
-    def _left_out(self) -> None:
-        self._counts.skipped += 1
-        first = self._counts.skipped == 1 and self._trainer.connection.rank == 0
-        if first and not self._trainer.precision.always_checks:
-            _log.warning("Step %d was left out: a gradient is not finite.", self._counts.step)
-
     def _evaluate(self) -> None:
         trainer, counts = self._trainer, self._counts
         assert self._goal.eval_data is not None
@@ -213,6 +210,8 @@ class Fit:
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
         self._reporter.training()
+        if self._stopping.reason is None and trainer.passes.together:  # so that all ranks come to the same
+            self._skips.end()
         trainer.dense.take()
         wanted = self._goal.eval_data is not None and self._stopping.reason is None
         if wanted and counts.evaluated != counts.step:
@@ -233,7 +232,7 @@ class Fit:
             evaluation=dict(counts.evaluation),
         )
         trainer.callbacks.on_fit_end(trainer, result)
-        self._reporter.end(result)
+        self._reporter.end(result, self._skips.count)
         return result
 
     def _save_due(self, group: list[Fed]) -> bool:

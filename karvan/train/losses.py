@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from karvan.names import listed
+from karvan.train.label_values import check_column, check_of
 from karvan.train.labels import one_each
 from karvan.train.types import AnyBatch, Losses, Output
 
@@ -38,6 +39,12 @@ class ColumnLoss(ABC):
         # The bound makes a batch without any weight lose 0 instead of 0 / 0.
         return (lost * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
+    label_range: ClassVar[tuple[float, float] | None] = None  # what labels may be, if it matters
+
+    def check_labels(self, batch: AnyBatch) -> None:
+        """Raise if labels are not finite, or not in the range; a Trainer asks before each step."""
+        check_column(type(self).__name__, batch, self.label, self.weight, self.label_range)
+
     @abstractmethod
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """What each sample loses."""
@@ -46,6 +53,8 @@ class ColumnLoss(ABC):
 @dataclass(frozen=True)
 class BinaryCrossEntropy(ColumnLoss):
     """Of logits and labels from 0 to 1."""
+
+    label_range = (0.0, 1.0)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """See `ColumnLoss.each`."""
@@ -75,6 +84,11 @@ class Sum:
         if unknown := sorted(set(self.weights) - set(self.losses)):
             known = ", ".join(self.losses)
             raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {known}.")
+
+    def check_labels(self, batch: AnyBatch) -> None:
+        """Ask each loss that can tell."""
+        for loss in self.losses.values():
+            check_of(loss)(batch)
 
     def __call__(self, output: Output, batch: AnyBatch) -> dict[str, Tensor]:
         """All of them; the Trainer trains their sum and logs each."""

@@ -16,22 +16,32 @@ from torch import Tensor, nn
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
+from karvan.train.feed import same
+from karvan.train.label_values import Check, no_check
 from karvan.train.slips import check_device
 
 
 class Placement:
     """For a model on the CPU: batches are where they are needed already."""
 
-    def __init__(self, prepare: Callable[[Any], Any], engines: Sequence[EmbeddingEngine]) -> None:
+    def __init__(
+        self, prepare: Callable[[Any], Any], engines: Sequence[EmbeddingEngine], check: Check = no_check
+    ) -> None:
         self._call = prepare
         self._engines = engines
+        self._check = check
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
-        """Move a batch and prepare it, for training or for an evaluation; runs on the feed's thread."""
-        return self._prepare(batch, training)
+        """Move a batch and prepare it, for training or for an evaluation; runs on the feed's thread.
 
-    def _prepare(self, batch: Any, training: bool | None) -> Any:
+        Labels of a batch for training are checked here, where it costs the step no time.
+        """
+        return self._prepare(batch, training, checks=bool(training))
+
+    def _prepare(self, batch: Any, training: bool | None, checks: bool) -> Any:
         made = self._call(batch)
+        if checks:
+            self._check(made)
         for engine in self._engines:
             engine.prepare(made, training=training)
         return made
@@ -59,8 +69,10 @@ class CudaPlacement(Placement):
         device: torch.device,
         prepare: Callable[[Any], Any],
         engines: Sequence[EmbeddingEngine],
+        check: Check = no_check,
     ) -> None:
-        super().__init__(prepare, engines)
+        super().__init__(prepare, engines, check)
+        self._checks_first = prepare is same  # on the CPU then, so that nothing waits for the GPU
         self._device = device
         self._model = model
         self._host = set(_host_columns(model))
@@ -68,6 +80,8 @@ class CudaPlacement(Placement):
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
         """See `Placement.place`."""
+        if training and self._checks_first:
+            self._check(batch)
         moved = {}
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for name, entry in batch.items():
@@ -76,7 +90,7 @@ class CudaPlacement(Placement):
                     entry = entry.to(self._device, non_blocking=True)
                 moved[name] = entry
         placed = Batch(moved) if isinstance(batch, Batch) else moved
-        return self._prepare(placed, training)
+        return self._prepare(placed, training, checks=bool(training) and not self._checks_first)
 
     def receive(self, batch: Any) -> None:
         """See `Placement.receive`: waits for the copies, and keeps their memory until they were used."""
@@ -110,11 +124,12 @@ def make_placement(
     device: torch.device,
     prepare: Callable[[Any], Any],
     engines: Sequence[EmbeddingEngine],
+    check: Check = no_check,
 ) -> Placement:
-    """The placement for a device; `engines` group the ids of batches ahead."""
+    """The placement for a device; `engines` group the ids of batches ahead, `check` looks at labels."""
     if device.type == "cuda":
-        return CudaPlacement(model, device, prepare, engines)
-    return Placement(prepare, engines)
+        return CudaPlacement(model, device, prepare, engines, check)
+    return Placement(prepare, engines, check)
 
 
 def device_of(model: nn.Module) -> torch.device:

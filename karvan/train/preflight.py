@@ -1,6 +1,7 @@
 """Checks when training begins: what can be known to be wrong then is an error, not a wrong model.
 
-All of them depend on the program alone, so every rank comes to the same result and needs nobody's answer.
+All but the one for SIGTERM, which asks all ranks, depend on the program alone: every rank comes to the same
+result, and none waits for another that has raised.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from torch import nn
 from karvan import ranks
 from karvan.ranks import Connection
 from karvan.train.frozen import Frozen, is_read_only, names_text, tables_of
+from karvan.train.losses import ColumnLoss, Sum
+from karvan.train.signals import check_not_terminated
 from karvan.train.update import Update, engines_of
 
 if TYPE_CHECKING:
@@ -22,6 +25,35 @@ if TYPE_CHECKING:
 def check_fit(trainer: Trainer, goal: Goal) -> None:
     """What a fit of the Trainer depends on."""
     check_trained(trainer.model, trainer.update, trainer.frozen, trainer.connection)
+    _check_metrics(trainer, goal)
+
+
+def _check_metrics(trainer: Trainer, goal: Goal) -> None:
+    """Evaluations give what callbacks and keep_best need."""
+    needs = {f"The callback {name}": list(metrics) for name, metrics in trainer.callbacks.needs.items()}
+    if trainer.saver.best_metric is not None:
+        needs["keep_best"] = [trainer.saver.best_metric]
+    if not needs:
+        return
+    if goal.eval_data is None:
+        who, metrics = next(iter(needs.items()))
+        raise ValueError(
+            f"{who} needs '{metrics[0]}' of evaluations, but this fit has no eval_data: give "
+            "fit(…, eval_data=…)."
+        )
+    known = ["loss", *trainer.metrics]
+    named = isinstance(trainer.loss, Sum)
+    if isinstance(trainer.loss, Sum):
+        known += [f"loss/{name}" for name in trainer.loss.losses]
+    for who, metrics in needs.items():
+        for metric in metrics:
+            # A loss function of the user's own may give losses by any names.
+            free = metric.startswith("loss/") and not (named or isinstance(trainer.loss, ColumnLoss))
+            if metric not in known and not free:
+                raise ValueError(
+                    f"{who} needs '{metric}', but evaluations give: {', '.join(known)}. Add it to "
+                    f"the Trainer's metrics: metrics={{'{metric}': …}}."
+                )
 
 
 def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: Connection) -> None:
@@ -32,6 +64,7 @@ def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: 
             f"The Trainer or TrainContext was made {_under(connection)}, but the program is connected "
             f"{_under(now)} now: make it, and its model, after the last kv.connect."
         )
+    check_not_terminated(connection.main)
     check_connection(model, connection)
     if not update.optimizers:
         raise ValueError(

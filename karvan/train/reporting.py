@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from karvan.train.gathering import merged, summed
 from karvan.train.progress import memory_bytes
 from karvan.train.results import FitResult, Report
 from karvan.train.update import engines_of
+
+_log = logging.getLogger("karvan.train")
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
@@ -98,10 +101,19 @@ class Reporter:
         """The metrics of training so far, over all ranks."""
         return merged(self._trainer.connection.main, self._trainer.metrics)
 
-    def end(self, result: FitResult) -> None:
-        """The last words."""
-        self._trainer.progress.end()
-        self._trainer.progress.say(_last_words(result))
+    def end(self, result: FitResult, skipped: int) -> None:
+        """The last words, and a loud one if steps of this fit were skipped."""
+        trainer = self._trainer
+        trainer.progress.end()
+        trainer.progress.say(_last_words(result))
+        if not skipped:
+            return
+        text = f"{skipped} of {result.trained} steps were skipped, because a gradient was not finite."
+        if trainer.precision.always_checks:  # a step now and then is too large on purpose
+            trainer.progress.say(text)
+        elif trainer.connection.rank == 0:
+            trainer.progress.say(f"WARNING: {text}")
+            _log.warning(text)
 
     def _tell(self, kind: str, values: Mapping[str, float]) -> None:
         counts = self._trainer.counts

@@ -34,7 +34,15 @@ class NoSaver:
     """Saves nothing; `Saver` derives from it."""
 
     folder: Path | None = None
-    keeps_best = False
+    best_metric: str | None = None  # by which the best checkpoint is kept
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the best checkpoint is kept as well."""
+        return self.best_metric is not None
+
+    def require_writable(self) -> None:
+        """Raise a CheckpointError if nothing can be saved; on all ranks, if it is so on one."""
 
     def begin(self) -> None:
         """A fit begins."""
@@ -79,11 +87,15 @@ class Saver(NoSaver):
         self._clock = clock
         self._last = clock()
         self.folder = checkpoints.folder
-        self.keeps_best = checkpoints.keep_best is not None
+        self.best_metric = None if checkpoints.keep_best is None else checkpoints.keep_best[0]
 
     def begin(self) -> None:
         """See `NoSaver.begin`."""
         self._last = self._clock()
+
+    def require_writable(self) -> None:
+        """See `NoSaver.require_writable`."""
+        self._checkpoints.require_writable()
 
     def latest(self) -> Checkpoint | None:
         """See `NoSaver.latest`."""

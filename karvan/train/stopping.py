@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from karvan.train.signals import note_termination
+
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
 
@@ -39,4 +41,6 @@ class Stopping:
         """All ranks stop, if there is a reason; the Trainer of each is told."""
         if reason is not None and self._agreed is None:
             self._agreed = reason
+            if reason == "terminate":  # perhaps on another rank
+                note_termination()
             self._trainer.stop(reason)

@@ -22,6 +22,7 @@ from karvan.train.fit import Fit
 from karvan.train.frozen import Frozen, Patterns
 from karvan.train.goal import Goal
 from karvan.train.history import History
+from karvan.train.label_values import check_of
 from karvan.train.logs import Log, Logs
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
@@ -130,7 +131,9 @@ class Trainer:
         self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
         self._history = History(self.saver.folder, writes=first)
         self.logs = Logs([self._history, *(logs if first else ())])
-        self.placement = make_placement(model, self.device, prepare, engines_of(model) if ahead else [])
+        self.placement = make_placement(
+            model, self.device, prepare, engines_of(model) if ahead else [], check_of(loss)
+        )
         self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead, self.connection)
         for engine in engines_of(model):  # batches that wait for a step, in a fit and in an evaluation
             engine.hold_ahead(2 * ahead + self.passes.count + 2)

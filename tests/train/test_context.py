@@ -291,13 +291,13 @@ def test_a_gradient_that_is_not_finite_leaves_out_both_steps(part, caplog):
                 kept = [name for name in before if "counts" not in name and "last_steps" not in name]
                 assert all(torch.equal(before[name], after[name]) for name in kept)
     assert (ctx.step, ctx.skipped) == (4, 1)
-    assert "Step 3 was left out" in caplog.text
+    assert "Step 3 was skipped" in caplog.text
 
 
 def test_who_wants_to_know_is_told_of_what_is_not_finite():
     with context(nonfinite="raise") as ctx:
         output, _ = ctx.forward(batches(1)[0])
-        with pytest.raises(FloatingPointError, match="Step 1 was left out: the loss is not finite"):
+        with pytest.raises(FloatingPointError, match="Step 1 was skipped: the loss is not finite"):
             ctx.backward(output.sum() * torch.inf)
 
 

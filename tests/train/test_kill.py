@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from train_helpers import StopAt, batches, newest, trainer
+import torch
+from train_helpers import StopAt, batches, model, newest, trainer
 
 import karvan as kv
 
@@ -113,14 +114,37 @@ class Raise(kv.train.Callback):
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupt"), (signal.SIGTERM, "terminate")])
-def test_handlers_are_put_back_and_the_fit_can_go_on(tmp_path, number, word):
+def test_handlers_are_put_back_and_the_fit_can_be_resumed(tmp_path, number, word):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     fit = trainer(checkpoints=tmp_path, callbacks=[Raise(5, number)])
     result = fit.fit(batches())
     assert (result.step, result.stopped) == (5, word)
     assert result.checkpoint == str(tmp_path / "step-000000000005")
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    if number == signal.SIGTERM:
+        kv.train.reset_termination()
     assert fit.fit(batches()).trained == 7
+
+
+def test_after_sigterm_no_other_fit_trains_a_step():
+    """A loop over seeds ends, instead of giving models that are half trained."""
+    net = model()
+    optimizers = {"dense_optimizer": torch.optim.Adam, "sparse_optimizer": kv.optim.Adagrad(lr=0.1)}
+    context = kv.TrainContext(net, **optimizers)
+    assert trainer(callbacks=[Raise(5, signal.SIGTERM)]).fit(batches()).stopped == "terminate"
+    with pytest.raises(kv.train.TerminatedError, match=r"resumes from it.*reset_termination\(\)"):
+        trainer(model()).fit(batches(seed=1))
+    with pytest.raises(kv.train.TerminatedError), context:
+        pass
+    with pytest.raises(kv.train.TerminatedError):
+        trainer(net).fit(batches())
+    assert net.embeddings.step == 0
+    assert trainer(net).evaluate(batches(1))["loss"] > 0  # what is there may be looked at
+
+
+def test_after_ctrl_c_another_fit_trains():
+    fit = trainer(callbacks=[Raise(5, signal.SIGINT)])
+    assert [fit.fit(batches()).stopped, trainer().fit(batches()).stopped] == ["interrupt", None]
 
 
 def test_a_second_interrupt_aborts_at_once(tmp_path):

@@ -1,5 +1,7 @@
 """What is wrong before training begins is an error then, which names it and says what to do."""
 
+import resource
+
 import pytest
 import torch
 from torch import nn
@@ -226,3 +228,98 @@ def test_engines_in_memory_may_be_used_after_another_connect_to_memory():
     made = trainer(net)
     kv.connect("memory")
     assert (made.fit(batches(2)).trained, trainer(net).fit(batches(2)).trained) == (2, 2)
+
+
+class Needs(kv.train.Callback):
+    needed_metrics = ("auc", "loss/ctr")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"callbacks": [kv.train.EarlyStopping("auc")]},
+            "The callback EarlyStopping needs 'auc' of evaluations",
+        ),
+        (
+            {"callbacks": [Needs()]},
+            "The callback Needs needs 'auc' of evaluations, but this fit has no eval_data",
+        ),
+        (
+            {"keep_best": ("auc", "max")},
+            "keep_best needs 'auc' of evaluations, but this fit has no eval_data",
+        ),
+    ],
+)
+def test_what_needs_evaluations_is_refused_without_data_for_them(tmp_path, options, says):
+    if "keep_best" in options:
+        options = {"checkpoints": kv.Checkpoints(tmp_path, keep_best=options["keep_best"])}
+    with pytest.raises(ValueError, match=says):
+        trainer(metrics={"auc": kv.metrics.AUC()}, **options).fit(batches(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"callbacks": [kv.train.EarlyStopping("aux")]},
+            "needs 'aux', but evaluations give: loss, auc. Add it",
+        ),
+        ({"callbacks": [kv.train.EarlyStopping("loss/ctr")]}, "'loss/ctr', but evaluations give: loss, auc"),
+        ({"keep_best": ("logloss", "min")}, "keep_best needs 'logloss', but evaluations give: loss, auc"),
+    ],
+)
+def test_a_metric_that_no_evaluation_gives_is_refused_before_the_first_step(tmp_path, options, says):
+    if "keep_best" in options:
+        options = {"checkpoints": kv.Checkpoints(tmp_path, keep_best=options["keep_best"])}
+    net = model()
+    with pytest.raises(ValueError, match=says):
+        trainer(net, metrics={"auc": kv.metrics.AUC()}, **options).fit(batches(2), eval_data=batches(1))
+    assert net.embeddings.step == 0
+
+
+def test_metrics_that_evaluations_give_are_fine(tmp_path):
+    stopping = kv.train.EarlyStopping("loss/ctr", mode="min", patience=9)
+    both = {"metrics": {"auc": kv.metrics.AUC()}, "callbacks": [stopping]}
+    each = {"ctr": kv.losses.BinaryCrossEntropy()}
+    for loss in (kv.losses.Sum(each), lambda output, batch: {"ctr": each["ctr"](output, batch)}):
+        result = trainer(loss=loss, **both).fit(batches(2), eval_data=batches(1))
+        assert set(result.evaluation) == {"loss", "loss/ctr", "auc"}
+    best = kv.Checkpoints(tmp_path, keep_best=("auc", "max"))
+    assert (
+        trainer(checkpoints=best, metrics=both["metrics"]).fit(batches(2), eval_data=batches(1)).trained == 2
+    )
+
+
+def folder_of_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize(
+    "folder", [folder_of_a_file, lambda path: folder_of_a_file(path) / "run", lambda path: "/proc/karvan/run"]
+)
+def test_a_folder_that_cannot_be_written_is_noticed_before_the_first_step(tmp_path, folder):
+    net, where = model(), folder(tmp_path)
+    with pytest.raises(kv.checkpoint.CheckpointError, match="checkpoints cannot be written here: ") as told:
+        trainer(net, checkpoints=where).fit(batches(2))
+    assert str(where) in str(told.value)
+    assert net.embeddings.step == 0
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):
+    trainer(checkpoints=tmp_path / "new" / "run").fit(batches(2))
+    assert [each.name for each in (tmp_path / "new" / "run").iterdir()] == ["step-000000000002"]
+
+
+def test_a_fit_that_is_complete_needs_no_folder_to_write_to(tmp_path):
+    trainer(checkpoints=tmp_path).fit(batches(2))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file of this process may have any bytes
+    try:
+        assert trainer(checkpoints=tmp_path).fit(batches(2)).trained == 0
+        with pytest.raises(kv.checkpoint.CheckpointError, match="cannot be written here: File too large"):
+            trainer(checkpoints=tmp_path).fit(batches(2), epochs=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000000000002"]
