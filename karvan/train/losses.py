@@ -32,9 +32,10 @@ class ColumnLoss(ABC):
     def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
         """The mean, computed in float32 whatever the output's precision."""
         scores = _head(output, self.output).float()
-        lost = self.each(scores, _column(batch, self.label, scores))
+        labels = _column(batch, self.label, scores)
         if self.weight is None:
-            return lost.mean()
+            return self.mean(scores, labels)
+        lost = self.each(scores, labels)
         weights = _column(batch, self.weight, scores)
         # The bound makes a batch without any weight lose 0 instead of 0 / 0.
         return (lost * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
@@ -44,6 +45,10 @@ class ColumnLoss(ABC):
     def check_labels(self, batch: AnyBatch) -> None:
         """Raise if labels are not finite, or not in the range; a Trainer asks before each step."""
         check_column(type(self).__name__, batch, self.label, self.weight, self.label_range)
+
+    def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """What samples lose on average."""
+        return self.each(scores, labels).mean()
 
     @abstractmethod
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -55,6 +60,13 @@ class BinaryCrossEntropy(ColumnLoss):
     """Of logits and labels from 0 to 1."""
 
     label_range = (0.0, 1.0)
+
+    def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """See `ColumnLoss.mean`."""
+        # Torch divides gradients by the number of samples here, but multiplies them by 1 / number where a
+        # mean follows: the last bit differs unless that is a power of two. Loops written by hand have the
+        # former.
+        return functional.binary_cross_entropy_with_logits(scores, labels)
 
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
         """See `ColumnLoss.each`."""

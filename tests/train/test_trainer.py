@@ -4,13 +4,21 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from train_helpers import StopAt, assert_same, batches, everything, loader, model, trainer
 
 import karvan as kv
 
 
-def plain_loop(data, epochs=1, accumulate=1, change=lambda net: None):
+def plain_loop(
+    data,
+    epochs=1,
+    accumulate=1,
+    change=lambda net: None,
+    loss_of=functional.binary_cross_entropy_with_logits,
+):
     """What a user would write without a Trainer."""
     net = model()
     dense = torch.optim.Adam(net.parameters(), lr=0.01)
@@ -23,7 +31,7 @@ def plain_loop(data, epochs=1, accumulate=1, change=lambda net: None):
             groups[-1].append(batch)
         for group in groups:
             for batch in group:
-                loss = functional.binary_cross_entropy_with_logits(net(batch), batch["label"])
+                loss = loss_of(net(batch), batch["label"])
                 (loss / len(group)).backward()
             change(net)
             for optimizer in (sparse, dense):
@@ -41,6 +49,24 @@ def test_the_trainer_gives_the_bits_of_a_plain_loop(data, ahead):
     assert (result.step, result.epoch, result.trained, result.stopped) == (24, 2, 24, None)
     assert result.samples == 2 * 12 * 16
     assert_same(net, expected)
+
+
+@given(
+    size=st.sampled_from([33, 100, 124, 250]) | st.integers(17, 300),
+    rows=st.integers(1, 400),
+    kind=st.sampled_from(["bce", "mse"]),
+    shuffle=st.sampled_from([0, 64]),
+)
+def test_the_bits_are_those_of_a_plain_loop_whatever_the_size_of_batches(size, rows, kind, shuffle):
+    """Also in the last batch of an epoch, which is smaller, and cut from the middle of a piece."""
+    losses = {
+        "bce": (kv.losses.BinaryCrossEntropy(), functional.binary_cross_entropy_with_logits),
+        "mse": (kv.losses.MeanSquaredError(), functional.mse_loss),
+    }
+    ours, torchs = losses[kind]
+    net = model()
+    trainer(net, loss=ours).fit(loader(rows, size, shuffle=shuffle))
+    assert_same(net, plain_loop(loader(rows, size, shuffle=shuffle), loss_of=torchs))
 
 
 @pytest.mark.parametrize("accumulate", [2, 5])
