@@ -35,14 +35,18 @@ def launched(folder):
     def fit(name, **options):
         return ["resumed", {"folder": str(folder / name), **options}]
 
-    three = PROGRAMS | {
-        "straight": fit("straight", until=14),
-        "before": fit("three", until=5),
-        "after": fit("three", until=14),
-        "begun": fit("begun", until=5),
-        "by time": fit("time", until=8, times=[False, False, True]),
-        "by steps": fit("steps", until=8, steps=3),
-    }
+    three = (
+        {"refused": ["refused", {"folder": str(folder)}]}
+        | PROGRAMS
+        | {
+            "straight": fit("straight", until=14),
+            "before": fit("three", until=5),
+            "after": fit("three", until=14),
+            "begun": fit("begun", until=5),
+            "by time": fit("time", until=8, times=[False, False, True]),
+            "by steps": fit("steps", until=8, steps=3),
+        }
+    )
     plans = {
         3: three,
         2: PROGRAMS | {"fewer": fit("begun", until=100)},
@@ -179,8 +183,17 @@ def test_a_stop_on_one_rank_stops_all_at_the_same_step(launched, world):
         assert stops["stop", 2] == (4, "enough", 120, None)  # those that were taken ahead are trained
         assert stops["signal", 0] == (2, "terminate", 120, None)
         assert stops["signal", 2] == (4, "terminate", 120, None)
+        assert all(stops["ended", ahead].startswith("TerminatedError: SIGTERM has") for ahead in (0, 2))
         assert stops["early"][0] == 4
         assert stops["rest"] == {2: (80, 1), 3: (84, 1)}[world]
+
+
+def test_what_cannot_begin_is_refused_on_all_ranks_and_none_waits(launched):
+    for folder, half, samples in launched[3]["refused"]:
+        assert folder.startswith("CheckpointError: ")
+        assert "checkpoints cannot be written here: Not a directory" in folder
+        assert half.startswith("ValueError: These tables would not be trained")
+        assert samples == 120
 
 
 @pytest.mark.parametrize("world", [2, 3])

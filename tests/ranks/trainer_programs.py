@@ -218,6 +218,9 @@ def stops(world):
         for ahead in (0, 2):
             data = loader()
             first = trainer_of(net_of(), ahead=ahead, callbacks=[Stop(2, how)]).fit(data)
+            if how == "signal":  # one rank got it, and it ends the training of all
+                made["ended", ahead] = error_of(trainer_of(net_of()), data)
+                kv.train.reset_termination()
             rest = trainer_of(net_of(), ahead=ahead).fit(data)
             made[how, ahead] = (first.step, first.stopped, first.samples + rest.samples, rest.stopped)
     # The goal comes one step before the end, when all ranks but the first have no data left.
@@ -281,13 +284,34 @@ def resumed(world, folder, until, steps=None, times=()):
     return numbers_of(trainer, result) | {"saved": trainer.saver.saved}
 
 
+def error_of(trainer, data):
+    """What a fit raises."""
+    try:
+        trainer.fit(data)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refused(world, folder):
+    """Fits that are refused when they begin; the ranks train together afterwards all the same."""
+    here = ranks.current()
+    file = Path(folder) / "file"
+    if here.rank == here.world - 1:
+        file.write_text("")
+    here.main.barrier()
+    made = [error_of(trainer_of(net_of(), checkpoints=file / "run"), loader())]
+    made.append(error_of(trainer_of(net_of(), sparse_optimizer=None), loader()))
+    made.append(trainer_of(net_of()).fit(loader()).samples)
+    return made
+
+
 def failures(world):
     """A step that one rank's gradients leave out; data that fails on one rank."""
     here = ranks.current()
     last = here.rank == here.world - 1
     data = [batch_of(records(4, [here.rank, n])) for n in range(4)]
     if last:
-        data[1]["label"][0] = torch.nan
+        data[1]["dense"][0] = torch.nan
     trainer = trainer_of(net_of(), metrics={})
     made = numbers_of(trainer, trainer.fit(data))
 
@@ -364,6 +388,7 @@ PROGRAMS = {
     "fixed": fixed,
     "stops": stops,
     "resumed": resumed,
+    "refused": refused,
     "failures": failures,
 }
 
