@@ -487,3 +487,14 @@ def test_a_trainer_fits_on_references(job, staleness):
     assert found[0] == expected[0] == 10
     if staleness == 1:
         assert found == list(expected)
+
+
+def test_a_stream_that_names_no_ids_beside_workers_is_an_error(job):
+    before = kv.stream(loaders=["127.0.0.1:9"])  # nobody knew of workers then
+    job(1, 1)
+    for attempt in (lambda: kv.stream(loaders=["127.0.0.1:9"]), lambda: next(iter(before))):
+        with pytest.raises(
+            ValueError, match=r'has embedding workers, .*kv\.stream\(ids=\["user", "item"\]\)'
+        ):
+            attempt()
+    assert kv.stream(loaders=["127.0.0.1:9"], ids=[]).epoch == 0  # as it was said
