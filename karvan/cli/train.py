@@ -72,6 +72,9 @@ def train(
         raise CommandError(
             "Expected a FILE.py or a CONFIG.yaml, got nothing; --example prints a config to start from."
         )
+    from karvan.train import reset_termination
+
+    reset_termination()  # a command is a program of its own, even if several run in one process
     given = {"folder": folder, "precision": precision, "device": device}
     job = Target(
         target, pairs(settings), {name: text for name, text in given.items() if text is not None}
@@ -89,9 +92,7 @@ def train(
 
 
 def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
-    from karvan.train import NoProgress, reset_termination
-
-    reset_termination()  # a command is a program of its own, even if several run in one process
+    from karvan.train import NoProgress
 
     if job.eval_every is not None and job.eval_data is None:
         raise CommandError("--eval-every expects data to evaluate on, but the job has none.")

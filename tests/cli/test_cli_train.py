@@ -146,6 +146,16 @@ def test_sigterm_saves_and_the_same_command_goes_on(run, place):
     _goes_on(run, place, 13)
 
 
+def test_sigterm_in_a_fit_of_the_file_itself_ends_the_command(run, place):
+    text = (place / "job.py").read_text().replace("def job(", "def made(")
+    (place / "two.py").write_text(
+        text + "\n\ndef job():\n    made(folder=None, stop=3).fit()\n    return made(folder=None)\n"
+    )
+    ran = run("train", place / "two.py", "--quiet")
+    assert ran.code == 143
+    assert "SIGTERM has ended the training of this program" in ran.err
+
+
 @pytest.mark.slow
 def test_after_kill_9_the_same_command_goes_on_from_the_last_checkpoint(run, place):
     process = _process("train", place / "job.py", "--epochs", 100_000)

@@ -201,9 +201,10 @@ def test_a_trainer_made_before_connect_is_refused_when_it_fits(sharded):
         model(), dense_optimizer=torch.optim.Adam, sparse_optimizer=kv.optim.SGD(lr=0.1)
     )
     sharded()
-    with pytest.raises(ValueError, match=r'made in memory, but .* connected by kv\.connect\("sharded"\) now'):
+    says = r'connection \(kv\.connect\("memory"\)\) than the program has now \(kv\.connect\("sharded"\)\)'
+    with pytest.raises(ValueError, match=says):
         made.fit(batches(1))
-    with pytest.raises(ValueError, match="made in memory"), entered:
+    with pytest.raises(ValueError, match=says), entered:
         pass
 
 
@@ -211,7 +212,7 @@ def test_a_model_of_a_connection_that_has_ended_is_refused(sharded):
     sharded()
     net = model()
     ranks.disconnect()
-    with pytest.raises(ValueError, match=r'connection that has ended: .* by kv\.connect\("sharded"\)'):
+    with pytest.raises(ValueError, match=r'connection that has ended \(kv\.connect\("sharded"\)\)'):
         trainer(net)
 
 
