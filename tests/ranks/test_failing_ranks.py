@@ -54,3 +54,12 @@ def test_one_that_catches_the_error_can_disconnect_and_end(tmp_path, transport):
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert second == "ZeroDivisionError: the loss fails"
     assert first.startswith(f"RankError: Rank 1 (process {pids[1]}")
+
+
+def test_a_label_that_cannot_be_meant_ends_all_ranks_and_names_its_column(tmp_path):
+    codes, said, _ = ended(tmp_path, "trainer_programs:bad_labels", victim=1)
+    assert codes == [1, 1], said
+    text = "Column 'label' has 1 of 4 labels outside of 0 to 1, such as 5"
+    assert f"ValueError: {text}" in said[1]
+    assert "RankError: Rank 1" in said[0]
+    assert text in said[0]

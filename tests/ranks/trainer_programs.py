@@ -372,6 +372,16 @@ def fail(where, transport, victim):
     trainer_of(net_of(), loss=failing, callbacks=[failing.called()], metrics={}).fit(loader(rows=400))
 
 
+def bad_labels(victim):
+    """A fit in which one rank has a label that cannot be meant; the error ends the process."""
+    torch.set_num_threads(1)
+    here = kv.connect("sharded", timeout=60)
+    data = [batch_of(records(4, [here.rank, n])) for n in range(6)]
+    if here.rank == victim:
+        data[3]["label"][2] = 5.0
+    trainer_of(net_of(), metrics={}).fit(data)
+
+
 def fail_and_disconnect(**arguments):
     try:
         fail(**arguments)
