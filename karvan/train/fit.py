@@ -102,6 +102,7 @@ class Fit:
                 f"resume is False, but {trainer.saver.folder} has checkpoints up to step {newest.step}: "
                 "expected a folder without, or resume=True."
             )
+        trainer.saver.require_writable()
         trainer.update.forget()
         counts.load_state_dict(Counts().state_dict())
         self._window.load_state_dict(Window().state_dict())
@@ -109,8 +110,6 @@ class Fit:
             self._load(newest.load(trainer.model))
         self._transforms.require_fitted(trainer.model)
         self._transforms.require_equal(trainer.connection.main, trainer.model)
-        if not self._goal.reached(counts):
-            trainer.saver.require_writable()
         trainer.dense.begin()
         trainer.model.train()
         trainer.saver.begin()

@@ -45,7 +45,8 @@ def test_data_that_is_no_batches_is_refused_before_anything_happens(data, messag
     if data is not None:
         with pytest.raises(TypeError, match="eval_data expects"):
             fit.fit(batches(2), eval_data=data)
-    with kv.TrainContext(model(), dense_optimizer=torch.optim.SGD) as context:
+    optimizers = {"dense_optimizer": torch.optim.SGD, "sparse_optimizer": kv.optim.SGD(lr=0.1)}
+    with kv.TrainContext(model(), **optimizers) as context:
         with pytest.raises(TypeError, match="loader expects"):
             context.loader(data)
         with context.eval() as evaluation, pytest.raises(TypeError, match="loader expects"):

@@ -154,7 +154,9 @@ def test_contexts_keep_and_restore_statistics(tmp_path):
 
     with (
         pytest.raises(ValueError, match="has no statistics yet"),
-        kv.TrainContext(model(), dense_optimizer=torch.optim.Adam) as ctx,
+        kv.TrainContext(
+            model(), dense_optimizer=torch.optim.Adam, sparse_optimizer=kv.optim.SGD(lr=0.1)
+        ) as ctx,
     ):
         train(ctx, read(features()), 1)
     new = features()
