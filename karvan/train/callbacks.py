@@ -2,6 +2,7 @@
 
 | moment | when |
 |---|---|
+| `on_new_data(trainer)` | the fit brings other data than the fits before; earlier than on_fit_begin |
 | `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one |
 | `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed |
 | `on_step_end(trainer, logs)` | after every optimizer step, taken or left out; `trainer.step` counts it |
@@ -30,6 +31,9 @@ _log = logging.getLogger("karvan.train")
 
 class Callback:
     """Does nothing at any moment; override those you need."""
+
+    def on_new_data(self, trainer: Trainer) -> None:
+        """The data is other data than that of the fits before."""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Training begins, or goes on."""
@@ -64,7 +68,7 @@ class EarlyStopping(Callback):
     """Stops when a metric has not become better for `patience` evaluations.
 
     mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN is
-    never better.
+    never better. New data begins with neither a best value nor a wait: it may be harder than the data before.
     """
 
     def __init__(self, metric: str, patience: int = 1, mode: str = "max", min_delta: float = 0.0) -> None:
@@ -77,6 +81,10 @@ class EarlyStopping(Callback):
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
         self.best = math.nan
         self.waited = 0
+
+    def on_new_data(self, trainer: Trainer) -> None:
+        """What was best on other data says nothing about this data."""
+        self.best, self.waited = math.nan, 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit that was stopped early stays so when it is run again."""
@@ -96,7 +104,9 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.waited >= self.patience:
-            trainer.stop(f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago")
+            trainer.stop(
+                f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago", final=True
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -119,6 +129,11 @@ class Callbacks(Callback):
             kind = type(callback).__name__
             same = sum(type(other).__name__ == kind for other in self._callbacks.values())
             self._callbacks[f"{kind}-{same + 1}" if same else kind] = callback
+
+    def on_new_data(self, trainer: Trainer) -> None:
+        """See `Callback.on_new_data`."""
+        for callback in self._callbacks.values():
+            callback.on_new_data(trainer)
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """See `Callback.on_fit_begin`."""
