@@ -306,3 +306,54 @@ def test_a_process_killed_on_the_second_day_ends_with_the_same_checkpoint(tmp_pa
     for table in ("user", "item"):
         rows = [[[part.tobytes() for part in rows] for rows in end.parts(table)] for end in ends]
         assert rows[0] == rows[1]
+
+
+def context_day(folder, day, until=None, name=None, **options):
+    """One day in a loop of one's own."""
+    net = model()
+    data = loader(seed=day) if name is None else batches(seed=day)
+    context = kv.TrainContext(
+        net,
+        dense_optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+    )
+    with context as ctx:
+        if kv.Checkpoints(folder).latest():
+            ctx.load(folder, data=data, data_name=name, **options)
+        for _ in range(ctx.epoch, 1):
+            for batch in ctx.loader(data, data_name=name):
+                output, labels = ctx.forward(batch)
+                ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels))
+                if ctx.step == until:
+                    break
+        ctx.save(folder)
+    torch.manual_seed(12345)
+    return net, ctx
+
+
+@pytest.mark.parametrize("name", [None, "day {}"])
+def test_loops_of_ones_own_continue_on_the_next_day(tmp_path, name):
+    def named(day):
+        return None if name is None else name.format(day)
+
+    for day in (15, 16):
+        expected, ctx = context_day(tmp_path / "straight", day, name=named(day))
+        assert (ctx.step, ctx.epoch) == (12 * (day - 14), 1)
+    folder = tmp_path / "stopped"
+    context_day(folder, 15, until=4, name=named(15))
+    with pytest.raises(ValueError, match="trained 0 epochs and 4 batches"):
+        context_day(folder, 16, name=named(16))
+    context_day(folder, 15, name=named(15))
+    context_day(folder, 16, until=17, name=named(16))
+    net, ctx = context_day(folder, 16, name=named(16))
+    assert (ctx.step, ctx.epoch) == (24, 1)
+    assert_same(net, expected)
+    _, ctx = context_day(folder, 16, name=named(16))
+    assert ctx.step == 24
+
+
+def test_a_loop_and_a_trainer_take_turns_day_by_day(tmp_path):
+    context_day(tmp_path, 15)
+    result = trainer(checkpoints=tmp_path).fit(loader(seed=16))
+    assert (result.step, result.trained) == (24, 12)
+    assert context_day(tmp_path, 17)[1].step == 36
