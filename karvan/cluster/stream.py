@@ -184,8 +184,9 @@ class LoaderStream:
         """What tells the loaders' data from other data; without their word, the job's `data` section does."""
         caller = self._caller()
         states = [line.identity(caller) for line in self._lines]
-        if all(state is not None and state == states[0] for state in states):
-            return Identity.from_state(states[0])
+        first = states[0]
+        if first is not None and all(state == first for state in states):
+            return Identity.from_state(first)
         if None in states and not os.environ.get("KARVAN_DATA"):
             return None
         ids = {state["id"] for state in states if state is not None}

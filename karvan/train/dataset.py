@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("karvan.train")
 
 
+class UnfinishedError(ValueError):
+    """A fit brings other data than that of its newest checkpoint, which was not trained to its end."""
+
+
 def identify(data: Any, name: str | None, connection: Connection) -> Identity | None:
     """The identity of the data of all ranks, by its name if it has one; a collective. None: unknown."""
     ask = getattr(data, "identity", None)
@@ -115,7 +119,7 @@ def is_other(
     if drop_unfinished:
         _log.warning("The rest of %s is dropped. %s", before, record.left)
         return True
-    raise ValueError(
+    raise UnfinishedError(
         f"{checkpoint.path} is a checkpoint of other data that was not trained to its end: "
         f"expected {before}, got {now}. {record.left} Call fit with that data first, so that it is finished, "
         "or drop the rest of it with drop_unfinished=True (karvan train --drop-unfinished)."

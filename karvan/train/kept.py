@@ -104,7 +104,9 @@ class Kept:
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
         self.dense.take()
         course = self._course
-        data = {"position": None, "epoch_random": None} if course is None else course.state()
+        data: dict[str, Any] = {"position": None, "epoch_random": None}
+        if course is not None:
+            data = course.state()
         data["data"] = dataset.state_of(self._identity, self.counts.batches == 0)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
