@@ -65,9 +65,13 @@ def identity_of(source: Source) -> Identity:
         digest.update(f"{_path_in_id(part.path)} {part.records}\n".encode())
     sample: Callable[[], str] | None = getattr(source, "fingerprint", None)
     digest.update((sample() if sample else "\n".join(part.path for part in parts)).encode())
-    listed = parts if len(parts) <= _FILES_LISTED else []
-    files = tuple(_hash(f"{part.path} {part.records}") for part in listed)
-    return Identity(digest.hexdigest()[:16], _label(parts), files=files)
+    return Identity(digest.hexdigest()[:16], _label(parts), files=files_of(source))
+
+
+def files_of(source: Source) -> tuple[str, ...]:
+    """See `Identity.files`."""
+    parts = source.parts()
+    return tuple(_hash(f"{part.path} {part.records}") for part in parts if len(parts) <= _FILES_LISTED)
 
 
 def fingerprint_files(filesystem: fs.FileSystem, paths: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from karvan import ranks
 from karvan.counts import check_counts, check_integers
-from karvan.data.identity import Identity, identity_of
+from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.jobs import jobs_of
 from karvan.data.missing import ValueChecks
 from karvan.data.pipeline import Closed, Outcome, Pipeline
@@ -258,8 +258,7 @@ class Loader:
 
     def call_data(self, name: str) -> None:
         """Give the data a name, which is its identity from here on."""
-        files = identity_of(self._source).files
-        self._identity = Identity.named(name, files)
+        self._identity = Identity.named(name, files_of(self._source))
 
     def _jobs(self, shares: Shares, place: Place) -> Iterator[Job]:
         """What is left for this rank; runs on the threads."""

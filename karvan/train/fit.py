@@ -144,7 +144,7 @@ class Fit:
         if not self._how.resume:
             counts.load_state_dict(Counts().state_dict())
         dataset.begin_data(counts)
-        before, trainer.identity = trainer.identity, self._identity
+        before, trainer.data_identity = trainer.data_identity, self._identity
         if counts.step and (self._identity is None or self._identity != before):
             trainer.callbacks.on_new_data(trainer)
 

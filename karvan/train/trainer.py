@@ -132,7 +132,7 @@ class Trainer:
         self.signals = Signals()
         self.counts = Counts()
         self.window = Window()
-        self.identity: Identity | None = None  # of the data of the last fit without checkpoints
+        self.data_identity: Identity | None = None  # of the last fit without checkpoints
         self.stop_is_final = False
         self._stop: str | None = None
 
@@ -146,7 +146,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The number of complete epochs, which is the number of the current one, from 0."""
+        """The number of complete epochs of this data, which is the number of the current one, from 0."""
         return self.counts.epoch
 
     @property

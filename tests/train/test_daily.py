@@ -210,6 +210,25 @@ def test_tables_that_were_changed_between_two_fits_are_read_from_the_checkpoint(
     assert_same(*nets)
 
 
+def test_a_fit_without_resume_counts_steps_from_0_with_the_model_as_it_is():
+    one = made()
+    one.fit(loader(seed=15))
+    assert one.fit(loader(seed=16), resume=False).step == 12
+
+
+def test_progress_is_told_the_steps_of_all_days(tmp_path):
+    told = []
+
+    class Progress(kv.train.NoProgress):
+        def begin(self, step, total, *more):
+            told.append((step, total))
+
+    for day in (15, 16):
+        fit = made(checkpoints=tmp_path, progress=Progress())
+        fit.fit(batches(seed=day), data_name=str(day))
+    assert told == [(0, 12), (12, 24)]
+
+
 class Grows:
     """A log that is read from its position to its end."""
 
