@@ -107,7 +107,8 @@ class Kept:
         data: dict[str, Any] = {"position": None, "epoch_random": None}
         if course is not None:
             data = course.state()
-        data["data"] = dataset.state_of(self._identity, self.counts.batches == 0)
+        finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
+        data["data"] = dataset.state_of(self._identity, finished)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
         whole = {

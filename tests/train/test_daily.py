@@ -376,3 +376,16 @@ def test_a_loop_and_a_trainer_take_turns_day_by_day(tmp_path):
     result = trainer(checkpoints=tmp_path).fit(loader(seed=16))
     assert (result.step, result.trained) == (24, 12)
     assert context_day(tmp_path, 17)[1].step == 36
+
+
+def test_new_data_that_a_loop_has_not_begun_is_not_finished(tmp_path):
+    context_day(tmp_path, 15)
+    context = kv.TrainContext(
+        model(),
+        dense_optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+    )
+    with context as ctx:
+        ctx.load(tmp_path, data=loader(seed=16))
+        ctx.save(tmp_path)
+    assert context_day(tmp_path, 16)[1].step == 24
