@@ -153,8 +153,8 @@ class Trainer:
     def history(self) -> Any:
         """All reports of the run as a pandas DataFrame, a row each; `kind` is "train" or "eval".
 
-        It is that of the last `fit`. With checkpoints it includes what was reported before that fit resumed,
-        and is in `history.jsonl` of the run folder, which `karvan plot` shows.
+        It includes the fits before, as far as the last `fit` has continued them. With checkpoints it is in
+        `history.jsonl` of the run folder, which `karvan plot` shows.
         """
         return self._history.frame()
 
