@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,7 +28,11 @@ Patterns: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was taken (the model's names → the checkpoint's) and what was not (its names → why)."""
+    """What was taken (the model's names → the checkpoint's) and what was not (its names → why).
+
+    new_tables and new_dense are what the model has and nothing was taken for: it begins as it was made.
+    `str(report)` is a table for people.
+    """
 
     path: Path
     step: int
@@ -37,14 +41,19 @@ class WarmStart:
     dense: dict[str, str] = field(default_factory=dict)
     left_tables: dict[str, str] = field(default_factory=dict)
     left_dense: dict[str, str] = field(default_factory=dict)
+    new_tables: list[str] = field(default_factory=list)
+    new_dense: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"Warm start from {self.path}, step {self.step}"]
-        lines += [f"  table {_arrow(old, new)}: {self.rows[new]:,} rows" for new, old in self.tables.items()]
-        lines += [f"  table {old}: not taken, {why}" for old, why in self.left_tables.items()]
-        lines += [f"  dense {_arrow(old, new)}" for new, old in self.dense.items()]
-        lines += [f"  dense {old}: not taken, {why}" for old, why in self.left_dense.items()]
-        return "\n".join(lines)
+        made = [(f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()]
+        made += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
+        for kind, left in (("table", self.left_tables), ("dense", self.left_dense)):
+            made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
+        for kind, new_names in (("table", self.new_tables), ("dense", self.new_dense)):
+            made += [(f"{kind} {name}", "not from the checkpoint: begins as made") for name in new_names]
+        width = max((len(what) for what, _ in made), default=0)
+        lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
+        return "\n".join([f"Warm start from {self.path}, step {self.step}", *lines])
 
 
 def warm_start(
@@ -66,9 +75,9 @@ def warm_start(
     optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
 
     Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
-    What the other side does not have is left and reported; what is there and does not fit is an error, and
-    nothing has changed then. Ranks that train together all call it, and each takes the rows it owns; the
-    report counts those of all.
+    What either side does not have is left and reported; a pattern that fits no name, and what does not fit
+    in shape, is an error, and nothing has changed then. Ranks that train together all call it, and each takes
+    the rows it owns; the report counts those of all.
     """
     lane = ranks.current().here
     checkpoint = find(path)
@@ -80,10 +89,14 @@ def warm_start(
     for old in renamed:
         if old not in known:
             raise CheckpointError.mismatch(checkpoint.path, f"a table or tensor '{old}' to rename", "none")
+    for kind, names, patterns in (("table", checkpoint.manifest.tables, tables), ("tensor", saved, dense)):
+        _check_patterns(checkpoint, kind, names, patterns)
     report = WarmStart(checkpoint.path, checkpoint.step)
     handles, own = tables_of(model), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
     _choose(saved, own, dense, exclude, renamed, report.dense, report.left_dense)
+    report.new_tables.extend(name for name in handles if name not in report.tables)
+    report.new_dense.extend(name for name in own if name not in report.dense)
     for new, old in report.tables.items():
         entry = checkpoint.manifest.tables[old]
         check_table(checkpoint.path, old, entry, handles[new], optimizer_state=optimizer_state)
@@ -169,6 +182,13 @@ def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: boo
 def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
     saved = checkpoint.state().get("model", {})
     return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+
+
+def _check_patterns(checkpoint: Checkpoint, kind: str, names: Iterable[str], patterns: Patterns) -> None:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(names) or "none"
+            raise CheckpointError.mismatch(checkpoint.path, f"a {kind} like '{pattern}'", known)
 
 
 def _matches(name: str, patterns: Patterns) -> bool:

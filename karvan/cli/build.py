@@ -73,6 +73,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         train_steps=train.steps,
         eval_every=train.eval_every,
         predict_columns=tuple(config.predict.columns),
+        warm_start=None if train.warm_start is None else dict(train.warm_start),
     )
 
 

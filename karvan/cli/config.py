@@ -123,6 +123,17 @@ class Early(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
+class WarmStart(Section):
+    """The checkpoint that a new run begins with; the options of `kv.checkpoint.warm_start`."""
+
+    path: Path
+    tables: Paths = Field(default=["*"])
+    dense: Paths = Field(default=["*"])
+    exclude: Paths = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    optimizer_state: bool = True
+
+
 class Train(Section):
     """How long, and how a step is made."""
 
@@ -139,6 +150,7 @@ class Train(Section):
     seed: Integer = 0
     ahead: CountOrZero = 2
     early_stopping: Early | None = None
+    warm_start: WarmStart | None = None
 
 
 class Best(Section):

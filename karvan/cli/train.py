@@ -48,6 +48,9 @@ def train(
     resume: bool = typer.Option(
         True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
     ),
+    drop_unfinished: bool = typer.Option(
+        False, "--drop-unfinished", help="Take new data although the data before was not trained to its end."
+    ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
     as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
     example: bool = typer.Option(False, "--example", help="Print a config to start from."),
@@ -56,7 +59,7 @@ def train(
 
     A job is made by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
     --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command goes on
-    from it.
+    from it. With other data, such as tomorrow's, a finished run continues on that.
 
     \b
     Examples:
@@ -81,7 +84,7 @@ def train(
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
-    result = _fit(job, resume=resume, quiet=quiet)
+    result = _fit(job, resume=resume, drop_unfinished=drop_unfinished, quiet=quiet)
     if not quiet and job.trainer.saver.folder is not None:
         tell_how_to_plot(job.trainer.saver.folder)
     if as_json:
@@ -91,8 +94,9 @@ def train(
     return STOPPED.get(result.stopped or "", OK)
 
 
-def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
+def _fit(job: kv.Job, *, resume: bool, drop_unfinished: bool, quiet: bool) -> kv.train.FitResult:
     from karvan.train import NoProgress
+    from karvan.train.dataset import UnfinishedError
 
     if job.eval_every is not None and job.eval_data is None:
         raise CommandError("--eval-every expects data to evaluate on, but the job has none.")
@@ -111,7 +115,10 @@ def _fit(job: kv.Job, *, resume: bool, quiet: bool) -> kv.train.FitResult:
         )
     if newest is None:
         fit_features(job, quiet=quiet)
-    return job.fit(resume=resume)
+    try:
+        return job.fit(resume=resume, drop_unfinished=drop_unfinished)
+    except UnfinishedError as error:
+        raise CommandError(str(error)) from error
 
 
 def tell_how_to_plot(folder: Path) -> None:

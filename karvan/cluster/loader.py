@@ -14,6 +14,8 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
                                                        of its batches; or "wait" after a second
     next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
     resend(reference, worker), done(references)      see `sent_ids.py`
+    identity                                         what tells its data from other data, once its program
+                                                       has said so; "wait" after a second
     leave                                            this trainer wants no more
 
 A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
@@ -85,6 +87,7 @@ class LoaderService(Service):
         self._cursor: Place | None = None  # of the next batch that is read
         self._positions: deque[Known] = deque(maxlen=_POSITIONS)
         self._error = ""
+        self._identity: tuple[dict[str, Any] | None] | None = None  # of the data, once the program has begun
         self._over = False  # the program has no more epochs
         self._closed = False
 
@@ -152,6 +155,15 @@ class LoaderService(Service):
                 case "resend":
                     self._sent.resend(Reference(*call.head["reference"]), int(call.head["worker"]))
                     return Message({})
+                case "identity":
+                    with self._changed:
+                        self._changed.wait_for(
+                            lambda: self._closed or self._error or self._identity is not None, _WAIT
+                        )
+                        known = self._identity
+                        if known is None and self._error:
+                            raise RuntimeError(self._error)
+                    return Message({"wait": True} if known is None else {"identity": known[0]})
                 case "leave":
                     with self._changed:
                         self._of(caller).left = True
@@ -219,8 +231,16 @@ class LoaderService(Service):
         """Whether nobody serves it any more."""
         return self._closed
 
+    def identify(self, identity: dict[str, Any] | None) -> None:
+        """Say what tells the data from other data; None if nothing does."""
+        with self._changed:
+            self._identity = (identity,)
+            self._changed.notify_all()
+
     def begin(self) -> Start | None:
         """Where to begin to read, once all trainers have come and one wants more; None after `close`."""
+        if self._identity is None:
+            self.identify(None)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
             target = self._wanted()
@@ -239,6 +259,7 @@ class LoaderService(Service):
 
     def begin_once(self) -> None:
         """As `begin`, for a program that can send epoch 0 only, from its start, and only once."""
+        self.identify(None)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
             self._cursor = (0, 0)

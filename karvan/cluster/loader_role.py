@@ -35,6 +35,7 @@ _OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "file
 def make(settings: Settings) -> Service:
     """The loader of a process; see `role.py`."""
     source = read_share(_data_of(os.environ), settings.index, settings.count)
+    source.identity()  # reads a little of the files; a file that cannot be read is then an error at once
     service = LoaderService(
         settings.index,
         settings.count,

@@ -15,6 +15,8 @@ Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 def serve(service: LoaderService, batches: Batches) -> None:
     """Send batches for as long as trainers ask for epochs; until the service is closed."""
     source = _PerEpoch(batches) if callable(batches) else _Whole(batches)
+    known = getattr(batches, "identity", lambda: None)()
+    service.identify(None if known is None else known.state())
     while (start := service.begin()) is not None:
         taken = source.batches(start)
         try:

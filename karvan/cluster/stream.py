@@ -7,6 +7,8 @@ protocol, and what happens when somebody dies. A loader that is gone is looked f
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import os
@@ -25,6 +27,7 @@ from karvan.cluster import stream_place
 from karvan.cluster.packing import unpack
 from karvan.cluster.sent_ids import Reference
 from karvan.cluster.stream_line import Caller, Line, leave_all
+from karvan.data.identity import Identity
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Security
 from karvan.wire.directory import Addresses, Directory, StaticDirectory, directory_from_environment
@@ -189,6 +192,19 @@ class LoaderStream:
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the states of all trainers into one that any number of them can go on from."""
         return stream_place.merge(states)
+
+    def identity(self) -> Identity | None:
+        """What tells the loaders' data from other data; without their word, the job's `data` section does."""
+        caller = self._caller()
+        states = [line.identity(caller) for line in self._lines]
+        first = states[0]
+        if first is not None and all(state == first for state in states):
+            return Identity.from_state(first)
+        if None in states and not os.environ.get("KARVAN_DATA"):
+            return None
+        ids = {state["id"] for state in states if state is not None}
+        told = json.dumps([os.environ.get("KARVAN_DATA"), sorted(ids)])
+        return Identity(hashlib.sha256(told.encode()).hexdigest()[:16], "the data of the job")
 
     def done(self, batches: Iterable[LoadedBatch]) -> None:
         """Say that the ids of these batches are not needed any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,6 +155,17 @@ class Line:
             self._positions.clear()
             self.epoch += 1
             self.end = None
+
+    def identity(self, caller: Caller) -> dict[str, Any] | None:
+        """What tells the loader's data from other data; waits for its program to begin."""
+        with self._changed:
+            self._caller = caller
+        deadline = time.monotonic() + caller.timeout
+        while "identity" not in (answer := self.call("identity", {}).wait().head):
+            if time.monotonic() > deadline:
+                raise WireError(f"{self.name} expected its program to begin to send batches in time.")
+        known = answer["identity"]
+        return None if known is None else dict(known)
 
     def call(self, method: str, head: Mapping[str, Any], deadline: float | None = None) -> Reply:
         """A call that need not wait for batches."""

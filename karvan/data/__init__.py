@@ -6,6 +6,7 @@ from karvan.data.decode import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats import open_files
 from karvan.data.frames import open_frame
+from karvan.data.identity import Identity
 from karvan.data.kafka import KafkaReader
 from karvan.data.loader import Loader
 from karvan.data.position import merge
@@ -21,6 +22,7 @@ __all__ = [
     "DataError",
     "Decoder",
     "Fixed",
+    "Identity",
     "KafkaReader",
     "Loader",
     "Part",

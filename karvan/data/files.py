@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from karvan.data.errors import DataError, located
+from karvan.data.identity import fingerprint_files
 from karvan.data.paths import Files
 from karvan.data.source import Part, Split
 from karvan.data.widening import common_type
@@ -135,6 +136,10 @@ class FileSource(ABC):
                 self._readers[(split.path, end)] = reader
                 while len(self._readers) > _KEPT_READERS:
                     del self._readers[next(iter(self._readers))]
+
+    def fingerprint(self) -> str:
+        """A hash of a sample of the bytes; see `identity.py`."""
+        return fingerprint_files(self._files.filesystem, self._files.paths)
 
     @abstractmethod
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from karvan.data.errors import DataError, located
+from karvan.data.identity import fingerprint_table
 from karvan.data.source import Part, Split
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 from karvan.rows import as_offsets
@@ -42,6 +43,10 @@ class TableSource:
                 path=split.path,
             )
         yield from self._table.slice(split.first, split.count).to_batches()
+
+    def fingerprint(self) -> str:
+        """A hash of a sample of the rows; see `identity.py`."""
+        return fingerprint_table(self._table)
 
     def __repr__(self) -> str:
         return f"TableSource({self._name!r}, {self._table.num_rows} rows, columns {self.schema.names})"

@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from karvan.data.errors import DataError
+from karvan.data.identity import Identity
 from karvan.data.records import DecodeBytes, bytes_rows
 
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
@@ -86,6 +87,11 @@ class KafkaReader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, if called before iterating; partitions it does not name begin at `start`."""
         self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
+
+    def identity(self) -> Identity:
+        """The topics: the same data tomorrow, with more messages."""
+        topics = ", ".join(self._topics)
+        return Identity(f"kafka {topics}", f"Kafka topics {topics}", grows=True)
 
     @staticmethod
     def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

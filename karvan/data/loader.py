@@ -14,6 +14,7 @@ from typing import Any
 
 from karvan import ranks
 from karvan.counts import check_counts, check_integers
+from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.jobs import jobs_of
 from karvan.data.missing import ValueChecks
 from karvan.data.pipeline import Closed, Outcome, Pipeline
@@ -104,6 +105,7 @@ class Loader:
         self._finished = False
         self._epoch = 0
         self._warned = False
+        self._identity: Identity | None = None
 
     @property
     def epoch(self) -> int:
@@ -247,6 +249,16 @@ class Loader:
         )
         self._finished = False
         self._epoch = place.epoch
+
+    def identity(self) -> Identity:
+        """What tells this data from other data; the same on all ranks, whatever the order."""
+        if self._identity is None:
+            self._identity = identity_of(self._source)
+        return self._identity
+
+    def call_data(self, name: str) -> None:
+        """Give the data a name, which is its identity from here on."""
+        self._identity = Identity.named(name, files_of(self._source))
 
     def _jobs(self, shares: Shares, place: Place) -> Iterator[Job]:
         """What is left for this rank; runs on the threads."""

@@ -55,6 +55,10 @@ class PartitionedSource:
         """The files."""
         return self._source.parts()
 
+    def fingerprint(self) -> str:
+        """As the files have it."""
+        return self._source.fingerprint()
+
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """The records of a split in order."""
         schema = self.schema

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from karvan.counts import check_counts
+from karvan.data.identity import Identity
 from karvan.ragged import Batch
 
 
@@ -77,6 +78,11 @@ class Stream:
         ask = getattr(self._batches, "require_values", None)
         if ask is not None:
             ask(columns)
+
+    def identity(self) -> Identity | None:
+        """What tells the iterable's data from other data; None if it cannot say."""
+        ask = getattr(self._batches, "identity", None)
+        return None if ask is None else ask()
 
     def _positioned(self, method: str) -> Any:
         found = getattr(self._batches, method, None)

@@ -152,6 +152,7 @@ class Windows:
         if name is None:
             return None
         loader = self._read(join(self._named, name))
+        loader.call_data(name)
         if self._resumed is not None:
             loader.load_state_dict(self._resumed["position"])
             self._resumed = None

@@ -2,6 +2,7 @@
 
 | moment | when |
 |---|---|
+| `on_new_data(trainer)` | the fit brings other data than the fits before; earlier than on_fit_begin |
 | `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one |
 | `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed |
 | `on_step_end(trainer, logs)` | after every optimizer step, taken or left out; `trainer.step` counts it |
@@ -37,6 +38,9 @@ class Callback:
 
     needed_metrics: Sequence[str] = ()
 
+    def on_new_data(self, trainer: Trainer) -> None:
+        """The data is other data than that of the fits before."""
+
     def on_fit_begin(self, trainer: Trainer) -> None:
         """Training begins, or goes on."""
 
@@ -70,7 +74,7 @@ class EarlyStopping(Callback):
     """Stops when a metric has not become better for `patience` evaluations.
 
     mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN is
-    never better.
+    never better. New data begins with neither a best value nor a wait: it may be harder than the data before.
     """
 
     def __init__(self, metric: str, patience: int = 1, mode: str = "max", min_delta: float = 0.0) -> None:
@@ -84,6 +88,10 @@ class EarlyStopping(Callback):
         self.needed_metrics = (metric,)
         self.best = math.nan
         self.waited = 0
+
+    def on_new_data(self, trainer: Trainer) -> None:
+        """What was best on other data says nothing about this data."""
+        self.best, self.waited = math.nan, 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """A fit that was stopped early stays so when it is run again."""
@@ -103,7 +111,9 @@ class EarlyStopping(Callback):
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.waited >= self.patience:
-            trainer.stop(f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago")
+            trainer.stop(
+                f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago", final=True
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """See `Callback.state_dict`."""
@@ -131,6 +141,11 @@ class Callbacks(Callback):
     def needs(self) -> dict[str, Sequence[str]]:
         """The metrics that callbacks need, by the names of these."""
         return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
+
+    def on_new_data(self, trainer: Trainer) -> None:
+        """See `Callback.on_new_data`."""
+        for callback in self._callbacks.values():
+            callback.on_new_data(trainer)
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """See `Callback.on_fit_begin`."""

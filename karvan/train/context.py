@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train import dataset
 from karvan.train.course import Course
 from karvan.train.dense.make import make_stepping
 from karvan.train.eval_context import EvalContext, running
@@ -152,28 +153,29 @@ class TrainContext(Kept):
             if self._passes.together:  # so that all ranks come to the same
                 self._skips.end()
 
-    def loader(self, data: Iterable[Any]) -> Loader:
+    def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> Loader:
         """The batches of data, taken and prepared ahead; every iteration is an epoch.
 
-        After `load`, the first one goes on where the checkpoint was saved. One that is left early moves data
-        that has a position to behind the last step, and the next one goes on there.
+        After `load`, the first one goes on where the checkpoint was saved, if it is of the same data; see
+        `load`. One that is left early moves data that has a position to behind the last step, and the next
+        one goes on there. data_name: see `Trainer.fit`.
         """
         self._require("loader")
         check_data("loader", data)
-        return Loader(lambda: self._iterate(data))
+        return Loader(lambda: self._iterate(data, data_name))
 
-    def _iterate(self, data: Iterable[Any]) -> Iterator[Any]:
+    def _iterate(self, data: Iterable[Any], name: str | None) -> Iterator[Any]:
         self._require("A loader")
         if self._in_loop():
             raise RuntimeError(
                 "Another loader of this context has not come to its end: expected one at a time."
             )
-        batches = self._epoch(data)
+        batches = self._epoch(data, name)
         self._batches = ref(batches)
         return batches
 
-    def _epoch(self, data: Iterable[Any]) -> Generator[Any, None, None]:
-        course = self._course = self._course_of(data)
+    def _epoch(self, data: Iterable[Any], name: str | None) -> Generator[Any, None, None]:
+        course = self._course = self._course_of(data, name)
         trained = True
         try:
             with closing(course.groups()) as groups:
@@ -196,12 +198,18 @@ class TrainContext(Kept):
             if not trained:
                 course.move_back()
 
-    def _course_of(self, data: Iterable[Any]) -> Course:
+    def _course_of(self, data: Iterable[Any], name: str | None) -> Course:
         self.transforms.use(data)
         self.transforms.require_fitted(self.model)
         goes_on = data is self._data and isinstance(data, Positioned)
         if self._saved is None and goes_on and self._course is not None:
             return self._course
+        name, self._data_name = self._data_name if name is None else name, None
+        if self._loaded is not None:
+            if self._is_other(self._loaded, data, name, drop_unfinished=False):
+                self._begin_data()
+        elif data is not self._data:
+            self._identity = dataset.identify(data, name, self.connection)
         if self._saved is None:
             self.counts.batches = 0
         run = self._running
@@ -210,7 +218,7 @@ class TrainContext(Kept):
         self._data = data
         if self._saved is not None:
             made.load(self._saved, random_state())
-            self._saved = None
+            self._saved = self._loaded = None
         return made
 
     def forward(self, batch: Any) -> tuple[Any, Any]:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from karvan.train import state
+from karvan.train import dataset, state
 from karvan.train.course import Course
 from karvan.train.goal import Goal
 from karvan.train.labels import require_labels
 from karvan.train.losses import named, nothing_of, total
 from karvan.train.nonfinite import Skips
 from karvan.train.preflight import check_fit
+from karvan.train.randomness import set_random_state
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
 from karvan.train.stopping import Stopping
@@ -30,15 +31,23 @@ if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
 
 
+class Begin(NamedTuple):
+    """How a fit begins where there are checkpoints; see `Trainer.fit`."""
+
+    resume: bool = True
+    drop_unfinished: bool = False
+    data_name: str | None = None
+
+
 class Fit:
     """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
 
-    def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, resume: bool) -> None:
+    def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, begin: Begin) -> None:
         require_labels(data, trainer.loss, trainer.metrics.values())
         self._trainer = trainer
         self._data = data
         self._goal = goal
-        self._resume = resume
+        self._how = begin
         self._counts = trainer.counts
         self._window = trainer.window
         self._stopping = Stopping(trainer)
@@ -97,17 +106,22 @@ class Fit:
         self._begun = time.monotonic()
         check_fit(trainer, self._goal)
         newest = trainer.saver.latest()
-        if newest is not None and not self._resume:
+        if newest is not None and not self._how.resume:
             raise ValueError(
                 f"resume is False, but {trainer.saver.folder} has checkpoints up to step {newest.step}: "
                 "expected a folder without, or resume=True."
             )
         trainer.saver.require_writable()
+        self._identity = dataset.identify(self._data, self._how.data_name, trainer.connection)
+        record = None if newest is None else dataset.record_of(newest)
+        other = newest is not None and dataset.is_other(
+            record, self._identity, newest, self._how.drop_unfinished
+        )
         trainer.update.forget()
-        counts.load_state_dict(Counts().state_dict())
-        self._window.load_state_dict(Window().state_dict())
         if newest is not None:
-            self._load(newest.load(trainer.model))
+            self._load(trainer.saver.load(newest, trainer.model), other)
+        else:
+            self._begin_alone()
         self._transforms.require_fitted(trainer.model)
         self._transforms.require_equal(trainer.connection.main, trainer.model)
         trainer.dense.begin()
@@ -117,11 +131,24 @@ class Fit:
         trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes, counts))
         stack.callback(trainer.progress.end)
         if newest is not None:
-            trainer.progress.say(f"Going on from {newest.path}.")
+            trainer.progress.say(dataset.announcement(newest, record, self._identity, other))
+            if self._goal.reached(counts):
+                trainer.progress.say(dataset.nothing_to_do(self._data, self._identity, self._goal))
         trainer.logs.open(counts.step)
         stack.callback(trainer.logs.close)
         trainer.callbacks.on_fit_begin(trainer)
         self._stopping.ask_all()
+
+    def _begin_alone(self) -> None:
+        """Without a checkpoint: from 0, or behind what this Trainer has trained before."""
+        trainer, counts = self._trainer, self._counts
+        self._window.load_state_dict(Window().state_dict())
+        if not self._how.resume:
+            counts.load_state_dict(Counts().state_dict())
+        dataset.begin_data(counts)
+        before, trainer.data_identity = trainer.data_identity, self._identity
+        if counts.step and (self._identity is None or self._identity != before):
+            trainer.callbacks.on_new_data(trainer)
 
     def _begin_epoch(self) -> None:
         for metric in self._trainer.metrics.values():
@@ -247,9 +274,21 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        return {**state.take(self._trainer), **self._course.state(), **self._transforms.state()}
+        finished = self._goal.reached(self._counts) or self._trainer.stop_is_final
+        data = dataset.state_of(self._identity, finished, self._goal.wanted)
+        return {**state.take(self._trainer), **self._course.state(), **self._transforms.state(), "data": data}
 
-    def _load(self, saved: Mapping[str, Any]) -> None:
-        state.restore(self._trainer, saved)
+    def _load(self, saved: Mapping[str, Any], other: bool) -> None:
+        trainer, counts = self._trainer, self._counts
+        counts.load_state_dict(Counts().state_dict())
+        state.restore(trainer, saved)
         self._transforms.load(saved)
-        self._course.load(saved, state.random_of(self._trainer.connection, saved))
+        random = state.random_of(trainer.connection, saved)
+        if other:
+            set_random_state(random)
+            dataset.begin_data(counts)
+            trainer.callbacks.on_new_data(trainer)
+            return
+        self._course.load(saved, random)
+        if self._identity is not None and self._identity.grows and self._goal.reached(counts):
+            dataset.begin_data(counts)

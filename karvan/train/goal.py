@@ -13,7 +13,7 @@ from karvan.train.results import Counts
 
 @dataclass(frozen=True)
 class Goal:
-    """Whatever comes first: so many epochs, or so many optimizer steps; both count from the very beginning.
+    """Whatever comes first: so many epochs, or so many optimizer steps; both count training on this data.
 
     Without either it is one epoch. An evaluation comes every `eval_every` steps, or after each epoch, and at
     the end.
@@ -38,8 +38,14 @@ class Goal:
     def reached(self, counts: Counts) -> bool:
         """Whether nothing more is to be trained."""
         return (self.epochs is not None and counts.epoch >= self.epochs) or (
-            self.train_steps is not None and counts.step >= self.train_steps
+            self.train_steps is not None and counts.step - counts.start_step >= self.train_steps
         )
+
+    @property
+    def wanted(self) -> str:
+        """How much that is, for people."""
+        given = {"epoch": self.epochs, "step": self.train_steps}
+        return " or ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in given.items() if n is not None)
 
     def evaluates_after_step(self, counts: Counts) -> bool:
         """Whether an evaluation is due."""
@@ -48,8 +54,9 @@ class Goal:
     def steps(self, data: Iterable[Any], passes: Passes, counts: Counts) -> int | None:
         """The step at which training ends, if that can be known; ranks are taken to have equal data."""
         length = _length(data)
+        limit = None if self.train_steps is None else counts.start_step + self.train_steps
         if self.epochs is None or length is None:
-            return self.train_steps
+            return limit
         whole = passes.steps(length)
         left = getattr(data, "batches_left", None)
         if not counts.batches:
@@ -60,7 +67,7 @@ class Goal:
             current = passes.steps(left)
         epochs = self.epochs - counts.epoch
         steps = counts.step + (current + (epochs - 1) * whole if epochs > 0 else 0)
-        return steps if self.train_steps is None else min(steps, self.train_steps)
+        return steps if limit is None else min(steps, limit)
 
 
 def _length(data: Iterable[Any]) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.checkpoint import warm_start
 from karvan.train.results import FitResult
 from karvan.train.trainer import Trainer
 
@@ -16,6 +17,8 @@ class Job:
 
     `epochs`, `train_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
     the columns of the data that `karvan predict` puts beside predictions, unless it is told otherwise.
+    `data_name` is that of `Trainer.fit`. `warm_start` has the arguments of `kv.checkpoint.warm_start`, by
+    which a run begins that has no checkpoint of its own.
     """
 
     trainer: Trainer
@@ -25,6 +28,8 @@ class Job:
     train_steps: int | None = None
     eval_every: int | None = None
     predict_columns: Sequence[str] = ()
+    data_name: str | None = None
+    warm_start: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.trainer, Trainer):
@@ -32,8 +37,11 @@ class Job:
         if isinstance(self.predict_columns, str):
             raise TypeError(f"Job expects predict_columns as a list, got {self.predict_columns!r}.")
 
-    def fit(self, *, resume: bool = True) -> FitResult:
+    def fit(self, *, resume: bool = True, drop_unfinished: bool = False) -> FitResult:
         """Train."""
+        if self.warm_start is not None and self.trainer.saver.latest() is None:
+            report = warm_start(self.trainer.model, **self.warm_start)
+            self.trainer.progress.say(str(report))
         return self.trainer.fit(
             self.data,
             epochs=self.epochs,
@@ -41,4 +49,6 @@ class Job:
             eval_data=self.eval_data,
             eval_every=self.eval_every,
             resume=resume,
+            drop_unfinished=drop_unfinished,
+            data_name=self.data_name,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from karvan import checkpoint as checkpoints
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.checkpoint.tables import tables_of
+from karvan.data.identity import Identity
 from karvan.ranks import Connection
-from karvan.train import state
+from karvan.train import dataset, state
 from karvan.train.course import Course
 from karvan.train.dense.here import DenseHere
 from karvan.train.gathering import summed
@@ -46,6 +47,9 @@ class Kept:
         self.counts = Counts()
         self._course: Course | None = None  # of the loader that was used last
         self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
+        self._loaded: Checkpoint | None = None  # what that is of
+        self._identity: Identity | None = None  # of the data of that loader
+        self._data_name: str | None = None  # that `load` was given for it
         self._runs: dict[Path, Checkpoints] = {}
 
     @property
@@ -100,9 +104,13 @@ class Kept:
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
         self.dense.take()
         course = self._course
-        data = {"position": None, "epoch_random": None} if course is None else course.state()
+        data: dict[str, Any] = {"position": None, "epoch_random": None}
+        if course is not None:
+            data = course.state()
+        finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
+        data["data"] = dataset.state_of(self._identity, finished)
         if self._saved is not None:  # nothing was trained since it was loaded
-            data = {name: self._saved[name] for name in data}
+            data = {name: self._saved.get(name, data[name]) for name in data}
         whole = {
             **state.take_trained(self, {"metrics": {}, "window": Window().state_dict()}),
             **data,
@@ -124,11 +132,22 @@ class Kept:
         for run in self._runs.values():
             run.wait()
 
-    def load(self, checkpoint: str | os.PathLike[str] | Checkpoint) -> dict[str, Any]:
+    def load(
+        self,
+        checkpoint: str | os.PathLike[str] | Checkpoint,
+        *,
+        data: Iterable[Any] | None = None,
+        data_name: str | None = None,
+        drop_unfinished: bool = False,
+    ) -> dict[str, Any]:
         """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
 
         The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
         metrics and callbacks is left out. All ranks load together.
+
+        data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
+        `epoch` is 0 and its first loader begins at its start; `step` continues. Other data that was not
+        trained to its end is an error, unless drop_unfinished.
         """
         if self._in_loop() or self._in_step():
             raise RuntimeError(
@@ -136,14 +155,27 @@ class Kept:
             )
         self._wait_for_saves()
         found = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoints.find(checkpoint)
+        other = data is not None and self._is_other(found, data, data_name, drop_unfinished)
         self.update.forget()
         saved = found.load(self.model)
         state.restore_trained(self, saved)
         self.transforms.load(saved)
         set_random_state(state.random_of(self.connection, saved))
         self.dense.begin()
-        self._saved = saved
+        self._saved, self._loaded, self._data_name = saved, found, data_name
+        if other:
+            self._begin_data()
         return dict(saved.get("extra", {}))
+
+    def _is_other(self, found: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
+        """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
+        self._identity = dataset.identify(data, name, self.connection)
+        return dataset.is_other(dataset.record_of(found), self._identity, found, drop_unfinished)
+
+    def _begin_data(self) -> None:
+        """The next loader has new data: the position of the checkpoint's data is of no use."""
+        dataset.begin_data(self.counts)
+        self._saved = self._loaded = None
 
     def sizes(self) -> dict[str, int]:
         """How many rows each table has, over all ranks or servers together; a collective."""

@@ -53,8 +53,9 @@ class FitResult:
     """Where a fit ended.
 
     `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or what a callback
-    gave as its reason. `trained` counts the steps of this call, `step` all of them. `metrics` are those of
-    training since the epoch began, `evaluation` those of the last evaluation.
+    gave as its reason. `trained` counts the steps of this call, `step` all of them; `epoch` counts those of
+    this data. `metrics` are those of training since the epoch began, `evaluation` those of the last
+    evaluation.
     """
 
     step: int
@@ -92,9 +93,10 @@ class Counts:
     """How far training is. It is part of a checkpoint, so it holds nothing that depends on time."""
 
     step: int = 0
-    epoch: int = 0  # epochs that are complete
+    epoch: int = 0  # epochs of this data that are complete
     batches: int = 0  # of the epoch that is not
     passed: int = 0  # turns at a step that were passed over, because the ranks that had them had no data left
+    start_step: int = 0  # the step at which training on this data began
     samples: int = 0
     skipped: int = 0  # steps that were left out
     evaluated: int = -1  # the step of the last evaluation

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from karvan import ranks
 from karvan.checkpoint import Checkpoint, Checkpoints
+from karvan.checkpoint.tables import tables_of
 from karvan.counts import check_integers
 
 
@@ -51,6 +53,10 @@ class NoSaver:
         """The newest checkpoint, if there is one."""
         return None
 
+    def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
+        """Fill the model's tables from a checkpoint, and return its state."""
+        return checkpoint.load(model)
+
     def due(self, step: int) -> bool:
         """Whether it is time to save."""
         return False
@@ -86,12 +92,15 @@ class Saver(NoSaver):
         self._settings = settings
         self._clock = clock
         self._last = clock()
+        self._model: nn.Module | None = None  # of which this fit has saved a checkpoint
+        self._written: tuple[Any, ...] | None = None  # the last checkpoint of a fit, and its tables' versions
         self.folder = checkpoints.folder
         self.best_metric = None if checkpoints.keep_best is None else checkpoints.keep_best[0]
 
     def begin(self) -> None:
         """See `NoSaver.begin`."""
         self._last = self._clock()
+        self._model = self._written = None
 
     def require_writable(self) -> None:
         """See `NoSaver.require_writable`."""
@@ -100,6 +109,13 @@ class Saver(NoSaver):
     def latest(self) -> Checkpoint | None:
         """See `NoSaver.latest`."""
         return self._checkpoints.latest()
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
+        """See `NoSaver.load`. Tables that are as this process has saved them stay: deltas can follow then."""
+        written = self._written is not None and self._written == _seen(checkpoint, model)
+        if all(ranks.current().main.gather_json(written)):
+            return checkpoint.state()
+        return checkpoint.load(model)
 
     def due(self, step: int) -> bool:
         """See `NoSaver.due`."""
@@ -125,13 +141,21 @@ class Saver(NoSaver):
     ) -> None:
         """See `NoSaver.save`."""
         self._checkpoints.save(step, state, model, metrics=metrics)
+        self._model = model
         self._last = self._clock()
 
     def finish(self) -> str | None:
         """See `NoSaver.finish`."""
         self._checkpoints.wait()
         latest = self.latest()
+        if latest is not None and self._model is not None:
+            self._written = _seen(latest, self._model)
         return None if latest is None else str(latest.path)
+
+
+def _seen(checkpoint: Checkpoint, model: nn.Module) -> tuple[Any, ...]:
+    """What tells whether tables have been trained or changed since a checkpoint."""
+    return checkpoint.manifest.id, {name: table.version for name, table in tables_of(model).items()}
 
 
 def make_saver(checkpoints: Checkpoints | str | os.PathLike[str] | None, settings: SaveSettings) -> NoSaver:

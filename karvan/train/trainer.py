@@ -12,13 +12,17 @@ from torch import nn
 from karvan import ranks
 from karvan.checkpoint import Checkpoints
 from karvan.counts import check_integers
+from karvan.data import Window as DataWindow
+from karvan.data import Windows
+from karvan.data.identity import Identity
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
+from karvan.train.dataset import remaining
 from karvan.train.dense.make import make_stepping
 from karvan.train.describe import describe
 from karvan.train.evaluation import Evaluator, Prediction
 from karvan.train.feed import ahead_of, same
-from karvan.train.fit import Fit
+from karvan.train.fit import Begin, Fit
 from karvan.train.frozen import Frozen, Patterns
 from karvan.train.goal import Goal
 from karvan.train.history import History
@@ -141,6 +145,8 @@ class Trainer:
         self.signals = Signals()
         self.counts = Counts()
         self.window = Window()
+        self.data_identity: Identity | None = None  # of the last fit without checkpoints
+        self.stop_is_final = False
         self._stop: str | None = None
 
     def __repr__(self) -> str:
@@ -153,15 +159,15 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The number of complete epochs, which is the number of the current one, from 0."""
+        """The number of complete epochs of this data, which is the number of the current one, from 0."""
         return self.counts.epoch
 
     @property
     def history(self) -> Any:
         """All reports of the run as a pandas DataFrame, a row each; `kind` is "train" or "eval".
 
-        It is that of the last `fit`. With checkpoints it includes what was reported before that fit resumed,
-        and is in `history.jsonl` of the run folder, which `karvan plot` shows.
+        It includes the fits before, as far as the last `fit` has continued them. With checkpoints it is in
+        `history.jsonl` of the run folder, which `karvan plot` shows.
         """
         return self._history.frame()
 
@@ -170,8 +176,10 @@ class Trainer:
         """Why the fit is to stop, if it is: "interrupt", "terminate", or what `stop` was given."""
         return self.signals.received or self._stop
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, final: bool = False) -> None:
         """End the fit after the current step; callbacks call this.
+
+        final: this data is trained enough, so the next fit may bring other data. Otherwise it is unfinished.
 
         Several ranks stop together if one wants to: at once if it was asked for in an evaluation or between
         epochs, otherwise behind the batches that were taken ahead.
@@ -179,6 +187,7 @@ class Trainer:
         if not reason:
             raise ValueError("stop expects a reason, got an empty one.")
         self._stop = reason
+        self.stop_is_final = self.stop_is_final or final
 
     def fit(
         self,
@@ -189,22 +198,39 @@ class Trainer:
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
         resume: bool = True,
+        drop_unfinished: bool = False,
+        data_name: str | None = None,
     ) -> FitResult:
         """Train on data, any iterable of batches, an iteration of which is an epoch.
 
-        It ends after `epochs` epochs or `train_steps` optimizer steps, whatever comes first; without either
-        after one epoch. eval_data is evaluated every eval_every steps, or after each epoch, and at the end.
+        It ends after `epochs` epochs or `train_steps` optimizer steps of this data, whatever comes first;
+        without either after one epoch. eval_data is evaluated every eval_every steps, or after each epoch,
+        and at the end.
 
-        resume: go on from the newest checkpoint, if there is one; epochs and steps of before count, so a
-        fit that had reached its end does nothing. Data that knows its position is moved to it, of other
-        data the batches of before are skipped. Otherwise counting begins at 0, with the model as it is.
+        resume: continue from the newest checkpoint, if there is one. If that is of the same data, epochs and
+        steps of before count: a fit that had reached its end does nothing, any other continues behind the
+        last batch. Data that knows its position is moved to it, of other data the batches of before are
+        skipped. If it is of other data, which was trained to its end, training continues with the new data:
+        model, optimizers, schedules and `step` as they were, epochs and train_steps from 0. Other data that
+        was not trained to its end is an error, unless drop_unfinished. resume=False refuses checkpoints, and
+        counts steps from 0, with the model as it is.
+        data_name: what the data is called in checkpoints. Loaders know which data they read; a list or a
+        torch DataLoader does not, and is taken as the checkpoint's unless it has a name.
         """
         check_data("fit", data)
         if eval_data is not None:
             check_data("eval_data", eval_data)
         goal = Goal(epochs, train_steps, eval_data, eval_every)
-        self._stop = None
-        return Fit(self, data, goal, resume).run()
+        self._stop, self.stop_is_final = None, False
+        return Fit(self, data, goal, Begin(resume, drop_unfinished, data_name)).run()
+
+    def remaining(self, windows: Windows) -> Iterator[DataWindow]:
+        """The windows that the run has not trained on, in order, each when it is complete.
+
+        The first is the one that the newest checkpoint left unfinished, if it did; `fit(window.loader)`
+        continues in it.
+        """
+        return remaining(self.saver.latest(), windows)
 
     def fit_and_evaluate(self, data: Iterable[Any], eval_data: Iterable[Any], **options: Any) -> FitResult:
         """`fit` with evaluations; the last one's metrics are the result's `evaluation`."""

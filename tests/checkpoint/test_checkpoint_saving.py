@@ -241,7 +241,18 @@ def test_warm_start_takes_rows_and_dense_tensors_with_renames(tmp_path, old):
     assert (report.step, report.tables) == (2, {"user": "user", "product": "item"})
     assert report.rows == {"user": len(rows["user"].keys), "product": len(rows["item"].keys)}
     assert sorted(report.dense) == ["net.bias", "net.weight"]
-    assert "table item → product" in str(report)
+    assert (report.new_tables, report.new_dense) == (["query"], ["head.weight", "head.bias"])
+    rows = report.rows
+    assert str(report).splitlines() == [
+        f"Warm start from {tmp_path}/old/step-000000000002, step 2",
+        f"  table user            {rows['user']:,} rows",
+        f"  table item → product  {rows['product']:,} rows",
+        "  dense net.weight      loaded",
+        "  dense net.bias        loaded",
+        "  table query           not from the checkpoint: begins as made",
+        "  dense head.weight     not from the checkpoint: begins as made",
+        "  dense head.bias       not from the checkpoint: begins as made",
+    ]
 
 
 def test_warm_start_takes_only_what_is_asked_for_and_says_so(tmp_path, old):
@@ -287,6 +298,8 @@ def test_warm_start_adds_to_what_is_there(tmp_path, old):
         ),
         ({"rename": {"net.bias": "head.weight"}}, CheckpointError, r"'net.bias' of shape \(1, 5\)"),
         ({"rename": {"usr": "user"}}, CheckpointError, "a table or tensor 'usr' to rename"),
+        ({"tables": ["item", "usr*"]}, CheckpointError, r"a table like 'usr\*', got"),
+        ({"dense": "nets.*"}, CheckpointError, r"a tensor like 'nets.\*', got net.weight"),
     ],
 )
 def test_what_does_not_fit_is_an_error_and_changes_nothing(tmp_path, old, options, error, says):

@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -247,10 +248,11 @@ class Kept(NoSaver):
         found = sorted(self.path.glob("*.pt"))
         if not found:
             return None
-        self.step = torch.load(found[0], weights_only=False)["step"]
+        saved = torch.load(found[0], weights_only=False)
+        self.step, self.manifest = saved["step"], SimpleNamespace(state=saved["state"])
         return self
 
-    def load(self, model):
+    def load(self, checkpoint, model):
         parts = [torch.load(path, weights_only=False) for path in sorted(self.path.glob("*.pt"))]
         for part in parts:
             for name, rows in part["rows"].items():

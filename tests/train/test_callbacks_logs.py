@@ -94,7 +94,7 @@ class Asked:
 
     stopped = None
 
-    def stop(self, reason):
+    def stop(self, reason, final=False):
         self.stopped = reason
 
 

@@ -49,13 +49,15 @@ def test_history_has_a_row_for_each_report_without_checkpoints():
     assert history.time.is_monotonic_increasing
 
 
-def test_history_is_that_of_the_last_fit_and_empty_before_the_first():
+def test_history_continues_with_every_fit_and_is_empty_before_the_first():
     fit = trainer(log_every=1)
     assert list(fit.history.columns) == ["kind", "step", "epoch"]
     assert len(fit.history) == 0
-    for _ in range(2):
+    for steps in ([1, 2], [1, 2, 3, 4]):
         fit.fit(batches(2))
-        assert list(fit.history.step) == [1, 2]
+        assert list(fit.history.step) == steps
+    fit.fit(batches(2), resume=False)
+    assert list(fit.history.step) == [1, 2]
 
 
 def test_the_run_folder_has_the_same_history(tmp_path):

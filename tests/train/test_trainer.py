@@ -154,10 +154,13 @@ def test_whichever_comes_first_ends_the_fit(epochs, steps, expected):
     assert result.epoch == expected // 12
 
 
-def test_a_second_fit_counts_anew_and_goes_on_with_the_model():
+def test_a_second_fit_continues_with_model_and_step_and_counts_its_epochs_from_0():
     net = model()
     fit = trainer(net)
-    assert [fit.fit(batches()).step for _ in range(2)] == [12, 12]
+    assert [(result.step, result.epoch) for result in (fit.fit(batches()) for _ in range(2))] == [
+        (12, 1),
+        (24, 1),
+    ]
     other = model()
     trainer(other).fit(batches(), epochs=2)
     assert_same(net, other)
