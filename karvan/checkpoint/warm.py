@@ -20,6 +20,7 @@ from karvan.checkpoint.ranges import share_of
 from karvan.checkpoint.single import find
 from karvan.checkpoint.tables import tables_of
 from karvan.checkpoint.together import together
+from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
 from karvan.embedding import TableHandle
 from karvan.features import FeatureEngine
 
@@ -31,6 +32,7 @@ class WarmStart:
     """What was taken (the model's names → the checkpoint's) and what was not (its names → why).
 
     new_tables and new_dense are what the model has and nothing was taken for: it begins as it was made.
+    statistics are the names of the data's transforms that took what the checkpoint has for them.
     `str(report)` is a table for people.
     """
 
@@ -43,10 +45,12 @@ class WarmStart:
     left_dense: dict[str, str] = field(default_factory=dict)
     new_tables: list[str] = field(default_factory=list)
     new_dense: list[str] = field(default_factory=list)
+    statistics: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         made = [(f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()]
         made += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
+        made += [(f"statistics {name}", "loaded") for name in self.statistics]
         for kind, left in (("table", self.left_tables), ("dense", self.left_dense)):
             made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
         for kind, new_names in (("table", self.new_tables), ("dense", self.new_dense)):
@@ -65,6 +69,7 @@ def warm_start(
     exclude: Patterns = (),
     dense: Patterns = "*",
     optimizer_state: bool = True,
+    transforms: Sequence[Transform] = (),
 ) -> WarmStart:
     """Take over rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
 
@@ -73,6 +78,8 @@ def warm_start(
     rename: the checkpoint's names of tables and tensors → the model's.
     exclude: shell patterns of the checkpoint's names to leave out, tables and tensors alike.
     optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
+    transforms: feature engines of the data. They take the statistics that were saved by their names, if any:
+    the net that is taken over knows features of that scale.
 
     Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
     What either side does not have is left and reported; a pattern that fits no name, and what does not fit
@@ -123,6 +130,10 @@ def warm_start(
     _take_statistics(
         model, checkpoint, report, lambda name: _matches(name, dense) and not _matches(name, exclude)
     )
+    state = checkpoint.state() if transforms else {}
+    known_transforms = [each for each in transforms if name_of(each) in state.get(KEY, {})]
+    load_transforms(checkpoint.path, state, *known_transforms)
+    report.statistics.extend(map(name_of, known_transforms))
     return report
 
 

@@ -113,10 +113,12 @@ def _fit(job: kv.Job, *, resume: bool, drop_unfinished: bool, quiet: bool) -> kv
         console(stderr=True).print(
             "[yellow]note:[/yellow] nothing will be saved; --folder says where checkpoints go."
         )
-    if newest is None:
-        fit_features(job, quiet=quiet)
     try:
-        return job.fit(resume=resume, drop_unfinished=drop_unfinished)
+        return job.fit(
+            resume=resume,
+            drop_unfinished=drop_unfinished,
+            on_new_run=lambda: fit_features(job, quiet=quiet),
+        )
     except UnfinishedError as error:
         raise CommandError(str(error)) from error
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from karvan.checkpoint import warm_start
 from karvan.train.results import FitResult
 from karvan.train.trainer import Trainer
+from karvan.train.transforms import Transforms
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,18 @@ class Job:
         if isinstance(self.predict_columns, str):
             raise TypeError(f"Job expects predict_columns as a list, got {self.predict_columns!r}.")
 
-    def fit(self, *, resume: bool = True, drop_unfinished: bool = False) -> FitResult:
-        """Train."""
-        if self.warm_start is not None and self.trainer.saver.latest() is None:
-            report = warm_start(self.trainer.model, **self.warm_start)
-            self.trainer.progress.say(str(report))
+    def fit(
+        self,
+        *,
+        resume: bool = True,
+        drop_unfinished: bool = False,
+        on_new_run: Callable[[], None] = lambda: None,
+    ) -> FitResult:
+        """Train. `on_new_run` is called after the warm start of a run that has no checkpoint yet."""
+        if self.trainer.saver.latest() is None:
+            if self.warm_start is not None:
+                self._warm_start(self.warm_start)
+            on_new_run()
         return self.trainer.fit(
             self.data,
             epochs=self.epochs,
@@ -52,3 +60,10 @@ class Job:
             drop_unfinished=drop_unfinished,
             data_name=self.data_name,
         )
+
+    def _warm_start(self, options: Mapping[str, Any]) -> None:
+        # Without the dense tensors there is nothing that depends on the scale of features.
+        takes_dense = options.get("dense", "*") not in ((), [])
+        found = Transforms(self.data, self.eval_data).found if takes_dense else ()
+        report = warm_start(self.trainer.model, **options, transforms=found)
+        self.trainer.progress.say(str(report))

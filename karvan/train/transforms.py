@@ -31,6 +31,11 @@ class Transforms:
         self._saved: dict[str, Any] = {}
         self.use(*data)
 
+    @property
+    def found(self) -> tuple[Transform, ...]:
+        """Those with state."""
+        return tuple(self._found.values())
+
     def use(self, *data: object) -> None:
         """Find the transforms of more data, and give them what was loaded."""
         for each in data:

@@ -121,3 +121,28 @@ def test_data_that_cannot_be_passed_over_asks_for_a_fit_in_the_job(run, place):
     ran = run("train", place / "job.py", "--set", "listed=true")
     assert ran.code == 2
     assert "call engine.fit(batches) in job()" in ran.err
+
+
+def test_a_warm_start_takes_the_statistics_and_fits_nothing(run, place):
+    path, old, new = place / "config.yaml", place / "run", place / "new"
+    assert run("train", path, "--quiet").code == 0
+    table = pyarrow.parquet.read_table(place / "train.parquet")
+    dearer = pyarrow.compute.multiply(table["price"], 10.0)
+    other = table.set_column(table.schema.get_field_index("price"), "price", dearer)
+    pyarrow.parquet.write_table(other, place / "train.parquet")
+    more = ["--folder", new, "--set", f"train.warm_start={{path: {old}}}"]
+    ran = run("train", path, *more)
+    assert ran.code == 0, ran.err
+    assert "statistics features" in ran.err
+    assert "Fitted" not in ran.err
+
+    def statistics(folder):
+        return kv.checkpoint.find(folder).state()["transforms"]
+
+    assert repr(statistics(new)) == repr(statistics(old))
+    # Without the net, the features are those of the new data.
+    fresh = ["--folder", place / "fresh", "--set", f"train.warm_start={{path: {old}, dense: []}}"]
+    ran = run("train", path, *fresh)
+    assert ran.code == 0, ran.err
+    assert "Fitted price" in ran.err
+    assert repr(statistics(place / "fresh")) != repr(statistics(old))
