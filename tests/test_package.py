@@ -128,8 +128,8 @@ def test_import_takes_less_than_two_seconds():
         *((_seconds("import torch"), _seconds("import karvan; karvan.EmbeddingEngine")) for _ in range(2)),
         strict=True,
     )
-    # Where torch alone takes that long, karvan may add a quarter of a second to it.
-    assert min(whole) < max(2.0, min(alone) + 0.25)
+    # Where torch alone takes that long, as on a busy machine, karvan may add a quarter of its time.
+    assert min(whole) < max(2.0, min(alone) * 1.25)
 
 
 def test_import_needs_no_extra_and_leaves_cuda_alone():

@@ -7,6 +7,7 @@ error instead of a model with random vectors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from karvan.store import AwayStore, Rows
 if TYPE_CHECKING:
     from karvan.embedding.engine import EmbeddingEngine
     from karvan.embedding.handle import TableHandle
+
+_log = logging.getLogger("karvan.embedding")
 
 MOST_BYTES = 1 << 30  # of all tables of an engine, in a state_dict
 
@@ -87,6 +90,16 @@ def _require_rows(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any])
         return
     sizes = engine.sizes()
     lacking = [name for name in expected if not sizes[name]]
+    if not lacking and _is_whole(engine):
+        for name, rows in expected.items():
+            if sizes[name] < rows:  # an error would be wrong for a table that has evicted some
+                _log.warning(
+                    "Table '%s' has %d rows, but %d when this state_dict, which holds no rows, was saved. "
+                    "kv.checkpoint.find(folder).load(model) restores rows.",
+                    name,
+                    sizes[name],
+                    rows,
+                )
     if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
         return
     counts = [name if expected[name] is None else f"{name} ({expected[name]:,} rows)" for name in lacking]

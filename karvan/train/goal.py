@@ -45,7 +45,7 @@ class Goal:
     def wanted(self) -> str:
         """How much that is, for people."""
         given = {"epoch": self.epochs, "step": self.train_steps}
-        return " or ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in given.items() if n is not None)
+        return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
 
     def evaluates_after_step(self, counts: Counts) -> bool:
         """Whether an evaluation is due."""

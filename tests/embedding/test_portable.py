@@ -90,6 +90,19 @@ def test_a_model_that_has_its_rows_takes_its_state_back():
     assert (rows(model), model.embeddings.step) == (before, step)
 
 
+def test_a_model_with_fewer_rows_than_the_state_was_saved_with_is_warned_about(caplog):
+    model, fresh = Model(), Model()
+    train(model, [(1, 2), (3, 2)])
+    train(fresh, [(1, 2)])
+    model.load_state_dict(through_a_file(model.state_dict()))
+    assert not caplog.records
+    fresh.load_state_dict(through_a_file(model.state_dict()))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Table 'user' has 1 rows, but 2 when this state_dict, which holds no rows, was saved. "
+        "kv.checkpoint.find(folder).load(model) restores rows."
+    ]
+
+
 def test_a_model_that_has_learned_nothing_yet_loads_anywhere():
     Model().load_state_dict(through_a_file(Model().state_dict()))
 
