@@ -32,7 +32,8 @@ class WarmStart:
     """What was taken (the model's names → the checkpoint's) and what was not (its names → why).
 
     new_tables and new_dense are what the model has and nothing was taken for: it begins as it was made.
-    statistics are the names of the data's transforms that took what the checkpoint has for them.
+    statistics are the names of the data's transforms that the checkpoint has something for, each with the
+    reason why it did not take that, or with nothing if it did.
     `str(report)` is a table for people.
     """
 
@@ -45,16 +46,23 @@ class WarmStart:
     left_dense: dict[str, str] = field(default_factory=dict)
     new_tables: list[str] = field(default_factory=list)
     new_dense: list[str] = field(default_factory=list)
-    statistics: list[str] = field(default_factory=list)
+    statistics: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         made = [(f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()]
         made += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
-        made += [(f"statistics {name}", "loaded") for name in self.statistics]
-        for kind, left in (("table", self.left_tables), ("dense", self.left_dense)):
+        made += [
+            (f"statistics {name}", f"left in the checkpoint: {why}" if why else "loaded")
+            for name, why in self.statistics.items()
+        ]
+        both = (("table", self.left_tables, self.new_tables), ("dense", self.left_dense, self.new_dense))
+        for kind, left, new_names in both:
             made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
-        for kind, new_names in (("table", self.new_tables), ("dense", self.new_dense)):
-            made += [(f"{kind} {name}", "not from the checkpoint: begins as made") for name in new_names]
+            made += [
+                (f"{kind} {name}", "not from the checkpoint: begins as made")
+                for name in new_names
+                if name not in left
+            ]
         width = max((len(what) for what, _ in made), default=0)
         lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
         return "\n".join([f"Warm start from {self.path}, step {self.step}", *lines])
@@ -131,9 +139,15 @@ def warm_start(
         model, checkpoint, report, lambda name: _matches(name, dense) and not _matches(name, exclude)
     )
     state = checkpoint.state() if transforms else {}
-    known_transforms = [each for each in transforms if name_of(each) in state.get(KEY, {})]
-    load_transforms(checkpoint.path, state, *known_transforms)
-    report.statistics.extend(map(name_of, known_transforms))
+    for transform in transforms:
+        name = name_of(transform)
+        if name not in state.get(KEY, {}):
+            continue
+        try:
+            load_transforms(checkpoint.path, state, transform)
+            report.statistics[name] = ""
+        except CheckpointError as error:
+            report.statistics[name] = error.problem
     return report
 
 

@@ -53,6 +53,16 @@ def _listed(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
+def _named_or(default: str) -> BeforeValidator:
+    """A class by name; arguments alone are those of the default class."""
+
+    def complete(given: Any) -> Any:
+        given = _named(given)
+        return {"name": default, **given} if isinstance(given, dict) else given
+
+    return BeforeValidator(complete)
+
+
 Choice = Annotated[Named, BeforeValidator(_named)]
 Paths = Annotated[list[str], BeforeValidator(_listed)]
 Names = Annotated[list[str], BeforeValidator(_listed)]
@@ -108,8 +118,10 @@ class Model(Named):
 class Optimizers(Section):
     """One of torch.optim for the net, and one of kv.optim for the tables; null if all of that is frozen."""
 
-    dense: Choice | None = Named(name="Adam")
-    sparse: Choice | None = Named.model_validate({"name": "Adagrad", "lr": 0.05})
+    dense: Annotated[Named | None, _named_or("Adam")] = Named(name="Adam")
+    sparse: Annotated[Named | None, _named_or("Adagrad")] = Named.model_validate(
+        {"name": "Adagrad", "lr": 0.05}
+    )
     schedule: Choice | None = None
     schedule_per: Literal["step", "epoch"] = "step"
 

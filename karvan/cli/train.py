@@ -51,6 +51,9 @@ def train(
     drop_unfinished: bool = typer.Option(
         False, "--drop-unfinished", help="Take new data although the data before was not trained to its end."
     ),
+    new_settings: bool = typer.Option(
+        False, "--new-settings", help="Optimizers continue with the learning rates and settings given now."
+    ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
     as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
     example: bool = typer.Option(False, "--example", help="Print a config to start from."),
@@ -84,7 +87,7 @@ def train(
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
-    result = _fit(job, resume=resume, drop_unfinished=drop_unfinished, quiet=quiet)
+    result = _fit(job, resume=resume, drop_unfinished=drop_unfinished, new_settings=new_settings, quiet=quiet)
     if not quiet and job.trainer.saver.folder is not None:
         tell_how_to_plot(job.trainer.saver.folder)
     if as_json:
@@ -94,7 +97,9 @@ def train(
     return STOPPED.get(result.stopped or "", OK)
 
 
-def _fit(job: kv.Job, *, resume: bool, drop_unfinished: bool, quiet: bool) -> kv.train.FitResult:
+def _fit(
+    job: kv.Job, *, resume: bool, drop_unfinished: bool, new_settings: bool, quiet: bool
+) -> kv.train.FitResult:
     from karvan.train import NoProgress
     from karvan.train.dataset import UnfinishedError
 
@@ -117,6 +122,7 @@ def _fit(job: kv.Job, *, resume: bool, drop_unfinished: bool, quiet: bool) -> kv
         return job.fit(
             resume=resume,
             drop_unfinished=drop_unfinished,
+            new_settings=new_settings,
             on_new_run=lambda: fit_features(job, quiet=quiet),
         )
     except UnfinishedError as error:

@@ -72,6 +72,7 @@ class Connection:
         self.lanes = {name: Lane(name) for name in _LANES}
         self.rank = 0
         self.world = 1
+        self.chosen = False  # whether the program has called `connect`
         self.servers: Servers | None = None
         self.under_way: Joined | None = None  # a save, which needs its lane
         self.workers: Workers | None = None
@@ -334,11 +335,13 @@ def connect(
     with _lock:
         _current.close()
         _current = Connection()
+        _current.chosen = True
         together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
         if kind != "memory":
             made = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":
                 made.reach(servers, workers)
+            made.chosen = True
             _current = made
         return _current
 

@@ -192,4 +192,4 @@ class Callbacks(Callback):
             if name in state:
                 callback.load_state_dict(state[name])
         if gone := sorted(set(state) - set(self._callbacks)):
-            _log.warning("The checkpoint has the state of callbacks that are not there: %s.", ", ".join(gone))
+            _log.warning("State in the checkpoint of absent callbacks is ignored: %s.", ", ".join(gone))

@@ -37,6 +37,7 @@ class Begin(NamedTuple):
     resume: bool = True
     drop_unfinished: bool = False
     data_name: str | None = None
+    new_settings: bool = False
 
 
 class Fit:
@@ -214,7 +215,9 @@ class Fit:
         trainer, counts = self._trainer, self._counts
         assert self._goal.eval_data is not None
         trainer.dense.settle()
+        before = time.monotonic()
         counts.evaluation = trainer.evaluate(self._goal.eval_data)
+        self._reporter.exclude(time.monotonic() - before)
         counts.evaluated = counts.step
         self._unsaved = True
         self._reporter.evaluation(counts.evaluation)
@@ -281,7 +284,7 @@ class Fit:
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         trainer, counts = self._trainer, self._counts
         counts.load_state_dict(Counts().state_dict())
-        state.restore(trainer, saved)
+        state.restore(trainer, saved, new_settings=self._how.new_settings)
         self._transforms.load(saved)
         random = state.random_of(trainer.connection, saved)
         if other:

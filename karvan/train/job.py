@@ -43,6 +43,7 @@ class Job:
         *,
         resume: bool = True,
         drop_unfinished: bool = False,
+        new_settings: bool = False,
         on_new_run: Callable[[], None] = lambda: None,
     ) -> FitResult:
         """Train. `on_new_run` is called after the warm start of a run that has no checkpoint yet."""
@@ -59,6 +60,7 @@ class Job:
             resume=resume,
             drop_unfinished=drop_unfinished,
             data_name=self.data_name,
+            new_settings=new_settings,
         )
 
     def _warm_start(self, options: Mapping[str, Any]) -> None:

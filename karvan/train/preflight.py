@@ -6,6 +6,7 @@ result, and none waits for another that has raised.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -67,6 +68,7 @@ def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: 
             f"program has now ({_under(now)}): make it, and its model, after the last kv.connect."
         )
     check_not_terminated(connection.main)
+    _check_connected(connection)
     check_connection(model, connection)
     if not update.optimizers:
         raise ValueError(
@@ -75,6 +77,22 @@ def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: 
         )
     _check_tables(model, update, frozen)
     _check_parameters(model, update, frozen)
+
+
+def _check_connected(connection: Connection) -> None:
+    """A program that was started as one of several has said how they train together."""
+    if connection.chosen:
+        return
+    if os.environ.get("KARVAN_ROLE") == "trainer" and os.environ.get("KARVAN_SERVERS") != "0":
+        who, kind = "karvan launch has started this program as a trainer", "remote"
+    elif "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        who, kind = f"torchrun has started {os.environ['WORLD_SIZE']} processes of this program", "sharded"
+    else:
+        return
+    raise ValueError(
+        f"{who}, but it has not called kv.connect, so each process would train all data by itself: call "
+        f'kv.connect("{kind}") before the model is made, or kv.connect("memory") if that is what you want.'
+    )
 
 
 def check_connection(model: nn.Module, connection: Connection) -> None:

@@ -97,6 +97,11 @@ class Reporter:
         """What an evaluation gave."""
         self._tell("eval", metrics)
 
+    def exclude(self, seconds: float) -> None:
+        """Do not count so many seconds as time of training."""
+        then, samples = self._last
+        self._last = (then + seconds, samples)
+
     def metrics(self) -> dict[str, float]:
         """The metrics of training so far, over all ranks."""
         return merged(self._trainer.connection.main, self._trainer.metrics)
@@ -117,7 +122,9 @@ class Reporter:
 
     def _tell(self, kind: str, values: Mapping[str, float]) -> None:
         counts = self._trainer.counts
-        report = Report(kind, counts.step, counts.epoch, values, counts.samples, time.time())
+        # Behind the last batch of an epoch, the numbers are still those of that epoch.
+        epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
+        report = Report(kind, counts.step, epoch, values, counts.samples, time.time())
         self._trainer.logs.write(report)
         self._trainer.progress.report(report)
 

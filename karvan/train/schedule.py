@@ -63,6 +63,11 @@ class Schedule:
             counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
             scheduler.load_state_dict({k: Counter(v) if k in counters else v for k, v in its.items()})
 
+    def use_initial_rates(self) -> None:
+        """Continue from the learning rates that the optimizers now begin with."""
+        for scheduler in self._schedulers:
+            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+
 
 def _made(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
     if given is None:

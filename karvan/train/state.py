@@ -9,6 +9,7 @@ from torch import nn
 
 from karvan.ranks import Connection
 from karvan.train.gathering import gather_state, joined
+from karvan.train.optimizer_state import KINDS, kinds_of, restore_optimizer
 from karvan.train.precision import Precision
 from karvan.train.randomness import random_state
 from karvan.train.results import Counts
@@ -46,27 +47,32 @@ def take_trained(trained: Trained, own: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "model": trained.model.state_dict(),
         **{f"{name}_optimizer": each.state_dict() for name, each in trained.update.optimizers.items()},
+        KINDS: kinds_of(trained.update.optimizers),
         "scaler": trained.precision.state_dict(),
         "trainer": trained.counts.state_dict(),
         "ranks": gather_state(trained.connection.main, {**own, "random": random_state()}),
     }
 
 
-def restore_trained(trained: Trained, state: Mapping[str, Any]) -> None:
-    """Go back to what `take_trained` gave, apart from the random generators."""
+def restore_trained(trained: Trained, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+    """Go back to what `take_trained` gave, apart from the random generators.
+
+    new_settings: optimizers keep the learning rates and other settings that the program has given.
+    """
     trained.model.load_state_dict(state["model"])
+    speaks = trained.connection.rank == 0
     for name, optimizer in trained.update.optimizers.items():
-        if f"{name}_optimizer" not in state:
-            raise ValueError(f"The checkpoint has no {name} optimizer, but there is one here.")
-        optimizer.load_state_dict(state[f"{name}_optimizer"])
+        restore_optimizer(name, optimizer, state, new_settings=new_settings, speaks=speaks)
     trained.precision.load_state_dict(state["scaler"])
     trained.counts.load_state_dict(state["trainer"])
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Go back to what `take` gave, apart from the random generators."""
-    restore_trained(trainer, state)
+def restore(trainer: Trainer, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+    """Go back to what `take` gave, apart from the random generators; new_settings: see `restore_trained`."""
+    restore_trained(trainer, state, new_settings=new_settings)
     trainer.schedule.load_state_dict(state["scheduler"])
+    if new_settings:
+        trainer.schedule.use_initial_rates()
     trainer.callbacks.load_state_dict(state["callbacks"])
     rank, saved = trainer.connection.rank, state["ranks"]
     for metric in trainer.metrics.values():

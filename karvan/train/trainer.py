@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from karvan import ranks
-from karvan.checkpoint import Checkpoints
+from karvan.checkpoint import Checkpoint, Checkpoints, find
 from karvan.counts import check_integers
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
@@ -39,8 +40,11 @@ from karvan.train.saving import SaveSettings, make_saver
 from karvan.train.schedule import Schedule, Schedulers
 from karvan.train.signals import Signals
 from karvan.train.slips import check_data, check_trainer
+from karvan.train.transforms import Transforms
 from karvan.train.types import Loss, MetricLike
 from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
+
+_log = logging.getLogger("karvan.train")
 
 
 class Trainer:
@@ -148,6 +152,7 @@ class Trainer:
         self.data_identity: Identity | None = None  # of the last fit without checkpoints
         self.stop_is_final = False
         self._stop: str | None = None
+        self._loaded: Mapping[str, Any] | None = None  # the state of a checkpoint, once `load` was called
 
     def __repr__(self) -> str:
         return describe(self)
@@ -200,6 +205,7 @@ class Trainer:
         resume: bool = True,
         drop_unfinished: bool = False,
         data_name: str | None = None,
+        new_settings: bool = False,
     ) -> FitResult:
         """Train on data, any iterable of batches, an iteration of which is an epoch.
 
@@ -216,13 +222,15 @@ class Trainer:
         counts steps from 0, with the model as it is.
         data_name: what the data is called in checkpoints. Loaders know which data they read; a list or a
         torch DataLoader does not, and is taken as the checkpoint's unless it has a name.
+        new_settings: a fit that continues from a checkpoint takes the learning rates and other settings of
+        the optimizers as they are given now. Otherwise it takes the checkpoint's, and warns if they differ.
         """
         check_data("fit", data)
         if eval_data is not None:
             check_data("eval_data", eval_data)
         goal = Goal(epochs, train_steps, eval_data, eval_every)
         self._stop, self.stop_is_final = None, False
-        return Fit(self, data, goal, Begin(resume, drop_unfinished, data_name)).run()
+        return Fit(self, data, goal, Begin(resume, drop_unfinished, data_name, new_settings)).run()
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
         """The windows that the run has not trained on, in order, each when it is complete.
@@ -236,14 +244,46 @@ class Trainer:
         """`fit` with evaluations; the last one's metrics are the result's `evaluation`."""
         return self.fit(data, eval_data=eval_data, **options)
 
+    def load(self, path: str | os.PathLike[str] | None = None) -> Checkpoint:
+        """Take the model and its rows from a checkpoint, to evaluate and predict with them.
+
+        It is the newest one of the Trainer's own folder unless `path` says otherwise. Feature engines of the
+        data that is evaluated take their statistics from it, too. Several ranks all call it. A fit needs no
+        load: it continues from the newest checkpoint anyway.
+        """
+        found = self.saver.latest() if path is None else find(path)
+        if found is None:
+            raise ValueError(
+                f"load expects a checkpoint, but there is none in {self.saver.folder}."
+                if self.saver.folder is not None
+                else "load expects the path of a checkpoint, because this Trainer has no folder of its own."
+            )
+        state = found.load(self.model)
+        self.model.load_state_dict(state["model"])
+        self._loaded = state
+        return found
+
+    def _prepare_evaluation(self, call: str, data: Iterable[Any]) -> None:
+        check_data(call, data)
+        if self._loaded is not None:
+            Transforms(data).load(self._loaded)
+        elif self.step == 0 and not any(each.step or each.filled for each in engines_of(self.model)):
+            newest = self.saver.latest()
+            if newest is not None and self.connection.rank == 0:
+                _log.warning(
+                    "%s uses the model as it was made, although there is %s: call trainer.load() before.",
+                    call,
+                    newest.path,
+                )
+
     def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
         """Losses and metrics of the model on data; nothing changes, neither rows nor counts nor modes."""
-        check_data("evaluate", data)
+        self._prepare_evaluation("evaluate", data)
         return self.evaluator.evaluate(data, self.metrics)
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
         """For each batch the model's output, on the CPU, and beside it the columns of the batch asked for."""
-        check_data("predict", data)
+        self._prepare_evaluation("predict", data)
         if isinstance(columns, str):
             raise TypeError(f"columns expects a list of names, got {columns!r}: give it [{columns!r}].")
         return self.evaluator.predict(data, columns)

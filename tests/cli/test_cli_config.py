@@ -156,3 +156,19 @@ def test_the_page_lists_every_key():
         missing = [n for n in names if f"`{section}.{n}" not in page and f"`.{n}`" not in page]
         assert missing == [], section
         assert f"`{section}" in page
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ({"sparse": {"lr": 0.2}}, ("Adam", "Adagrad")),
+        ({"dense": {"lr": 0.2}, "sparse": "SGD"}, ("Adam", "SGD")),
+        ({"dense": {"name": "SGD", "lr": 0.2}}, ("SGD", "Adagrad")),
+    ],
+)
+def test_arguments_of_an_optimizer_without_a_name_are_those_of_the_default(given, kinds):
+    config = Config.model_validate({"data": {"train": "x"}, "model": "DLRM", "optimizers": given})
+    assert (config.optimizers.dense.name, config.optimizers.sparse.name) == kinds
+    for name, options in given.items():
+        if isinstance(options, dict):
+            assert getattr(config.optimizers, name).arguments == {"lr": 0.2}

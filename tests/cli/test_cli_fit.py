@@ -146,3 +146,12 @@ def test_a_warm_start_takes_the_statistics_and_fits_nothing(run, place):
     assert ran.code == 0, ran.err
     assert "Fitted price" in ran.err
     assert repr(statistics(place / "fresh")) != repr(statistics(old))
+
+    # Features that differ keep their own statistics, and the report says so.
+    differs = ["--folder", place / "differs", "--set", "features.price=[normalise]", *more[2:]]
+    text = path.read_text()
+    path.write_text(text.replace("  hour: [{vocabulary: {max_words: 20}}]\n", ""))
+    ran = run("train", path, *differs)
+    assert ran.code == 0, ran.err
+    assert "left in the checkpoint" in ran.err
+    assert "Fitted price" in ran.err

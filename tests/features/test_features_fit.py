@@ -162,3 +162,10 @@ def test_missing_values_do_not_count_when_steps_are_fitted():
     assert batch["n"].to_lists() == [[-1.0], [], [1.0]]
     assert batch["price"].tolist()[::2] == [-1.0, 1.0]
     assert sorted(batch["city"].to_lists()) == [[], [0], [1]]
+
+
+@pytest.mark.parametrize("data", ["clicks/", {"price": torch.ones(3)}])
+def test_fit_says_that_it_wants_batches(data):
+    engine = kv.FeatureEngine([kv.Feature("price").normalise()])
+    with pytest.raises(TypeError, match=r"expects batches.*gives a str: give it kv\.data\.read"):
+        engine.fit(data)

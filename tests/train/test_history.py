@@ -197,3 +197,11 @@ def test_without_pandas_the_history_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match="pip install pandas"):
         print(trainer().history)
+
+
+def test_rows_of_an_epochs_end_have_its_number_whatever_log_every_is(tmp_path):
+    for every in (1, 2, 3, 7):
+        made = trainer(log_every=every)
+        made.fit(batches(4), epochs=2, eval_data=batches(1))
+        epochs = made.history.groupby("step").epoch.unique()
+        assert {step: list(found) for step, found in epochs.items() if step in (4, 8)} == {4: [0], 8: [1]}

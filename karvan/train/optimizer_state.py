@@ -1,0 +1,92 @@
+"""Optimizers that continue from a checkpoint: their state must fit, and the settings of the checkpoint win.
+
+A resumed fit continues with the learning rate and the other settings that the checkpoint has, which are what
+a scheduler has made of them. Where the program gives others, that is said, and `new_settings` takes them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+_log = logging.getLogger("karvan.train")
+
+KINDS = "optimizer_kinds"  # in the state of a checkpoint: the classes of its optimizers
+
+
+def kinds_of(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
+    """The class of each optimizer, for a checkpoint."""
+    return {name: type(optimizer).__name__ for name, optimizer in optimizers.items()}
+
+
+def restore_optimizer(
+    name: str, optimizer: Optimizer, state: Mapping[str, Any], *, new_settings: bool, speaks: bool
+) -> None:
+    """Give an optimizer what a checkpoint has for it; an error that says what to do if that does not fit.
+
+    new_settings: keep the learning rate and the other settings that the program has given. speaks: whether
+    this rank says which settings are not used.
+    """
+    if f"{name}_optimizer" not in state:
+        raise ValueError(f"The checkpoint has no {name} optimizer, but there is one here.")
+    saved, kind = state[f"{name}_optimizer"], type(optimizer).__name__
+    before = state.get(KINDS, {}).get(name, kind)
+    if before != kind:
+        raise ValueError(
+            f"The {name} optimizer of the checkpoint is {before}, got {kind}, which cannot continue with its "
+            "state: expected the same one, or a warm start (kv.checkpoint.warm_start) into another folder."
+        )
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != saved_sizes:
+        raise ValueError(
+            f"The {name} optimizer of the checkpoint has {_counts(saved_sizes)}, got one of "
+            f"{_counts(sizes)}: expected the same parameters, with the same `frozen`, or a warm start "
+            "(kv.checkpoint.warm_start) into another folder."
+        )
+    given = [_settings(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(dict(saved))
+    if new_settings:
+        for group, settings in zip(optimizer.param_groups, given, strict=True):
+            if group.get("initial_lr"):  # the schedule continues from the new rate
+                group["lr"] *= settings.get("initial_lr", group["initial_lr"]) / group["initial_lr"]
+            group.update(settings)
+    elif speaks:
+        _say_unused(name, kind, given, [_settings(group) for group in optimizer.param_groups])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group; where a scheduler has it, the learning rate that it began with."""
+    names = [name for name in group if name not in ("params", "lr" if "initial_lr" in group else "")]
+    return {name: group[name] for name in names}
+
+
+def _say_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[dict[str, Any]]) -> None:
+    different = {
+        setting: (value, after[setting])
+        for before, after in zip(given, used, strict=True)
+        for setting, value in before.items()
+        if setting in after and _differs(value, after[setting])
+    }
+    if different:
+        listed = ", ".join(f"{s}={after!r} (given: {value!r})" for s, (value, after) in different.items())
+        _log.warning(
+            "The %s optimizer, %s, continues with the checkpoint's settings: %s. fit(…, new_settings=True) "
+            "takes those that are given.",
+            name,
+            kind,
+            listed,
+        )
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) != list(other)
+    return bool(one != other)
+
+
+def _counts(sizes: list[int]) -> str:
+    return f"{' + '.join(map(str, sizes))} parameters"
