@@ -29,7 +29,7 @@ def gather_statistics(
         for batch in batches:
             if not isinstance(batch, Mapping):
                 raise TypeError(
-                    f"fit expects batches, mappings of columns to tensors, but {type(batches).__name__} gives a "
+                    f"fit expects batches of columns, but {type(batches).__name__} gives a "
                     f"{type(batch).__name__}: give it kv.data.read(…, batch_size=1024)."
                 )
             for name, found in entries(batch).items():
