@@ -92,7 +92,9 @@ def _require_rows(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any])
     lacking = [name for name in expected if not sizes[name]]
     if not lacking and _is_whole(engine):
         for name, rows in expected.items():
-            if sizes[name] < rows:  # an error would be wrong for a table that has evicted some
+            if (
+                rows is not None and sizes[name] < rows
+            ):  # an error would be wrong for a table that has evicted some
                 _log.warning(
                     "Table '%s' has %d rows, but %d when this state_dict, which holds no rows, was saved. "
                     "kv.checkpoint.find(folder).load(model) restores rows.",
