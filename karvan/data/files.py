@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import fs
 
 from karvan.data.errors import DataError, located
-from karvan.data.identity import fingerprint_files
+from karvan.data.fingerprint import fingerprint_files
 from karvan.data.paths import Files
 from karvan.data.source import Part, Split
 from karvan.data.widening import common_type
@@ -138,7 +138,7 @@ class FileSource(ABC):
                     del self._readers[next(iter(self._readers))]
 
     def fingerprint(self) -> str:
-        """A hash of a sample of the bytes; see `identity.py`."""
+        """A hash of the bytes; see `fingerprint.py`."""
         return fingerprint_files(self._files.filesystem, self._files.paths)
 
     @abstractmethod

@@ -10,7 +10,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from karvan.data.errors import DataError, located
-from karvan.data.identity import fingerprint_table
+from karvan.data.fingerprint import fingerprint_table
 from karvan.data.source import Part, Split
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 from karvan.rows import as_offsets
@@ -45,7 +45,7 @@ class TableSource:
         yield from self._table.slice(split.first, split.count).to_batches()
 
     def fingerprint(self) -> str:
-        """A hash of a sample of the rows; see `identity.py`."""
+        """A hash of the rows; see `fingerprint.py`."""
         return fingerprint_table(self._table)
 
     def __repr__(self) -> str:

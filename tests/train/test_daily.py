@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_the_same_data_once_more_is_nothing_to_do_and_says_so(tmp_path, capfd):
     said = capfd.readouterr().err
     assert "The run has trained 1 epoch of this data (memory, 192 records) already." in said
     assert made(checkpoints=tmp_path).fit(loader(seed=15), epochs=2).trained == 12
+
+
+def test_labels_that_were_corrected_in_place_are_trained(tmp_path):
+    columns = {name: column.numpy() for name, column in records(20_000, seed=15).items()}
+    path, sizes = tmp_path / "day.csv", set()
+
+    def trained():
+        pyarrow.csv.write_csv(pa.table(columns), path)
+        sizes.add(path.stat().st_size)
+        return made(checkpoints=tmp_path / "run").fit(kv.data.read(path, 1_000)).trained
+
+    assert trained() == 20
+    columns["label"][9_000:11_000] = 1 - columns["label"][9_000:11_000]
+    assert trained() == 20
+    assert trained() == 0
+    assert len(sizes) == 1
 
 
 def test_data_without_an_identity_is_taken_as_the_same_with_a_warning(tmp_path, caplog):
