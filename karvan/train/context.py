@@ -209,7 +209,7 @@ class TrainContext(Kept):
             if self._is_other(self._loaded, data, name, drop_unfinished=False):
                 self._begin_data()
         elif data is not self._data:
-            self._identity = dataset.identify(data, name, self.connection)
+            self._change_data(dataset.identify(data, name, self.connection))
         if self._saved is None:
             self.counts.batches = 0
         run = self._running

@@ -7,6 +7,7 @@ checkpoint compares:
 |---|---|---|
 | the same | nothing to do, unless more epochs or steps are asked for | continue where it stopped |
 | other | train on it: model, rows, optimizers, schedules, step continue, epochs count from 0 | an error |
+| other, but trained to its end before | as if it were the same, with a warning; see `trained.py` | an error |
 
 Data without an identity (a list, a torch DataLoader) is taken as the same, because nothing else can be known;
 `data_name` of `fit` gives it one. Data that grows (a Kafka topic) continues at its position in both cases.
@@ -24,6 +25,7 @@ from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.tree import decode
 from karvan.data.identity import Identity
 from karvan.ranks import Connection
+from karvan.train.trained import Trained, find, with_newest
 
 if TYPE_CHECKING:
     from karvan.data import Window, Windows
@@ -70,6 +72,19 @@ class Record:
     wanted: str  # how much that fit was asked to train, for people
     epoch: int
     batches: int
+    step: int = 0
+    steps: int = 0  # of this data
+    early: bool = False  # whether it was `EarlyStopping` that ended it
+    past: tuple[Trained, ...] = ()  # what the run had trained to its end before this data
+
+    @property
+    def history(self) -> tuple[Trained, ...]:
+        """What the run has trained to its end, this data included if it was."""
+        known = self.identity
+        if known is None or known.grows or not self.finished:
+            return self.past
+        newest = Trained(known.id, known.label, self.step, self.epoch, self.steps, self.early)
+        return with_newest(self.past, newest)
 
     @property
     def left(self) -> str:
@@ -78,12 +93,20 @@ class Record:
         return f"It had trained {trained}{f', of {self.wanted}' if self.wanted else ''}."
 
 
-def state_of(identity: Identity | None, finished: bool, wanted: str = "") -> dict[str, Any]:
-    """What a checkpoint keeps of its data."""
+def state_of(
+    identity: Identity | None,
+    finished: bool,
+    wanted: str = "",
+    early: bool = False,
+    past: tuple[Trained, ...] = (),
+) -> dict[str, Any]:
+    """What a checkpoint keeps of its data; see `Record`."""
     return {
         "identity": None if identity is None else identity.state(),
         "finished": finished,
         "wanted": wanted,
+        "early": early,
+        "past": [each.state() for each in past],
     }
 
 
@@ -102,6 +125,10 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
         str(data.get("wanted", "")),
         epoch,
         batches,
+        int(counts["step"]),
+        int(counts["step"]) - int(counts.get("start_step", 0)),
+        bool(data.get("early", False)),
+        tuple(Trained.from_state(each) for each in data.get("past", ())),
     )
 
 
@@ -126,16 +153,39 @@ def is_other(
     )
 
 
-def begin_data(counts: Counts) -> None:
-    """Count epochs and steps of new data from here; the step itself continues."""
-    counts.epoch = counts.batches = 0
-    counts.start_step = counts.step
+def trained_before(record: Record | None, identity: Identity | None) -> Trained | None:
+    """How a run has trained data before that of its newest checkpoint; a warning if it has."""
+    before = None if record is None else find(record.history, identity)
+    if before is not None:
+        _log.warning(
+            "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
+            before.label,
+            before.amount,
+            before.step,
+        )
+    return before
+
+
+def begin_data(counts: Counts, before: Trained | None = None) -> None:
+    """Count epochs and steps of other data from here, or from what was trained before; the step continues."""
+    counts.epoch = 0 if before is None else before.epochs
+    counts.batches = 0
+    counts.start_step = counts.step - (0 if before is None else before.steps)
 
 
 def announcement(
-    checkpoint: Checkpoint, record: Record | None, identity: Identity | None, other: bool
+    checkpoint: Checkpoint,
+    record: Record | None,
+    identity: Identity | None,
+    other: bool,
+    before: Trained | None = None,
 ) -> str:
     """The line that says where a fit begins."""
+    if before is not None:
+        return (
+            f"Continuing from {checkpoint.path} with data that was trained before "
+            f"({before.amount}, up to step {before.step}): {before.label}."
+        )
     if not other or identity is None:
         return f"Going on from {checkpoint.path}."
     known = None if record is None else record.identity
@@ -144,7 +194,7 @@ def announcement(
     return f"Going on from {checkpoint.path} with new data: {identity.label}.{again}"
 
 
-def nothing_to_do(data: Any, identity: Identity | None, goal: Goal) -> str:
+def nothing_to_do(data: Any, identity: Identity | None, goal: Goal, before: Trained | None = None) -> str:
     """The line that says why a fit trains nothing; a warning if that may not be what was wanted."""
     if identity is None:
         _log.warning(
@@ -153,6 +203,12 @@ def nothing_to_do(data: Any, identity: Identity | None, goal: Goal) -> str:
             type(data).__name__,
         )
     label = "this data" if identity is None else f"this data ({identity.label})"
+    if before is not None:
+        more = "" if before.early else "larger epochs or train_steps, or "
+        return (
+            f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
+            f"nothing to do. To train it once more, call fit with {more}a new data_name."
+        )
     return f"The run has trained {goal.wanted} of {label} already."
 
 

@@ -25,6 +25,7 @@ from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
 from karvan.train.stopping import Stopping
 from karvan.train.taking import Fed
+from karvan.train.trained import Trained
 from karvan.train.transforms import Transforms
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Fit:
         self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
+        self._past: tuple[Trained, ...] = ()  # data that the run has trained to its end before this
+        self._before: Trained | None = None  # how it has trained this data, if that is one of them
 
     def run(self) -> FitResult:
         """Train."""
@@ -92,7 +95,12 @@ class Fit:
             return self._end()
 
     def _over(self) -> bool:
-        return self._stopping.reason is not None or self._goal.reached(self._counts)
+        return self._stopping.reason is not None or self._has_all()
+
+    def _has_all(self) -> bool:
+        """Whether this data is trained to its end."""
+        early = self._before is not None and self._before.early
+        return early or self._goal.reached(self._counts)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -118,6 +126,9 @@ class Fit:
         other = newest is not None and dataset.is_other(
             record, self._identity, newest, self._how.drop_unfinished
         )
+        if record is not None:
+            self._past = record.history if other else record.past
+            self._before = dataset.trained_before(record, self._identity) if other else None
         trainer.update.forget()
         if newest is not None:
             self._load(trainer.saver.load(newest, trainer.model), other)
@@ -132,9 +143,11 @@ class Fit:
         trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes, counts))
         stack.callback(trainer.progress.end)
         if newest is not None:
-            trainer.progress.say(dataset.announcement(newest, record, self._identity, other))
-            if self._goal.reached(counts):
-                trainer.progress.say(dataset.nothing_to_do(self._data, self._identity, self._goal))
+            trainer.progress.say(dataset.announcement(newest, record, self._identity, other, self._before))
+            if self._has_all():
+                trainer.progress.say(
+                    dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
+                )
         trainer.logs.open(counts.step)
         stack.callback(trainer.logs.close)
         trainer.callbacks.on_fit_begin(trainer)
@@ -277,8 +290,9 @@ class Fit:
         trainer.callbacks.on_checkpoint(trainer, counts.step)
 
     def _state(self) -> dict[str, Any]:
-        finished = self._goal.reached(self._counts) or self._trainer.stop_is_final
-        data = dataset.state_of(self._identity, finished, self._goal.wanted)
+        finished = self._has_all() or self._trainer.stop_is_final
+        early = finished and not self._goal.reached(self._counts)
+        data = dataset.state_of(self._identity, finished, self._goal.wanted, early, self._past)
         return {**state.take(self._trainer), **self._course.state(), **self._transforms.state(), "data": data}
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
@@ -289,8 +303,9 @@ class Fit:
         random = state.random_of(trainer.connection, saved)
         if other:
             set_random_state(random)
-            dataset.begin_data(counts)
-            trainer.callbacks.on_new_data(trainer)
+            dataset.begin_data(counts, self._before)
+            if not self._has_all():
+                trainer.callbacks.on_new_data(trainer)
             return
         self._course.load(saved, random)
         if self._identity is not None and self._identity.grows and self._goal.reached(counts):

@@ -22,6 +22,7 @@ from karvan.train.gathering import summed
 from karvan.train.precision import Precision
 from karvan.train.randomness import set_random_state
 from karvan.train.results import Counts, Window
+from karvan.train.trained import Trained, with_newest
 from karvan.train.transforms import Transforms
 from karvan.train.update import Update, engines_of
 
@@ -50,6 +51,9 @@ class Kept:
         self._loaded: Checkpoint | None = None  # what that is of
         self._identity: Identity | None = None  # of the data of that loader
         self._data_name: str | None = None  # that `load` was given for it
+        self._past: tuple[Trained, ...] = ()  # data that was trained to its end before
+        self._before: Trained | None = None  # how that of `_identity` was, if it is one of them
+        self._data_begin = (0, 0)  # epoch and step
         self._runs: dict[Path, Checkpoints] = {}
 
     @property
@@ -108,7 +112,7 @@ class Kept:
         if course is not None:
             data = course.state()
         finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
-        data["data"] = dataset.state_of(self._identity, finished)
+        data["data"] = dataset.state_of(self._identity, finished, past=self._past)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
         whole = {
@@ -146,7 +150,8 @@ class Kept:
         metrics and callbacks is left out. All ranks load together.
 
         data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
-        `epoch` is 0 and its first loader begins at its start; `step` continues. Other data that was not
+        `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
+        its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
         trained to its end is an error, unless drop_unfinished.
         """
         if self._in_loop() or self._in_step():
@@ -170,12 +175,30 @@ class Kept:
     def _is_other(self, found: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
         self._identity = dataset.identify(data, name, self.connection)
-        return dataset.is_other(dataset.record_of(found), self._identity, found, drop_unfinished)
+        record = dataset.record_of(found)
+        other = dataset.is_other(record, self._identity, found, drop_unfinished)
+        if record is not None:
+            self._past = record.history if other else record.past
+            self._before = dataset.trained_before(record, self._identity) if other else None
+        return other
 
     def _begin_data(self) -> None:
         """The next loader has new data: the position of the checkpoint's data is of no use."""
-        dataset.begin_data(self.counts)
+        dataset.begin_data(self.counts, self._before)
+        self._data_begin = (self.counts.epoch, self.counts.step)
         self._saved = self._loaded = None
+
+    def _change_data(self, identity: Identity | None) -> None:
+        """The next loader has this data; the data before counts as trained if its loader came to its end."""
+        known, (epoch, step) = self._identity, self._data_begin
+        self._identity = identity
+        if known is not None and identity is not None and known.id == identity.id:
+            return
+        epochs = self.counts.epoch - epoch
+        if known is not None and not known.grows and epochs > 0 and self.counts.batches == 0:
+            newest = Trained(known.id, known.label, self.step, epochs, self.step - step)
+            self._past = with_newest(self._past, newest)
+        self._data_begin = (self.counts.epoch, self.step)
 
     def sizes(self) -> dict[str, int]:
         """How many rows each table has, over all ranks or servers together; a collective."""

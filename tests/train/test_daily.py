@@ -176,6 +176,74 @@ def test_early_stopping_finishes_a_day_and_starts_over_with_the_next(tmp_path):
     assert (second.trained, second.stopped) == (12, None)
 
 
+def test_a_late_retry_of_an_earlier_day_is_nothing_to_do_and_says_so(tmp_path, capfd, caplog):
+    for day in (15, 16):
+        fit_day(tmp_path, day)
+    before = newest(tmp_path)
+    late = made(checkpoints=tmp_path, progress="plain").fit(loader(seed=15))
+    assert (late.trained, late.step, late.epoch) == (0, 24, 1)
+    said = capfd.readouterr().err
+    assert "The run has trained 1 epoch of this data (memory, 192 records) already, up to step 12" in said
+    assert "larger epochs or train_steps, or a new data_name" in said
+    assert "was trained before: 1 epoch, up to step 12" in caplog.text
+    assert newest(tmp_path) == before
+    assert fit_day(tmp_path, 17)[1].step == 36
+
+
+def test_an_earlier_day_is_trained_more_if_more_is_asked_for_or_by_a_new_name(tmp_path):
+    for day in (15, 16):
+        fit_day(tmp_path, day)
+    assert fit_day(tmp_path, 15, stop_at=30, epochs=2)[1].trained == 6
+    result = fit_day(tmp_path, 15, epochs=2)[1]
+    assert (result.trained, result.step, result.epoch) == (6, 36, 2)
+    assert fit_day(tmp_path, 16)[1].trained == 0
+    assert fit_day(tmp_path, 15, epochs=2)[1].trained == 0
+    one = made(checkpoints=tmp_path)
+    assert one.fit(loader(seed=15), data_name="day 15 once more").trained == 12
+
+
+def test_the_rest_of_data_that_was_dropped_is_not_taken_as_trained(tmp_path):
+    fit_day(tmp_path, 15, stop_at=5)
+    fit_day(tmp_path, 16, drop_unfinished=True)
+    assert fit_day(tmp_path, 15)[1].trained == 12
+
+
+def test_an_earlier_day_that_early_stopping_has_ended_is_nothing_to_do(tmp_path):
+    stopping = kv.train.EarlyStopping("score", patience=1)
+    one = made(checkpoints=tmp_path, callbacks=[stopping])
+    scores = iter([0.9, 0.8])
+    one.evaluate = lambda data: {"score": next(scores)}
+    assert one.fit(loader(seed=15), eval_data=batches(1), eval_every=3).step == 6
+    assert fit_day(tmp_path, 16)[1].step == 18
+    for _ in range(2):
+        assert fit_day(tmp_path, 15)[1].trained == 0
+
+
+def test_a_loop_of_ones_own_has_the_epochs_of_an_earlier_day(tmp_path, caplog):
+    for day in (15, 16):
+        context_day(tmp_path, day)
+    _, ctx = context_day(tmp_path, 15)
+    assert (ctx.step, ctx.epoch) == (24, 1)
+    assert "was trained before: 1 epoch, up to step 12" in caplog.text
+    assert trainer(checkpoints=tmp_path).fit(loader(seed=16)).trained == 0
+
+
+def test_days_of_one_loop_are_known_to_later_ones(tmp_path):
+    context = kv.TrainContext(
+        model(),
+        dense_optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        sparse_optimizer=kv.optim.Adagrad(lr=0.1),
+    )
+    with context as ctx:
+        for day in (15, 16):
+            for batch in ctx.loader(loader(seed=day)):
+                output, labels = ctx.forward(batch)
+                ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels))
+        ctx.save(tmp_path)
+    for day, steps in ((15, 0), (17, 12)):
+        assert trainer(checkpoints=tmp_path).fit(loader(seed=day)).trained == steps
+
+
 def test_callbacks_are_told_of_new_data_and_only_of_that(tmp_path):
     told = []
 
