@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from itertools import islice
+from logging import getLogger
 from typing import Any
 
 from karvan.ranks import Connection
@@ -22,6 +23,12 @@ from karvan.train.results import Counts
 from karvan.train.rounds import Rounds, never
 from karvan.train.taking import Fed, merged_position, move_back, position_of
 from karvan.train.types import Positioned, rows_of
+
+_log = getLogger("karvan.train")
+
+
+class PositionError(ValueError):
+    """Data cannot continue at the position of a checkpoint, because it has another order now."""
 
 
 def goes_on(reason: str | None) -> bool:
@@ -158,12 +165,39 @@ class Course:
             "epoch_random": self._epoch_random,
         }
 
+    def load_or_drop(self, saved: Mapping[str, Any], random: Any, drop: bool) -> None:
+        """`load`; if drop and any rank's data has another order, begin the epoch once more. A collective."""
+        begin, failure = position_of(self._data), None
+        try:
+            self.load(saved, random)
+        except PositionError as error:
+            failure = error
+        failures = [None if failure is None else str(failure)]
+        if drop and self._connection.world > 1:
+            failures = self._connection.main.gather_json(failures[0])
+        if not any(failures):
+            return
+        if not drop:
+            raise PositionError(
+                f"{failure} Continue with the settings that the checkpoint's fit had, or begin this epoch "
+                "once more in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
+            ) from failure
+        reason = next(each for each in failures if each)
+        _log.warning("The epoch begins once more, after %d batches of it: %s", self._counts.batches, reason)
+        move_back(self._data, begin)
+        self._counts.batches = 0
+        self._position = self._epoch_random = self._random_later = None
+        set_random_state(random)
+
     def load(self, saved: Mapping[str, Any], random: Any) -> None:
         """Go back to what `state` gave, with these random generators behind the batches to skip."""
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
         batches = self._counts.batches
         if self._position is not None and isinstance(self._data, Positioned):
-            self._data.load_state_dict(self._position)
+            try:
+                self._data.load_state_dict(self._position)
+            except ValueError as error:
+                raise PositionError(str(error)) from error
         elif batches and not (self._connection.world == 1 and len(saved["ranks"]) == 1):
             raise ValueError(
                 "The epoch was begun, and several ranks cannot skip its batches: expected data with "

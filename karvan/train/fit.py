@@ -307,6 +307,11 @@ class Fit:
             if not self._has_all():
                 trainer.callbacks.on_new_data(trainer)
             return
-        self._course.load(saved, random)
-        if self._identity is not None and self._identity.grows and self._goal.reached(counts):
+        if self._identity is None or not self._identity.grows:
+            self._course.load_or_drop(saved, random, self._how.drop_unfinished)
+            return
+        self._course.load(
+            saved, random
+        )  # without its position, all that has ever come would be trained again
+        if self._goal.reached(counts):
             dataset.begin_data(counts)

@@ -121,6 +121,23 @@ def test_the_rest_can_be_dropped_and_the_same_call_resumes_after_a_stop(tmp_path
     assert (result.trained, result.step) == (8, 17)
 
 
+def test_another_order_in_the_middle_of_an_epoch_has_two_ways_out(tmp_path, caplog):
+    def fit(seed, stop_at=None, **options):
+        columns = {name: column.numpy() for name, column in records(192, seed=15).items()}
+        data = kv.data.read(columns, 16, shuffle=64, seed=seed)
+        return made(checkpoints=tmp_path, callbacks=[StopAt(stop_at)]).fit(data, epochs=2, **options)
+
+    assert fit(1, stop_at=15).epoch == 1
+    with pytest.raises(ValueError, match="valid for the same data and order only") as caught:
+        fit(2)
+    assert "Continue with the settings that the checkpoint's fit had" in str(caught.value)
+    assert "drop_unfinished=True" in str(caught.value)
+    assert fit(1, stop_at=17).trained == 2
+    result = fit(2, drop_unfinished=True)
+    assert (result.trained, result.epoch, result.step) == (12, 2, 29)
+    assert "The epoch begins once more, after 5 batches of it" in caplog.text
+
+
 def test_the_same_data_once_more_is_nothing_to_do_and_says_so(tmp_path, capfd):
     fit_day(tmp_path, 15)
     again = made(checkpoints=tmp_path, progress="plain").fit(loader(seed=15))
