@@ -16,7 +16,6 @@ from karvan.features.op import Job, run
 from karvan.features.plan import Stage, needs, plan, sources
 from karvan.ragged import Entry, NestedRagged, Ragged
 
-
 STEPS = "karvan.steps"
 """The entry of the state that describes the steps which the statistics belong to."""
 
