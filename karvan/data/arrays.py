@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from karvan import ids
 from karvan.data.columns import Number, is_list
 from karvan.data.errors import DataError
+from karvan.data.whole import whole_numbers
 from karvan.ragged import OptionalRagged, Ragged
 
 
@@ -89,15 +90,6 @@ def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Cal
         return torch.where(is_null(array), default, made) if array.null_count else made
 
     return read
-
-
-def whole_numbers(array: pa.Array) -> pa.Array:
-    """Floats as int64, with null for NaN; a fraction is an error. Not through float32: ids may be large."""
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if types.is_decimal(array.type):
-        return array.cast(pa.int64())
-    return pc.if_else(array.is_null(nan_is_null=True), None, array).cast(pa.int64())
 
 
 def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Array] | None]:

@@ -18,6 +18,7 @@ from karvan.data import arrays
 from karvan.data.columns import Column, Fixed, Raw, Varlen, is_list, is_number, is_text, is_weighted, unnest
 from karvan.data.errors import DataError, reason
 from karvan.data.missing import MISSING_LABEL, MISSING_WEIGHT, first_missing, missing_in_list
+from karvan.data.whole import whole_numbers
 from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
 
 _Read = Callable[[pa.Array], Entry]
@@ -66,6 +67,10 @@ class Decoder:
                 entries[name] = read(records.column(place))
         except pa.ArrowException as error:
             raise DataError(reason(error), column=name) from error
+        except DataError as error:
+            if error.column is not None:
+                raise
+            raise DataError(error.detail, place=error.place, column=name) from error
         return Batch(entries)
 
     def __repr__(self) -> str:
@@ -160,7 +165,7 @@ def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
     def read(array: pa.Array) -> Tensor:
         values, present = arrays.of_length(array, length, column.name)
         if whole:
-            values = arrays.whole_numbers(values)
+            values = whole_numbers(values)
         made = convert(values)
         assert isinstance(made, Tensor)
         made = made.reshape(-1, length)
