@@ -17,7 +17,7 @@ from torch import Tensor
 from karvan.data import arrays
 from karvan.data.columns import Column, Fixed, Raw, Varlen, is_list, is_number, is_text, is_weighted, unnest
 from karvan.data.errors import DataError, reason
-from karvan.data.missing import MISSING_LABEL, MISSING_WEIGHT, first_missing, missing_in_list
+from karvan.data.missing import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
 from karvan.data.whole import whole_numbers
 from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
 
@@ -95,7 +95,7 @@ def _plan(
 def _required(column: Column, read: _Read) -> _Read:
     def read_all(array: pa.Array) -> Entry:
         if (row := first_missing(column, array)) is not None:
-            raise DataError(MISSING_LABEL, column=column.name, place=f"row {row} of the records")
+            raise DataError(missing_value("label"), column=column.name, place=f"row {row} of the records")
         return read(array)
 
     return read_all

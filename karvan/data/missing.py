@@ -6,7 +6,9 @@ are shuffled and joined, and an error could only name a row of a batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -20,16 +22,20 @@ from karvan.data.errors import DataError
 from karvan.data.source import Source, Split
 from karvan.data.whole import describe_inexact, first_inexact
 
-MISSING_LABEL = (
-    "The label is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
-    "declare what stands for it: Fixed(…, default=0)."
-)
 MISSING_WEIGHT = (
     "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
 )
 
 _Find = Callable[[pa.Array], int | None]
 _Describe = Callable[[pa.Array], str]  # of the one record that was found
+
+
+def missing_value(kind: str) -> str:
+    """What to say of a label or weight that a sample lacks."""
+    return (
+        f"The {kind} is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
+        f"declare what stands for it: Fixed(…, default={'0' if kind == 'label' else '1.0'})."
+    )
 
 
 def missing_in_list(length: int) -> str:
@@ -74,13 +80,30 @@ class ValueChecks:
 
     def __init__(self, decode: Any, transform: Any = None) -> None:
         self._columns: Sequence[Column] = getattr(decode, "columns", ())
-        self._labels: set[str] = set(getattr(decode, "labels", ()))
+        self._labels = Counter[str](getattr(decode, "labels", ()))
+        self._weights = Counter[str]()
         self._transform = transform
 
-    def require(self, names: Sequence[str]) -> None:
-        """Let missing values of these columns be errors, unless it is a transform that makes the column."""
+    def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[None]:
+        """Let missing values of these columns be errors, unless it is a transform that makes the column.
+
+        To the end of the context manager, if the result is used as one.
+        """
         known = {column.name for column in self._columns}
-        self._labels |= {name for name in names if name in known and not self._is_made(name)}
+        required = [
+            (counts, Counter(name for name in set(names) if name in known and not self._is_made(name)))
+            for counts, names in ((self._labels, labels), (self._weights, weights))
+        ]
+        for counts, names in required:
+            counts.update(names)
+
+        def end() -> None:
+            for counts, names in required:
+                counts.subtract(names)
+
+        stack = ExitStack()
+        stack.callback(end)
+        return stack
 
     def _is_made(self, name: str) -> bool:
         if self._transform is None:
@@ -98,8 +121,9 @@ class ValueChecks:
         if column.name not in schema.names:
             return
         _, leaf = unnest(schema.field(column.name).type)
-        if column.name in self._labels:
-            yield _Check(column.name, lambda array: first_missing(column, array), lambda _: MISSING_LABEL)
+        if self._labels[column.name] or self._weights[column.name]:
+            message = missing_value("label" if self._labels[column.name] else "weight")
+            yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
         if isinstance(column, Varlen) and is_weighted(leaf):
             yield _Check(column.name, first_missing_weight, lambda _: MISSING_WEIGHT)
         elif isinstance(column, Fixed) and is_number(leaf):
