@@ -144,16 +144,25 @@ def logical(array: pa.Array) -> pa.Array:
     """The same array in a type whose nulls can be counted and left out."""
     type_ = array.type
     if types.is_dictionary(type_) and array.dictionary.null_count:
-        return array.dictionary_decode()
+        return decoded(array)
     if array.null_count and (types.is_string_view(type_) or types.is_binary_view(type_)):
         return array.cast(pa.large_binary())  # Arrow cannot filter views
     return array
 
 
+def decoded(array: pa.DictionaryArray) -> pa.Array:
+    """The values that a dictionary array stands for."""
+    words = array.dictionary
+    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as polars has them
+        # Arrow cannot pick from views.
+        array = pa.DictionaryArray.from_arrays(array.indices, words.cast(pa.large_binary()))
+    return array.dictionary_decode()
+
+
 def texts(array: pa.Array) -> Ragged:
     """Strings as rows of bytes; the array must not have nulls."""
     if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+        array = decoded(array)
     type_ = array.type
     if types.is_string_view(type_) or types.is_binary_view(type_):
         array = array.cast(pa.large_binary())

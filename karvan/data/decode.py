@@ -197,7 +197,7 @@ def _raw(column: Raw, type_: pa.DataType) -> _Read:
         if column.default is None or not array.null_count:
             return array
         if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+            array = arrays.decoded(array)
         return array.cast(pa.large_binary()).fill_null(column.default.encode())
 
     def nested(array: pa.Array) -> NestedRagged:

@@ -218,7 +218,7 @@ class Loader:
 
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Any]:
         """Let a missing value of these columns, or NaN, be a `DataError` that names file and record.
 
         A Trainer asks for this of the labels and weights of its loss. Columns that the loader does not read,

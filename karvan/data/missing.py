@@ -84,7 +84,7 @@ class ValueChecks:
         self._weights = Counter[str]()
         self._transform = transform
 
-    def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[None]:
+    def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
         """Let missing values of these columns be errors, unless it is a transform that makes the column.
 
         To the end of the context manager, if the result is used as one.

@@ -76,12 +76,12 @@ class Stream:
 
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Any]:
         """Let missing values of these columns be errors, if the iterable can do so, as a `Loader` can."""
         ask = getattr(self._batches, "require_values", None)
         if ask is None:
             return nullcontext()
-        required: AbstractContextManager[None] = ask(labels, weights)
+        required: AbstractContextManager[Any] = ask(labels, weights)
         return required
 
     def identity(self) -> Identity | None:
