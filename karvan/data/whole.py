@@ -12,14 +12,15 @@ from karvan.data.errors import DataError
 _EXACT_BITS = {16: 11, 32: 24, 64: 53}  # integers of so many bits are different floats
 
 
-def whole_numbers(array: pa.Array) -> pa.Array:
+def whole_numbers(array: pa.Array, first_record: int | None = None) -> pa.Array:
     """Floats as int64, with null for NaN. Fractions, and integers that floats round, are a `DataError`."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if types.is_decimal(array.type):
         return array.cast(pa.int64())
     if (at := first_inexact(array)) is not None:
-        raise DataError(describe_inexact(array, at), place=f"value {at} of the records")
+        place = f"value {at} of the records" if first_record is None else f"record {first_record + at}"
+        raise DataError(describe_inexact(array, at), place=place)
     return pc.if_else(array.is_null(nan_is_null=True), None, array).cast(pa.int64())
 
 

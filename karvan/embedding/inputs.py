@@ -186,7 +186,7 @@ def _advice(feature: str, entry: object) -> str:
         return (
             f" This looks like text: make ids of it by kv.Feature('{feature}').hash(\"farm\") in a "
             f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]. "
-            f"Text of numbers, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
+            f"Text of ids, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
         )
     if dtype is not None and dtype.is_floating_point:
         return (
