@@ -164,11 +164,11 @@ def _take_statistics(
     for name, engine in engines.items():
         if name not in saved or not wanted(name):
             continue
-        if set(saved[name]) == set(engine.get_extra_state()):
+        try:
             engine.set_extra_state(saved[name])
             report.dense[name] = name
-        else:
-            report.left_dense[name] = "the model's has other features"
+        except ValueError as error:
+            report.left_dense[name] = f"the model's has other features: {error}"
 
 
 def _choose(

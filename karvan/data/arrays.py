@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from karvan import ids
 from karvan.data.columns import Number, is_list
 from karvan.data.errors import DataError
+from karvan.data.whole import whole_numbers
 from karvan.ragged import OptionalRagged, Ragged
 
 
@@ -91,15 +92,6 @@ def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Cal
     return read
 
 
-def whole_numbers(array: pa.Array) -> pa.Array:
-    """Floats as int64, with null for NaN; a fraction is an error. Not through float32: ids may be large."""
-    if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    if types.is_decimal(array.type):
-        return array.cast(pa.int64())
-    return pc.if_else(array.is_null(nan_is_null=True), None, array).cast(pa.int64())
-
-
 def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Array] | None]:
     """The plain type that stands for a type, and how to get there."""
     if types.is_timestamp(type_):
@@ -152,16 +144,25 @@ def logical(array: pa.Array) -> pa.Array:
     """The same array in a type whose nulls can be counted and left out."""
     type_ = array.type
     if types.is_dictionary(type_) and array.dictionary.null_count:
-        return array.dictionary_decode()
+        return decoded(array)
     if array.null_count and (types.is_string_view(type_) or types.is_binary_view(type_)):
         return array.cast(pa.large_binary())  # Arrow cannot filter views
     return array
 
 
+def decoded(array: pa.DictionaryArray) -> pa.Array:
+    """The values that a dictionary array stands for."""
+    words = array.dictionary
+    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as polars has them
+        # Arrow cannot pick from views.
+        array = pa.DictionaryArray.from_arrays(array.indices, words.cast(pa.large_binary()))
+    return array.dictionary_decode()
+
+
 def texts(array: pa.Array) -> Ragged:
     """Strings as rows of bytes; the array must not have nulls."""
     if types.is_dictionary(array.type):
-        array = array.dictionary_decode()
+        array = decoded(array)
     type_ = array.type
     if types.is_string_view(type_) or types.is_binary_view(type_):
         array = array.cast(pa.large_binary())

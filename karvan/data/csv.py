@@ -3,7 +3,7 @@
 The first time, a file is scanned for line ends, which is many times faster than parsing it; afterwards any
 run of lines can be read by itself. A record is a line: cells with line ends in quotes need
 `quoted_newlines=True`, for which a file is parsed once to count and always read from its beginning (as are
-compressed files). Empty lines are passed over.
+compressed files). Empty lines are skipped, except in files of one column, where such a line is a null.
 
 Lists fit into a cell with the three `separators`, by default `1|2|3` for a list, `1;2|3` for the list of
 lists [[1, 2], [3]] and `7:0.5|8:1` for ids with weights. An empty cell is null, and a null list is an empty
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv as text_csv
 import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +23,7 @@ from pyarrow import csv, types
 
 from karvan import _native
 from karvan.data.cells import are_digits, from_digits, from_hex, from_text
+from karvan.data.columns import is_text
 from karvan.data.errors import DataError, located
 from karvan.data.files import FileSource, Layout
 from karvan.data.integers import IntegerTable
@@ -81,6 +82,12 @@ class CsvSource(FileSource):
         self._parsing = csv.ParseOptions(
             delimiter=delimiter, quote_char=quote or False, newlines_in_values=quoted_newlines
         )
+        self._parsing_one_column = csv.ParseOptions(
+            delimiter=delimiter,
+            quote_char=quote or False,
+            newlines_in_values=quoted_newlines,
+            ignore_empty_lines=False,
+        )
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         with self._text(path) as text:
@@ -100,10 +107,10 @@ class CsvSource(FileSource):
                 column=unknown[0],
             )
         if self._quoted_newlines:
-            counts, bounds = self._parse_through(path, names), [begin]
+            counts, bounds = self._parse_through(path, names) if begin < len(head) else [], [begin]
         else:
             with self._text(path) as text:
-                counts, bounds = _scan(text, begin)
+                counts, bounds = _scan(text, begin, _all_lines if len(names) == 1 else _lines)
         return Layout(self._schema_of(names), np.cumsum([0, *counts], dtype=np.int64), bounds)
 
     def _schema_of(self, names: Sequence[str]) -> pa.Schema:
@@ -183,7 +190,8 @@ class CsvSource(FileSource):
             with self._text(path) as text:
                 _skip(text, layout.detail[0])
                 data = text.read(_BLOCK)
-            cut = data.rfind(b"\n") + 1
+                is_all = len(data) < _BLOCK and not text.read(1)
+            cut = 0 if is_all else data.rfind(b"\n") + 1
             data = data[:cut] if cut else data
             if not data.strip():
                 return {}
@@ -191,7 +199,7 @@ class CsvSource(FileSource):
             # Arrow takes integers that are too large for int64 for floats, which would round them.
             floats = [name for name, type_ in found.items() if type_ == pa.float64()]
             if floats:
-                text_of = self._read(data, names, self._converting(floats, as_text=floats))
+                text_of = self._read(data, names, self._converting(names, floats, as_text=floats))
                 for name in floats:
                     cells = text_of.column(name).combine_chunks()
                     if are_digits(cells):
@@ -201,19 +209,19 @@ class CsvSource(FileSource):
 
     def _parse(self, data: bytes, names: list[str], columns: Sequence[str]) -> pa.Table:
         try:
-            return self._read(data, names, self._converting(columns))
+            return self._read(data, names, self._converting(names, columns))
         except pa.ArrowInvalid:
             integers = [name for name in columns if name in self._inferred_integers]
             if not integers:
                 raise
             # The first lines of the first file may have been the only ones with small ids.
-            return self._read(data, names, self._converting(columns, as_text=integers))
+            return self._read(data, names, self._converting(names, columns, as_text=integers))
 
     def _read(self, data: bytes, names: list[str], converting: csv.ConvertOptions) -> pa.Table:
         for block in (_BLOCK, len(data) + 1):
             reading = csv.ReadOptions(column_names=names, block_size=block)
             try:
-                return csv.read_csv(pa.BufferReader(data), reading, self._parsing, converting)
+                return csv.read_csv(pa.BufferReader(data), reading, self._parsing_of(names), converting)
             except pa.ArrowInvalid as error:
                 if "straddl" not in str(error) or block > len(data):
                     raise
@@ -223,27 +231,35 @@ class CsvSource(FileSource):
         with self._text(path) as text:
             reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
             integers = [name for name in columns if name in self._inferred_integers]
-            yield from csv.open_csv(text, reading, self._parsing, self._converting(columns, as_text=integers))
+            converting = self._converting(names, columns, as_text=integers)
+            yield from csv.open_csv(text, reading, self._parsing_of(names), converting)
 
     def _parse_through(self, path: str, names: list[str]) -> list[int]:
         with self._text(path) as text:
             reading = csv.ReadOptions(column_names=names, skip_rows=int(self._header), block_size=_SPAN)
             strings = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.binary()))
             try:
-                return [batch.num_rows for batch in csv.open_csv(text, reading, self._parsing, strings)]
+                batches = csv.open_csv(text, reading, self._parsing_of(names), strings)
+                return [batch.num_rows for batch in batches]
             except pa.ArrowInvalid as error:
                 if "Empty CSV" in str(error):
                     return []
                 raise
 
-    def _converting(self, columns: Sequence[str], as_text: Collection[str] = ()) -> csv.ConvertOptions:
+    def _parsing_of(self, names: Sequence[str]) -> csv.ParseOptions:
+        return self._parsing_one_column if len(names) == 1 else self._parsing
+
+    def _converting(
+        self, names: Sequence[str], columns: Sequence[str], as_text: Collection[str] = ()
+    ) -> csv.ConvertOptions:
         in_cells = {name: pa.string() for name in columns if self._is_in_cells(name) or name in as_text}
         plain = {name: self._types[name] for name in columns if name in self._types}
         return csv.ConvertOptions(
             column_types=plain | in_cells,
             null_values=self._nulls,
             strings_can_be_null=True,
-            quoted_strings_can_be_null=False,
+            # Many programs write a null that is alone in its line as quotes with nothing between them.
+            quoted_strings_can_be_null=len(names) == 1 and not is_text(self._type(names[0])),
             include_columns=list(columns),
         )
 
@@ -264,7 +280,9 @@ class CsvSource(FileSource):
         return pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
 
-def _scan(text: pa.NativeFile, begin: int) -> tuple[list[int], list[int]]:
+def _scan(
+    text: pa.NativeFile, begin: int, lines: Callable[[bytes | memoryview], int]
+) -> tuple[list[int], list[int]]:
     """The number of records of each run of lines, and the bytes at which the runs begin and the last ends."""
     _skip(text, begin)
     counts: list[int] = []
@@ -284,7 +302,7 @@ def _scan(text: pa.NativeFile, begin: int) -> tuple[list[int], list[int]]:
         head = chunk.find(b"\n") + 1
         line = b"".join([*open_line, chunk[:head]])
         if line:
-            counts.append(_lines(line) + _lines(memoryview(chunk)[head:cut]))
+            counts.append(lines(line) + lines(memoryview(chunk)[head:cut]))
             bounds.append(bounds[-1] + waiting + cut)
         if not chunk:
             return counts, bounds
@@ -294,6 +312,13 @@ def _scan(text: pa.NativeFile, begin: int) -> tuple[list[int], list[int]]:
 def _lines(run: bytes | memoryview) -> int:
     """Lines that are not empty; pyarrow passes over the others."""
     return _native.count_lines(np.frombuffer(run, np.uint8)) if len(run) else 0
+
+
+def _all_lines(run: bytes | memoryview) -> int:
+    """Lines, with the empty ones among them."""
+    text = bytes(run)
+    ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
+    return ends + (text[-1:] not in (b"", b"\n", b"\r"))
 
 
 class _LineFeeds(io.RawIOBase):

@@ -17,7 +17,8 @@ from torch import Tensor
 from karvan.data import arrays
 from karvan.data.columns import Column, Fixed, Raw, Varlen, is_list, is_number, is_text, is_weighted, unnest
 from karvan.data.errors import DataError, reason
-from karvan.data.missing import MISSING_LABEL, MISSING_WEIGHT, first_missing, missing_in_list
+from karvan.data.missing import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
+from karvan.data.whole import whole_numbers
 from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
 
 _Read = Callable[[pa.Array], Entry]
@@ -66,6 +67,10 @@ class Decoder:
                 entries[name] = read(records.column(place))
         except pa.ArrowException as error:
             raise DataError(reason(error), column=name) from error
+        except DataError as error:
+            if error.column is not None:
+                raise
+            raise DataError(error.detail, place=error.place, column=name) from error
         return Batch(entries)
 
     def __repr__(self) -> str:
@@ -90,7 +95,7 @@ def _plan(
 def _required(column: Column, read: _Read) -> _Read:
     def read_all(array: pa.Array) -> Entry:
         if (row := first_missing(column, array)) is not None:
-            raise DataError(MISSING_LABEL, column=column.name, place=f"row {row} of the records")
+            raise DataError(missing_value("label"), column=column.name, place=f"row {row} of the records")
         return read(array)
 
     return read_all
@@ -160,7 +165,7 @@ def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
     def read(array: pa.Array) -> Tensor:
         values, present = arrays.of_length(array, length, column.name)
         if whole:
-            values = arrays.whole_numbers(values)
+            values = whole_numbers(values)
         made = convert(values)
         assert isinstance(made, Tensor)
         made = made.reshape(-1, length)
@@ -192,7 +197,7 @@ def _raw(column: Raw, type_: pa.DataType) -> _Read:
         if column.default is None or not array.null_count:
             return array
         if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
+            array = arrays.decoded(array)
         return array.cast(pa.large_binary()).fill_null(column.default.encode())
 
     def nested(array: pa.Array) -> NestedRagged:

@@ -37,7 +37,8 @@ def located(path: str | None = None, place: str | None = None, column: str | Non
     try:
         yield
     except DataError as error:
-        if error.path is not None or path is None:
+        adds_column = error.column is None and column is not None
+        if error.path is not None or (path is None and not adds_column):
             raise
         raise DataError(
             error.detail, path=path, place=error.place or place, column=error.column or column

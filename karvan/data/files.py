@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import fs
+from pyarrow import fs, types
 
 from karvan.data.errors import DataError, located
 from karvan.data.fingerprint import fingerprint_files
 from karvan.data.paths import Files
 from karvan.data.source import Part, Split
+from karvan.data.whole import whole_numbers
 from karvan.data.widening import common_type
 
 _KEPT_READERS = 4  # each may hold a decoded stripe
@@ -62,6 +63,7 @@ class FileSource(ABC):
         self._columns = None if columns is None else list(columns)
         self._layouts: dict[str, Layout] = {}
         self._schema: pa.Schema | None = None
+        self._declared: dict[str, pa.DataType] = {}
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._lock = Lock()
         self._inspecting = Lock()
@@ -90,7 +92,11 @@ class FileSource(ABC):
     def _type(self, name: str) -> pa.DataType:
         """The type of a column over all files, whose layouts are known."""
         found = ((path, self._layouts[path].schema.field(name).type) for path in self._files.paths)
-        return common_type(name, found)
+        return common_type(name, found, self._declared.get(name))
+
+    def declare_numbers(self, name: str, floating: bool) -> None:
+        """Say what a column becomes of which some files have integers and others floats."""
+        self._declared[name] = pa.float64() if floating else pa.int64()
 
     @property
     def names(self) -> list[str]:
@@ -183,7 +189,7 @@ class FileSource(ABC):
                     if batch is not None:
                         # The same schema object for all, without the metadata of whoever wrote the file.
                         batch = pa.RecordBatch.from_arrays(
-                            [_widened(batch.column(field.name), field.type) for field in schema],
+                            [_widened(batch.column(field.name), field, at) for field in schema],
                             schema=schema,
                         )
             except DataError as error:
@@ -242,8 +248,12 @@ class _Reader:
                 yield batch.slice(skipped, stop - skipped)
 
 
-def _widened(column: pa.Array, type_: pa.DataType) -> pa.Array:
+def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
+    type_ = field.type
     # Only to types that hold all values: "unsafe" lets the bits of unsigned ids through, and binary text.
+    if types.is_floating(column.type) and types.is_integer(type_):
+        with located(column=field.name):
+            return whole_numbers(column, first_record)
     return column if column.type == type_ else column.cast(type_, safe=False)
 
 

@@ -71,7 +71,7 @@ def _table(data: Any) -> pa.Table:
         return _from_mapping(data)
     if type(data).__module__.partition(".")[0] == "pandas":
         with located("pandas frame"):
-            return pa.Table.from_pandas(data, preserve_index=False)
+            return _from_pandas(data)
     if hasattr(data, "__arrow_c_stream__"):
         with located(type(data).__name__):
             return pa.table(data)
@@ -79,6 +79,18 @@ def _table(data: Any) -> pa.Table:
         "Expected a table, a frame of pandas or polars, or a mapping from names to arrays, "
         f"but received {type(data).__name__}."
     )
+
+
+def _from_pandas(frame: Any) -> pa.Table:
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except OverflowError:  # objects that are integers from 2**63 on
+        made = []
+        for name, column in frame.items():
+            with located("pandas frame", column=str(name)):
+                is_object = column.dtype == object
+                made.append(_array(column.to_numpy()) if is_object else pa.Array.from_pandas(column))
+        return pa.Table.from_arrays(made, names=[str(name) for name in frame.columns])
 
 
 def _from_mapping(data: Mapping[str, Any]) -> pa.Table:
@@ -111,12 +123,29 @@ def _array(values: Any) -> pa.Array:
             raise ValueError(f"Arrays may have one or two dimensions, but this has shape {values.shape}.")
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
-    if isinstance(values, np.ndarray) and values.dtype.kind == "O":
-        return pa.array(values, from_pandas=True)  # among objects NaN stands for a missing one
     try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
-        return pa.array(values, from_pandas=True)
+        if isinstance(values, np.ndarray) and values.dtype.kind == "O":
+            return pa.array(values, from_pandas=True)  # among objects NaN stands for a missing one
+        try:
+            return pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
+            return pa.array(values, from_pandas=True)
+    except OverflowError:
+        return _unsigned(values)
+
+
+def _unsigned(values: Any) -> pa.Array:
+    """Ids that are too large for int64, or lists of them."""
+    type_ = pa.uint64()
+    for _ in range(3):
+        try:
+            return pa.array(values, type_, from_pandas=True)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            type_ = pa.list_(type_)
+    raise DataError(
+        "Expected 64-bit integers, from 0 to 2**64 - 1 or from -2**63 to 2**63 - 1, but received some that "
+        "are larger, or large ones beside negative ones or other values."
+    )
 
 
 def nullable(entry: OptionalRagged | OptionalText) -> pa.Array:

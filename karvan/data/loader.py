@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -215,13 +216,16 @@ class Loader:
         if outcome.batch is not None:
             self._place = self._place._replace(steps=self._place.steps + 1)
 
-    def require_values(self, columns: Sequence[str]) -> None:
+    def require_values(
+        self, labels: Sequence[str], weights: Sequence[str] = ()
+    ) -> AbstractContextManager[Any]:
         """Let a missing value of these columns, or NaN, be a `DataError` that names file and record.
 
         A Trainer asks for this of the labels and weights of its loss. Columns that the loader does not read,
-        and those that its transform makes, are not checked. It holds from the next iteration on.
+        and those that its transform makes, are not checked. It holds from the next iteration on, to the end
+        of a `with` block if the result is used in one.
         """
-        self._checks.require(columns)
+        return self._checks.require(labels, weights)
 
     def close(self) -> None:
         """End the current iteration and its threads; the position stays."""

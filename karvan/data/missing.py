@@ -1,4 +1,4 @@
-"""Missing values that are errors: of labels, of lists that must be complete, and of weights.
+"""Values that are errors: missing labels and weights, lists that are not complete, fractions among integers.
 
 They are looked for while reading, where the file and the number of the record are known. Afterwards records
 are shuffled and joined, and an error could only name a row of a batch.
@@ -6,8 +6,10 @@ are shuffled and joined, and an error could only name a row of a batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,19 +17,25 @@ import torch
 from torch import Tensor
 
 from karvan.data import arrays
-from karvan.data.columns import Column, Fixed, Varlen, is_number, is_weighted, unnest
+from karvan.data.columns import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
 from karvan.data.errors import DataError
 from karvan.data.source import Source, Split
+from karvan.data.whole import describe_inexact, first_inexact
 
-MISSING_LABEL = (
-    "The label is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
-    "declare what stands for it: Fixed(…, default=0)."
-)
 MISSING_WEIGHT = (
     "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
 )
 
 _Find = Callable[[pa.Array], int | None]
+_Describe = Callable[[pa.Array], str]  # of the one record that was found
+
+
+def missing_value(kind: str) -> str:
+    """What to say of a label or weight that a sample lacks."""
+    return (
+        f"The {kind} is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
+        f"declare what stands for it: Fixed(…, default={'0' if kind == 'label' else '1.0'})."
+    )
 
 
 def missing_in_list(length: int) -> str:
@@ -72,13 +80,30 @@ class ValueChecks:
 
     def __init__(self, decode: Any, transform: Any = None) -> None:
         self._columns: Sequence[Column] = getattr(decode, "columns", ())
-        self._labels: set[str] = set(getattr(decode, "labels", ()))
+        self._labels = Counter[str](getattr(decode, "labels", ()))
+        self._weights = Counter[str]()
         self._transform = transform
 
-    def require(self, names: Sequence[str]) -> None:
-        """Let missing values of these columns be errors, unless it is a transform that makes the column."""
+    def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
+        """Let missing values of these columns be errors, unless it is a transform that makes the column.
+
+        To the end of the context manager, if the result is used as one.
+        """
         known = {column.name for column in self._columns}
-        self._labels |= {name for name in names if name in known and not self._is_made(name)}
+        required = [
+            (counts, Counter(name for name in set(names) if name in known and not self._is_made(name)))
+            for counts, names in ((self._labels, labels), (self._weights, weights))
+        ]
+        for counts, names in required:
+            counts.update(names)
+
+        def end() -> None:
+            for counts, names in required:
+                counts.subtract(names)
+
+        stack = ExitStack()
+        stack.callback(end)
+        return stack
 
     def _is_made(self, name: str) -> bool:
         if self._transform is None:
@@ -92,23 +117,68 @@ class ValueChecks:
         checks = [check for column in self._columns for check in self._checks(column, source.schema)]
         return _CheckedSource(source, checks) if checks else source
 
-    def _checks(self, column: Column, schema: pa.Schema) -> Iterator[tuple[str, _Find, str]]:
+    def _checks(self, column: Column, schema: pa.Schema) -> Iterator[_Check]:
         if column.name not in schema.names:
             return
-        type_ = schema.field(column.name).type
-        _, leaf = unnest(type_)
-        if column.name in self._labels:
-            yield column.name, lambda array: first_missing(column, array), MISSING_LABEL
-        elif isinstance(column, Fixed) and column.length > 1 and column.default is None:
-            floating = arrays.is_floating(leaf) if column.dtype is None else column.dtype.is_floating_point
-            if not floating:
-                yield column.name, lambda array: first_missing(column, array), missing_in_list(column.length)
-        elif isinstance(column, Varlen) and is_weighted(leaf):
-            yield column.name, first_missing_weight, MISSING_WEIGHT
+        _, leaf = unnest(schema.field(column.name).type)
+        if self._labels[column.name] or self._weights[column.name]:
+            message = missing_value("label" if self._labels[column.name] else "weight")
+            yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
+        if isinstance(column, Varlen) and is_weighted(leaf):
+            yield _Check(column.name, first_missing_weight, lambda _: MISSING_WEIGHT)
+        elif isinstance(column, Fixed) and is_number(leaf):
+            yield from _declared(column, schema.field(column.name).type)
+
+
+class _Check(NamedTuple):
+    """How to find a record that cannot be used, and what to say of it."""
+
+    column: str
+    find: _Find
+    describe: _Describe
+
+
+def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
+    """What a `Fixed` says of its values."""
+    levels, leaf = unnest(type_)
+    floating = arrays.is_floating(leaf)
+    whole = not (floating if column.dtype is None else column.dtype.is_floating_point)
+    if levels == 1 and not (pa.types.is_fixed_size_list(type_) and type_.list_size == column.length):
+        yield _Check(
+            column.name,
+            lambda array: first_of_other_length(array, column.length),
+            lambda record: f"Expected {column.length} values, but there are {len(record[0])}.",
+        )
+    if whole and column.length > 1 and column.default is None:
+        message = missing_in_list(column.length)
+        yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
+    if whole and floating and levels <= 1:
+        yield _Check(column.name, _first_inexact_row, _describe_inexact_row)
+
+
+def first_of_other_length(array: pa.Array, length: int) -> int | None:
+    """The first list that has another number of values, and is not empty."""
+    lengths = arrays.peel(array)[0].diff()
+    return _first((lengths != length) & (lengths != 0))
+
+
+def _first_inexact_row(array: pa.Array) -> int | None:
+    if not is_list(array.type):
+        return first_inexact(array)
+    offsets, values = arrays.peel(array)
+    at = first_inexact(values)
+    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+
+
+def _describe_inexact_row(record: pa.Array) -> str:
+    values = arrays.peel(record)[1] if is_list(record.type) else record
+    at = first_inexact(values)
+    assert at is not None
+    return describe_inexact(values, at)
 
 
 class _CheckedSource:
-    def __init__(self, source: Source, checks: Sequence[tuple[str, _Find, str]]) -> None:
+    def __init__(self, source: Source, checks: Sequence[_Check]) -> None:
         self._source = source
         self._checks = checks
 
@@ -123,14 +193,16 @@ class _CheckedSource:
         at = split.first
         for records in self._source.read(split):
             found = [
-                (row, name, message)
-                for name, find, message in self._checks
-                if (row := find(records.column(name))) is not None
+                (row, number)
+                for number, check in enumerate(self._checks)
+                if (row := check.find(records.column(check.column))) is not None
             ]
             if found:
-                row, name, message = min(found)
+                row, number = min(found)
                 if row:  # the records before it are as good as any
                     yield records.slice(0, row)
+                name, _, describe = self._checks[number]
+                message = describe(records.column(name).slice(row, 1))
                 raise DataError(message, path=split.path, place=f"record {at + row}", column=name)
             at += len(records)
             yield records

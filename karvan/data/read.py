@@ -9,9 +9,10 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns import Column, infer
+from karvan.data.columns import Column, Fixed, infer
 from karvan.data.decode import Decoder
 from karvan.data.errors import DataError
+from karvan.data.files import FileSource
 from karvan.data.formats import open_files
 from karvan.data.frames import open_frame
 from karvan.data.loader import Loader
@@ -60,6 +61,9 @@ def read(
             if value is not None:
                 raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
         source = data if _is_source(data) else open_frame(data)
+    for column in columns or ():
+        if isinstance(source, FileSource) and isinstance(column, Fixed) and column.dtype is not None:
+            source.declare_numbers(column.name, column.dtype.is_floating_point)
     asked: Sequence[Column | str] = source.schema.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from karvan.counts import check_counts
@@ -73,11 +74,15 @@ class Stream:
         """Join the positions of all ranks into one, as the iterable does it."""
         return dict(self._positioned("merge")(states))
 
-    def require_values(self, columns: Sequence[str]) -> None:
+    def require_values(
+        self, labels: Sequence[str], weights: Sequence[str] = ()
+    ) -> AbstractContextManager[Any]:
         """Let missing values of these columns be errors, if the iterable can do so, as a `Loader` can."""
         ask = getattr(self._batches, "require_values", None)
-        if ask is not None:
-            ask(columns)
+        if ask is None:
+            return nullcontext()
+        required: AbstractContextManager[Any] = ask(labels, weights)
+        return required
 
     def identity(self) -> Identity | None:
         """What tells the iterable's data from other data; None if it cannot say."""

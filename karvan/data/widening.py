@@ -16,11 +16,18 @@ from karvan.data.columns import is_text
 from karvan.data.errors import DataError
 
 
-def common_type(column: str, found: Iterable[tuple[str, pa.DataType]]) -> pa.DataType:
-    """The type that holds the values of all files; `found` are their paths and types."""
+def common_type(
+    column: str, found: Iterable[tuple[str, pa.DataType]], declared: pa.DataType | None = None
+) -> pa.DataType:
+    """The type that holds the values of all files; `found` are their paths and types.
+
+    A mix of integers and floats has the type that was declared for it, if any.
+    """
     result, source = pa.null(), ""
     for path, type_ in found:
         both = widest(result, type_)
+        if both is None and declared is not None and _is_mix(result, type_):
+            both = declared
         if both is None:
             raise DataError(
                 f"Expected the type {result}, as in {source}, but it is {type_}. "
@@ -34,9 +41,16 @@ def common_type(column: str, found: Iterable[tuple[str, pa.DataType]]) -> pa.Dat
 
 
 def _hint(a: pa.DataType, b: pa.DataType) -> str:
-    if any(map(types.is_integer, (a, b))) and any(map(types.is_floating, (a, b))):
-        return " (pandas makes floats of integers where one is missing; its type Int64 does not)"
+    if _is_mix(a, b):
+        return (
+            " (pandas makes floats of integers where one is missing; its type Int64 does not), or declare "
+            "what they become, Fixed(…, dtype=torch.int64)"
+        )
     return ""
+
+
+def _is_mix(a: pa.DataType, b: pa.DataType) -> bool:
+    return any(map(types.is_integer, (a, b))) and any(map(types.is_floating, (a, b)))
 
 
 def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:

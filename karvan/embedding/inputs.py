@@ -185,10 +185,15 @@ def _advice(feature: str, entry: object) -> str:
     if dtype is torch.uint8 or _is_text(values):
         return (
             f" This looks like text: make ids of it by kv.Feature('{feature}').hash(\"farm\") in a "
-            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]."
+            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]. "
+            f"Text of ids, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
         )
     if dtype is not None and dtype.is_floating_point:
-        return f" Numbers become ids by kv.Feature('{feature}').bucketize([…]); ids are whole numbers."
+        return (
+            f" Numbers become ids by kv.Feature('{feature}').bucketize([…]). If they are ids that became "
+            "floats because some are missing, as pandas does it, keep them as Int64 in pandas, or read them "
+            f"with columns=[kv.data.Fixed('{feature}', dtype=torch.int64), …]."
+        )
     if dtype is not None:
         return f" Convert them: batch['{feature}'].long()."
     return (

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from karvan.features.missing import without_nan
 from karvan.features.numbers import INT64, NumberOp
 from karvan.features.op import GroupElementOp, Number, Op, expect_numbers, floats
 from karvan.ragged import Entry
@@ -20,10 +21,13 @@ from karvan.ragged import Entry
 
 @dataclass(frozen=True)
 class ToIds(NumberOp):
-    """Numbers rounded to ids from 0 up to the number of buckets; a default for all others, NaN among them."""
+    """Numbers rounded to ids from 0 up to the number of buckets; a default for all others.
+
+    Without a default, which is 0 then, NaN has no id.
+    """
 
     buckets: int
-    default: int
+    default: int | None
     name: ClassVar[str] = "to_ids"
 
     def __post_init__(self) -> None:
@@ -31,12 +35,12 @@ class ToIds(NumberOp):
             raise ValueError(f"to_ids expects from 1 to 2**62 buckets, but received {self.buckets}.")
 
     def settings(self) -> Hashable:
-        """Buckets and defaults may differ."""
-        return None
+        """Buckets and defaults may differ, not whether there is a default."""
+        return self.default is None
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
         """Number of buckets and default."""
-        return (self.buckets, self.default)
+        return (self.buckets, self.default or 0)
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """Compared as floats before the cast, whose result for what does not fit is undefined."""
@@ -48,10 +52,17 @@ class ToIds(NumberOp):
         whole = values.to(torch.int64)
         return torch.where((whole >= 0) & (whole < buckets), whole, default)
 
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """NaN gets no id unless there is a default."""
+        made = super().run_group(ops, arguments)
+        assert isinstance(ops[0], ToIds)
+        return without_nan(made, [entry for (entry,) in arguments]) if ops[0].default is None else made
+
 
 @dataclass(frozen=True)
 class Bucketize(GroupElementOp):
-    """How many boundaries are not above the value: bucket 0 lies below the first, NaN in the last."""
+    """How many boundaries are not above the value: bucket 0 lies below the first, NaN in none."""
 
     boundaries: tuple[float, ...]
     name: ClassVar[str] = "bucketize"
@@ -68,6 +79,11 @@ class Bucketize(GroupElementOp):
     def settings(self) -> Hashable:
         """Boundaries may differ, unless they are so many that a table of all ops together would be large."""
         return None if len(self.boundaries) <= 128 else self
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """NaN gets no id."""
+        return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments])
 
     @classmethod
     def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -8,12 +8,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from karvan.features.describe import describe_chain
 from karvan.features.feature import Feature
 from karvan.features.fitted import FittedOp
 from karvan.features.fitting import gather_statistics
 from karvan.features.op import Job, run
 from karvan.features.plan import Stage, needs, plan, sources
 from karvan.ragged import Entry, NestedRagged, Ragged
+
+STEPS = "karvan.steps"
+"""The entry of the state that describes the steps which the statistics belong to."""
 
 
 class FeatureEngine(nn.Module):
@@ -175,16 +179,42 @@ class FeatureEngine(nn.Module):
             self._features[name] = dataclasses.replace(self._features[name], ops=tuple(ops))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was fitted, by feature, None before `fit`; part of the state dict."""
-        return {name: self._op_to_fit(name).fit_state() for name in self._fitted}
+        """What was fitted, by feature, None before `fit`, and the steps it belongs to; in the state dict."""
+        if not self._fitted:
+            return {}
+        state = {name: self._op_to_fit(name).fit_state() for name in self._fitted}
+        return {**state, STEPS: {name: self._steps_of(name, step + 1) for name, step in self._fitted.items()}}
+
+    def _steps_of(self, name: str, count: int | None = None) -> str:
+        """The first steps of a feature, with those of the features that it starts from."""
+        feature = self._features[name]
+        ops = list(feature.ops)
+        if name in self._fitted:
+            ops[self._fitted[name]] = self._given[name]
+        others = needs(feature, self._made)
+        columns = [
+            f"[{self._steps_of(self._made[column])}]" if self._made.get(column) in others else column
+            for column in feature.columns or (name,)
+        ]
+        return describe_chain(columns, ops[:count])
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take the statistics of another engine with the same features."""
+        """Take the statistics of another engine with the same features and steps."""
+        steps = state.get(STEPS, {})  # states of earlier versions have none
+        state = {name: given for name, given in state.items() if name != STEPS}
         if set(state) != set(self._fitted):
             raise ValueError(
                 f"FeatureEngine '{self.name}' expects statistics of {_listed(self._fitted)}, "
                 f"but received those of {_listed(state)}."
             )
+        for name, step in self._fitted.items():
+            own = self._steps_of(name, step + 1)
+            if state[name] is not None and steps.get(name, own) != own:
+                raise ValueError(
+                    f"Feature '{name}' of FeatureEngine '{self.name}' expects statistics of the steps {own}, "
+                    f"but received those of {steps[name]}. Keep the steps that the statistics were fitted "
+                    "with, or give the feature another name and fit the engine again, for a new model."
+                )
         made: dict[str, FittedOp] = {}
         for name, given in state.items():
             op = self._given[name]

@@ -145,7 +145,7 @@ class Feature:
     # Numbers
 
     def bucketize(self, boundaries: Sequence[float]) -> Feature:
-        """How many boundaries are not above the value."""
+        """How many boundaries are not above the value; NaN becomes no id."""
         return self.then(Bucketize(tuple(boundaries)))
 
     def log1p(self) -> Feature:
@@ -178,10 +178,10 @@ class Feature:
         """Decimal strings as the 64-bit integers that they spell, an empty string as no id.
 
         Of numbers, with `buckets`: rounded to ids below it, and `default`, which is 0 unless given, for those
-        that are not in this range.
+        that are not in this range. NaN becomes the default if one was given, else no id.
         """
         if buckets is not None:
-            return self.then(ToIds(buckets, default or 0))
+            return self.then(ToIds(buckets, default))
         if default is not None:
             raise ValueError(
                 f"Feature '{self.name}', to_ids: expected buckets beside a default, but received none."

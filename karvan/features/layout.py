@@ -51,6 +51,16 @@ def describe(entry: Entry) -> str:
     return f"a {kind} of {entry.values.dtype}{weighted}"
 
 
+def describe_for_lists(entry: Entry) -> str:
+    """The entry in the words of an error of a step that needs lists, and how to make them."""
+    if isinstance(entry, Tensor) and entry.dim() == 1:
+        return (
+            f"{describe(entry)}, one value per sample; fill_missing(…) fills samples that lack it, and "
+            "to_ragged() before this step makes lists of at most one value"
+        )
+    return describe(entry)
+
+
 def kind_of(entry: Entry) -> Hashable:
     """What two entries must have in common to be joined."""
     values = values_of(entry)

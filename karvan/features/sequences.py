@@ -9,7 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import as_ragged, check_rows, describe, is_text, keep, row_numbers
+from karvan.features.layout import (
+    as_ragged,
+    check_rows,
+    describe,
+    describe_for_lists,
+    is_text,
+    keep,
+    row_numbers,
+)
 from karvan.features.op import Number, RowOp
 from karvan.ragged import Entry, NestedRagged, Ragged
 from karvan.rows import as_offsets, offsets_from, values_of
@@ -68,7 +76,7 @@ class ToDense(RowOp):
         """A Ragged; a tensor has no place for weights."""
         (entry,) = entries
         if not isinstance(entry, Ragged):
-            raise TypeError(f"expected a Ragged, but received {describe(entry)}.")
+            raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
         if entry.weights is not None:
             raise ValueError("expected a Ragged without weights, which a Tensor cannot carry.")
         if isinstance(self.fill, float) and not entry.values.is_floating_point():
@@ -118,7 +126,7 @@ class FillEmpty(RowOp):
         """A Ragged of numbers or ids."""
         (entry,) = entries
         if not isinstance(entry, Ragged) or is_text(entry) or entry.values.dim() != 1:
-            raise TypeError(f"expected a Ragged of numbers or ids, but received {describe(entry)}.")
+            raise TypeError(f"expected a Ragged of numbers or ids, but received {describe_for_lists(entry)}.")
         if isinstance(self.value, float) and not entry.values.is_floating_point():
             raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.value}.")
         check_rows(entry)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from karvan.features.layout import check_rows, describe, kind_of, take
+from karvan.features.layout import check_rows, describe, describe_for_lists, kind_of, take
 from karvan.features.op import GroupRowOp, Op, spread
 from karvan.ragged import Entry, NestedRagged, Ragged
 from karvan.rows import as_offsets
@@ -40,7 +40,7 @@ class Truncate(GroupRowOp):
         (entry,) = entries
         check_rows(entry)
         if isinstance(entry, Tensor) and entry.dim() < 2:
-            raise ValueError(f"expected rows of several values, but received {describe(entry)}.")
+            raise ValueError(f"expected rows of several values, but received {describe_for_lists(entry)}.")
         if self.level == "inner" and not isinstance(entry, NestedRagged):
             raise TypeError(f"expected lists of lists for level 'inner', but received {describe(entry)}.")
 

@@ -17,7 +17,7 @@ from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import merged, summed
 from karvan.train.label_values import check_of
-from karvan.train.labels import require_labels
+from karvan.train.labels import required_labels
 from karvan.train.losses import named, total
 from karvan.train.placement import Placement
 from karvan.train.precision import Precision
@@ -55,13 +55,13 @@ class Evaluator:
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
         """Losses, means over samples, and metrics of fresh copies; over the data of all ranks."""
-        require_labels(data, self._loss, metrics.values())
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
         sums: dict[str, Tensor] = {}
         samples = 0
-        with same_random_state_afterwards(), self._feed(data) as batches:
+        required = required_labels(data, self._loss, metrics.values())
+        with required, same_random_state_afterwards(), self._feed(data) as batches:
             for batch, output in self._outputs(batches):
                 rows = rows_of(batch)
                 with torch.no_grad():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from karvan.train import dataset, state
 from karvan.train.course import Course
 from karvan.train.goal import Goal
-from karvan.train.labels import require_labels
+from karvan.train.labels import required_labels
 from karvan.train.losses import named, nothing_of, total
 from karvan.train.nonfinite import Skips
 from karvan.train.preflight import check_fit
@@ -45,7 +45,6 @@ class Fit:
     """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
 
     def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, begin: Begin) -> None:
-        require_labels(data, trainer.loss, trainer.metrics.values())
         self._trainer = trainer
         self._data = data
         self._goal = goal
@@ -77,6 +76,7 @@ class Fit:
         trainer = self._trainer
         with ExitStack() as stack:
             stack.enter_context(trainer.signals)
+            stack.enter_context(required_labels(self._data, trainer.loss, trainer.metrics.values()))
             self._begin(stack)
             while not self._over():
                 with closing(self._course.groups(self._begin_epoch)) as groups, self._failing():

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from karvan.ragged import OptionalRagged, Ragged
 
+_KINDS = ("label", "weight")
 
-def label_columns(loss: Any) -> list[str]:
-    """The columns of labels and weights that a loss or metric names; none for a function of your own."""
+
+def label_columns(loss: Any, kind: str = "label") -> list[str]:
+    """The columns of labels (or of kind "weight") that a loss or metric names; none for your own function."""
     parts = getattr(loss, "losses", None)
     if isinstance(parts, Mapping):
-        return list(dict.fromkeys(name for part in parts.values() for name in label_columns(part)))
-    names = [getattr(loss, part, None) for part in ("label", "weight")]
-    return [name for name in names if isinstance(name, str)]
+        return list(dict.fromkeys(name for part in parts.values() for name in label_columns(part, kind)))
+    name = getattr(loss, kind, None)
+    return [name] if isinstance(name, str) else []
 
 
-def require_labels(data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()) -> None:
-    """Ask data that can do so, such as a `Loader`, to raise where a label or weight is missing."""
+@contextmanager
+def required_labels(data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()) -> Iterator[None]:
+    """Let data that can do so, such as a `Loader`, raise where a label or weight is missing."""
     ask = getattr(data, "require_values", None)
-    if ask is not None:
-        ask([name for part in (loss, *metrics) for name in label_columns(part)])
+    if ask is None:
+        yield
+        return
+    parts = [loss, *metrics]
+    labels, weights = ([name for part in parts for name in label_columns(part, kind)] for kind in _KINDS)
+    with ask(labels, weights):
+        yield
 
 
 def refuse_missing(name: str, entry: Any) -> None:

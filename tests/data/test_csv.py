@@ -266,6 +266,38 @@ def test_whole_numbers_among_fractions_are_floats(tmp_path):
     assert read_all(open_files(path))["x"].to_pylist() == [2.0**63, 0.5]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("quoted", [True, False])
+@given(
+    values=st.lists(st.none() | st.integers(0, 99), max_size=9),
+    last_end=st.booleans(),
+    text=st.booleans(),
+    span=st.integers(1, 20),
+)
+def test_an_empty_line_of_a_file_of_one_column_is_a_null_record(
+    tmp_path_factory, end, quoted, values, last_end, text, span
+):
+    cells = ["x", *("" if value is None else f"{'a' * text}{value}" for value in values)]
+    # Without its end, an empty last line does not exist.
+    last = end if last_end or not cells[-1] else ""
+    path = put(tmp_path_factory.mktemp("one"), end.join(cells) + last)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csv_module, "_SPAN", span if not quoted else 1 << 16)
+        got = read_all(open_files(path, schema={"x": "string"}, quoted_newlines=quoted))["x"].to_pylist()
+        assert got == [cell or None for cell in cells[1:]]
+        inferred = read_all(open_files(path, quoted_newlines=quoted))["x"].to_pylist()
+        assert inferred == (got if text else values)
+
+
+def test_quotes_alone_in_a_line_are_null_among_numbers_and_empty_among_strings(tmp_path):
+    assert read_all(open_files(put(tmp_path, 'x\n1\n""\n3\n')))["x"].to_pylist() == [1, None, 3]
+    assert read_all(open_files(put(tmp_path, 'x\na\n""\n\nb\n')))["x"].to_pylist() == ["a", "", None, "b"]
+
+
+def test_a_last_line_without_an_end_tells_types_too(tmp_path):
+    assert read_all(open_files(put(tmp_path, "x,y\n,\n1,2.5"))).to_pylist()[1] == {"x": 1, "y": 2.5}
+
+
 def test_a_header_alone_is_no_rows(tmp_path):
     path = put(tmp_path, "a,b\n")
     assert list(read(path, 4)) == []

@@ -118,6 +118,22 @@ def test_ids_that_were_written_as_floats_can_be_read_as_integers(data, nan):
     assert present(got, torch.int64) == [[] if x is None else [x] for x in rows[cut]]
 
 
+@pytest.mark.parametrize(
+    ("type_", "limit"), [(pa.float64(), 1 << 53), (pa.float32(), 1 << 24), (pa.float16(), 1 << 11)]
+)
+def test_floats_that_integers_are_rounded_to_are_no_ids(type_, limit):
+    def read(*values):
+        floats = pa.array([float(v) for v in values], pa.float64()).cast(type_)
+        return decode(floats, Fixed("x", dtype=torch.int64), slice(0, len(values)))
+
+    assert read(limit - 1, 1 - limit).tolist() == [limit - 1, 1 - limit]
+    for wrong in (limit, -limit):
+        with pytest.raises(
+            DataError, match=rf"column 'x': Expected integers below .*{wrong}.*Int64.*strings"
+        ):
+            read(1, wrong)
+
+
 def test_a_fraction_is_no_integer():
     with pytest.raises(DataError, match=r"column 'x'.*1\.5"):
         decode(pa.array([1.5]), Fixed("x", dtype=torch.int64), slice(0, 1))

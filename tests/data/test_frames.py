@@ -114,3 +114,38 @@ def test_a_schema_holds_from_the_first_row():
     assert batch.schema == schema
     with pytest.raises(ValueError, match="at least 1"):
         next(record_batches([], 0))
+
+
+@pytest.mark.parametrize("type_", [pl.Categorical, pl.Enum(["a", "bc"])])
+def test_categories_of_polars_are_strings(type_):
+    def read(values, kind):
+        return whole(open_frame(pl.DataFrame({"x": pl.Series(values, dtype=kind)})))["x"]
+
+    for values in (["a", "bc", "a"], ["a", None, "bc"]):
+        assert_same(Batch({"x": read(values, type_)}), Batch({"x": read(values, pl.String)}))
+    lists = [["a", "bc"], None, ["a"]]
+    assert read(lists, pl.List(type_)).to_lists() == read(lists, pl.List(pl.String)).to_lists()
+
+
+LARGE = 2**63 + 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"x": [LARGE, None, 5]},
+        {"x": np.array([LARGE, None, 5], dtype=object)},
+        {"x": [[LARGE], None, [5]]},
+        pd.DataFrame({"x": [LARGE, None, 5], "y": [0.5, 1, 2]}, dtype=object),
+        pd.DataFrame({"x": [[LARGE], None, [5]], "y": pd.array([1, None, 3], "Int64")}),
+    ],
+)
+def test_python_integers_from_two_to_the_63_on_are_unsigned_ids(data):
+    assert whole(open_frame(data))["x"].to_lists() == [[LARGE - 2**64], [], [5]]
+
+
+@pytest.mark.parametrize("wrong", [2**64, -1, "a"])
+def test_python_integers_that_are_no_64_bit_ids_are_an_error_that_names_the_column(wrong):
+    for data in ({"x": [LARGE, wrong]}, pd.DataFrame({"x": [LARGE, wrong]}, dtype=object)):
+        with pytest.raises(DataError, match=r"column 'x': .*64"):
+            open_frame(data)

@@ -270,3 +270,43 @@ def test_a_matrix_joins_lists_that_a_step_has_made_of_incomplete_rows():
         [Batch({"x": torch.tensor([[1, 2]])}), Batch({"x": Ragged.from_lists([[], [3, 4]])})]
     )
     assert joined["x"].to_lists() == [[1, 2], [], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("type_", "good", "bad", "column", "message"),
+    [
+        (pa.float64(), 1.0, 1.5, kv.data.Fixed("x", dtype=torch.int64), "Expected whole numbers.* 1.5"),
+        (pa.float64(), None, 2.0**60, kv.data.Fixed("x", dtype=torch.int64), r"below 2\*\*53.*Int64"),
+        (
+            pa.list_(pa.int64()),
+            [1, 2],
+            [3],
+            kv.data.Fixed("x", length=2),
+            "Expected 2 values, but there are 1",
+        ),
+        (pa.list_(pa.int64()), [], [3, 4], kv.data.Fixed("x"), "Expected 1 values, but there are 2"),
+        (
+            pa.list_(pa.float64()),
+            [1.0, 2.0],
+            [1.0, 0.5],
+            kv.data.Fixed("x", length=2, dtype=torch.int64),
+            "Expected whole numbers.* 0.5",
+        ),
+    ],
+)
+def test_a_value_that_is_not_as_declared_is_an_error_that_names_file_and_record(
+    tmp_path, type_, good, bad, column, message
+):
+    records = pa.table({"x": pa.array([good] * 7 + [bad, good], type_)})
+    path = write(records, tmp_path / "a.parquet", 3)
+    with pytest.raises(DataError, match=rf"{path}, record 7, column 'x': .*{message}"):
+        list(kv.data.read(path, 2, columns=[column], shuffle=4))
+
+
+def test_ids_of_pandas_that_floats_round_are_an_error():
+    frame = pd.DataFrame({"user": [2**60 + 1, 2**60 + 3, None]})
+    with pytest.raises(DataError, match=r"record 0, column 'user': .*Int64"):
+        list(kv.data.read(frame, 3, columns=[kv.data.Fixed("user", dtype=torch.int64)]))
+    exact = pd.DataFrame({"user": pd.array([2**60 + 1, 2**60 + 3, None], "Int64")})
+    (batch,) = kv.data.read(exact, 3)
+    assert batch["user"].to_lists() == [[2**60 + 1], [2**60 + 3], []]

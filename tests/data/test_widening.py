@@ -129,3 +129,28 @@ def test_widening_is_symmetric_and_both_types_can_be_cast_to_the_result(a, b):
         assert widest(wide, a) == wide
         for type_ in (a, b):
             assert pa.nulls(2, type_).cast(wide, safe=False).null_count == 2
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_declared_dtype_settles_a_mix_of_integers_and_floats(tmp_path, kind, turned):
+    columns = [pa.array([2**60 + 1, 2]), pa.array([3.0, None, float("nan")])]
+    write(tmp_path, *(columns[::-1] if turned else columns), kind=kind)
+
+    def read(column):
+        (batch,) = kv.data.read(f"{tmp_path}/*.{kind}", 9, columns=[column])
+        found = rows(batch["x"])
+        return found[3:] + found[:3] if turned else found
+
+    assert read(kv.data.Fixed("x", dtype=torch.int64)) == [[2**60 + 1], [2], [3], [], []]
+    assert read(kv.data.Fixed("x", default=-1, dtype=torch.int64)) == [2**60 + 1, 2, 3, -1, -1]
+    assert read(kv.data.Fixed("x", dtype=torch.float64))[:3] == [float(2**60), 2.0, 3.0]
+    with pytest.raises(DataError, match=r"declare what they become, Fixed\(…, dtype=torch.int64\)"):
+        read("x")
+
+
+def test_a_fraction_in_a_file_of_floats_beside_one_of_declared_integers_is_an_error(tmp_path):
+    write(tmp_path, pa.array([1, 2]), pa.array([3.0, 0.5]))
+    data = kv.data.read(tmp_path, 9, columns=[kv.data.Fixed("x", dtype=torch.int64)])
+    with pytest.raises(DataError, match=r"1\.parquet, record 1, column 'x': Expected whole numbers.*0\.5"):
+        list(data)

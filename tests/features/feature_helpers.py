@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from karvan import ids
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import NestedRagged, Ragged
+from karvan.ragged import NestedRagged, OptionalRagged, Ragged
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-3, 3)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -62,6 +62,7 @@ def same(a, b):
     parts = {
         torch.Tensor: lambda t: [t],
         Ragged: lambda r: [r.values, r.lengths(), r.weights],
+        OptionalRagged: lambda r: [r.values, r.lengths()],
         NestedRagged: lambda n: [n.values, n.inner, n.outer],
     }[type(a)]
     return all(

@@ -1,11 +1,13 @@
 """What is refused, and in which words."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from feature_helpers import ragged_text
 
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import Ragged
+from karvan.ragged import OptionalRagged, Ragged
 
 
 def test_a_missing_column_is_named():
@@ -115,3 +117,19 @@ def test_a_wrong_entry_is_refused_with_the_names_of_feature_and_step(feature, en
 def test_impossible_settings_are_refused_where_they_are_written(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make(Feature("x"))
+
+
+@pytest.mark.parametrize(
+    "feature", [Feature("x").fill_empty(7), Feature("x").to_dense(2), Feature("x").truncate(1)]
+)
+def test_steps_on_lists_say_how_a_column_of_single_values_becomes_lists(feature):
+    column = OptionalRagged(torch.tensor([1, 3]), torch.tensor([0, 1, 1, 2]))
+    for entry in (column, torch.tensor([1, 2, 3])):
+        with pytest.raises(
+            (TypeError, ValueError), match=r"one value per sample; fill_missing.*to_ragged\(\)"
+        ):
+            FeatureEngine([feature])({"x": entry})
+    lists = Feature("x").to_ragged()
+    made = FeatureEngine([replace(lists, ops=(*lists.ops, *feature.ops))])({"x": column})["x"]
+    rows = made.tolist() if isinstance(made, torch.Tensor) else made.to_lists()
+    assert rows in ([[1], [7], [3]], [[1, 0], [0, 0], [3, 0]], [[1], [], [3]])

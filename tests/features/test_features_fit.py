@@ -27,7 +27,7 @@ def test_fit_finds_mean_and_standard_deviation_over_all_batches_without_nan():
     )
     engine.fit({"p": part, "r": part.abs()} for part in values.split(77))
     known = values[~values.isnan()].numpy()
-    statistics = {name: found.numpy() for name, found in engine.get_extra_state().items()}
+    statistics = {name: engine.get_extra_state()[name].numpy() for name in ("p", "r")}
     np.testing.assert_allclose(statistics["p"][0], known.mean(), rtol=1e-12)
     # A mean 1e5 times the deviation costs five digits; sums of squares would cost ten.
     np.testing.assert_allclose(statistics["p"][1], known.std(), rtol=1e-9)
@@ -169,3 +169,61 @@ def test_fit_says_that_it_wants_batches(data):
     engine = kv.FeatureEngine([kv.Feature("price").normalise()])
     with pytest.raises(TypeError, match=r"expects batches.*gives a str: give it kv\.data\.read"):
         engine.fit(data)
+
+
+def _fitted(*features):
+    return FeatureEngine(features).fit([{"p": torch.rand(100) * 9, "w": torch.arange(100) % 5}])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "texts"),
+    [
+        (
+            [Feature("p").normalise()],
+            [Feature("p").log1p().normalise()],
+            ["p.normalise()", "p.log1p().normalise()"],
+        ),
+        (
+            [Feature("p").clip(0, 5).log1p().normalise()],
+            [Feature("p").clip(0, 6).log1p().normalise()],
+            ["p.clip(0, 5).log1p().normalise()", "p.clip(0, 6).log1p().normalise()"],
+        ),
+        (
+            [Feature("q").select("p").normalise()],
+            [Feature("q").select("p").normalise(), Feature("p").log(2.0)],
+            ["steps [p.log(2.0)].normalise()", "those of p.normalise()"],
+        ),
+        (
+            [Feature("w").vocabulary(oov=2)],
+            [Feature("w").vocabulary(oov=3)],
+            ["w.vocabulary(None, 2)", "w.vocabulary(None, 3)"],
+        ),
+    ],
+)
+def test_statistics_of_other_steps_are_refused_with_both_shown(old, new, texts):
+    state = _fitted(*old).state_dict()
+    FeatureEngine(old).load_state_dict(state)
+    with pytest.raises(ValueError, match="expects statistics of the steps") as caught:
+        FeatureEngine(new).load_state_dict(state)
+    assert all(text in str(caught.value) for text in texts)
+
+
+def test_steps_after_the_fitted_one_may_change_and_earlier_states_without_steps_load():
+    engine = _fitted(Feature("p").normalise())
+    FeatureEngine([Feature("p").normalise().clip(-3, 3)]).load_state_dict(engine.state_dict())
+    state = {"p": engine.get_extra_state()["p"]}
+    other = FeatureEngine([Feature("p").log1p().normalise()])
+    other.set_extra_state(state)
+    assert same(other.get_extra_state()["p"], state["p"])
+
+
+def test_the_description_of_steps_is_stable_text_also_for_numpys_numbers_and_many_values():
+    engine = _fitted(Feature("p").clip(np.float64(1.0), np.int64(7)).normalise())
+    assert engine.get_extra_state()["karvan.steps"] == {"p": "p.clip(1.0, 7).normalise()"}
+
+    def steps(boundaries):
+        chain = Feature("p").bucketize(boundaries).normalise()
+        return FeatureEngine([chain]).get_extra_state()["karvan.steps"]["p"]
+
+    assert steps(range(99)) == steps(range(99)) != steps(range(1, 100))
+    assert len(steps(range(99))) < 80

@@ -1,6 +1,8 @@
 """Transforms of numbers and ids against Python's arithmetic."""
 
 import math
+from dataclasses import replace
+from itertools import chain as join
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from karvan import ids
 from karvan.features import Feature, FeatureEngine
-from karvan.ragged import OptionalRagged, Ragged
+from karvan.ragged import NestedRagged, OptionalRagged, Ragged
 
 MASK = (1 << 64) - 1
 NAN = math.nan
@@ -32,12 +34,63 @@ def test_bucketize_counts_boundaries_not_above(lists, boundaries):
     assert made.to_lists() == [[sum(b <= v for b in boundaries) for v in row] for row in lists]
 
 
-def test_bucketize_of_integers_nan_and_short_floats():
+def test_bucketize_of_integers_infinity_and_short_floats():
     feature = chain().bucketize([0.1, 2, 2.5])
     assert run(feature, torch.tensor([0, 1, 2, 3])).tolist() == [0, 1, 2, 3]
-    assert run(feature, torch.tensor([NAN, math.inf, -math.inf])).tolist() == [3, 3, 0]
+    assert run(feature, torch.tensor([math.inf, -math.inf])).tolist() == [3, 0]
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         assert run(feature, torch.tensor([0.1, 2.5], dtype=dtype)).tolist() == [1, 3]  # at the boundary
+
+
+TO_IDS = [chain().bucketize([0.0, 1.0]), chain().to_ids(10)]
+
+
+@pytest.mark.parametrize("feature", TO_IDS)
+@given(lists=rows(st.sampled_from([0.0, 1.0, 5.0, math.inf, -math.inf, NAN])))
+def test_nan_becomes_no_id(feature, lists):
+    entry = Ragged.from_lists(lists, dtype=torch.float32)
+    weighted = Ragged(entry.values, entry.offsets, torch.arange(len(entry.values)) * 1.0)
+    known = [[v for v in row if v == v] for row in lists]
+    expected = run(feature, Ragged.from_lists(known, dtype=torch.float32)).to_lists()
+    made = run(feature, weighted)
+    assert made.to_lists() == expected
+    assert made.weights.tolist() == [i for i, v in enumerate(entry.values.tolist()) if v == v]
+    lists_of_one = NestedRagged(entry.values, entry.offsets, torch.tensor([0, len(lists)]))
+    assert run(feature, lists_of_one).to_lists() == [expected]
+
+    column = run(feature, entry.values)  # a column of one float per sample
+    flat = join.from_iterable(expected)
+    ids_of_samples = [[next(flat)] if v == v else [] for v in entry.values.tolist()]
+    if all(ids_of_samples):
+        assert column.tolist() == list(join.from_iterable(ids_of_samples))
+    else:
+        assert isinstance(column, OptionalRagged)
+        assert column.to_lists() == ids_of_samples
+
+
+@pytest.mark.parametrize("feature", TO_IDS)
+def test_nan_that_a_step_makes_of_a_column_with_missing_integers_becomes_no_id(feature):
+    column = OptionalRagged(torch.tensor([1, -1, 3]), torch.tensor([0, 1, 1, 2, 3]))
+    logs = replace(feature, ops=(*chain().log().ops, *feature.ops))
+    made = run(logs, column)
+    assert isinstance(made, OptionalRagged)
+    assert [bool(row) for row in made.to_lists()] == [True, False, False, True]
+
+
+def test_nan_becomes_a_number_that_was_named_before_or_the_default():
+    values = torch.tensor([NAN, 0.5, NAN])
+    assert run(chain().fill_missing(-1).bucketize([0.0, 1.0]), values).tolist() == [0, 1, 0]
+    assert run(chain().to_ids(10, default=0), values).tolist() == [0, 0, 0]
+    assert run(chain().to_ids(10, default=7), values).tolist() == [7, 0, 7]
+
+
+@pytest.mark.parametrize("feature", TO_IDS)
+def test_nan_in_a_matrix_is_an_error_that_says_how_to_make_lists(feature):
+    matrix = torch.tensor([[NAN, 5.0], [1.0, 2.0]])
+    with pytest.raises(ValueError, match=r"Feature 'x', .*NaN.*fill_missing.*to_ragged\(pad"):
+        run(feature, matrix)
+    lists = replace(feature, ops=(*chain().to_ragged(pad=NAN).ops, *feature.ops))
+    assert [len(row) for row in run(lists, matrix).to_lists()] == [1, 2]
 
 
 @given(rows(FLOATS))

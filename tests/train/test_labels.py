@@ -58,11 +58,33 @@ def test_the_labels_and_weights_of_several_losses_and_of_metrics_are_checked(tmp
             "buy": kv.losses.BinaryCrossEntropy(label="buy", weight="w"),
         }
     )
-    with pytest.raises(DataError, match="record 1, column 'w'"):
+    with pytest.raises(DataError, match=r"record 1, column 'w': The weight is missing.*default=1\.0"):
         trainer(loss).fit(kv.data.read(path, 2))
     path = write(tmp_path, pa.array([0, 1]), buy=pa.array([0.0, None]))
     with pytest.raises(DataError, match="record 1, column 'buy'"):
         trainer(metrics={"auc": kv.metrics.AUC(label="buy")}).fit(kv.data.read(path, 2))
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate"])
+def test_labels_are_required_during_the_call_only(tmp_path, call):
+    data = kv.data.read(write(tmp_path, pa.array([0, 1, None, 1])), 4)
+    own = trainer()
+    for _ in range(2):
+        with pytest.raises(DataError, match="record 2, column 'click'"):
+            getattr(own, call)(data)
+        assert [len(each.output) for each in own.predict(data)] == [4]
+        (batch,) = data
+        assert batch["click"].to_lists() == [[0], [1], [], [1]]
+
+
+def test_an_evaluation_on_the_data_of_a_fit_leaves_its_labels_required(tmp_path):
+    data = kv.data.read(write(tmp_path, pa.array([0, None])), 2)
+    with data.require_values(["click"]):
+        with data.require_values(["click"]):
+            pass
+        with pytest.raises(DataError, match="record 1, column 'click'"):
+            list(data)
+    assert len(list(data)) == 1
 
 
 def test_a_declared_default_is_trained_on(tmp_path):

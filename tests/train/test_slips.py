@@ -169,6 +169,7 @@ def test_text_as_ids_says_how_to_hash_it():
         with pytest.raises(TypeError) as told:
             engine({"user": ids})
         assert TEXT in str(told.value)
+        assert """kv.Feature('user').split(" ").to_ids()""" in str(told.value)
     text = {**COLUMNS, "user": np.array([f"u{user}" for user in COLUMNS["user"]])}
     with pytest.raises(TypeError) as told:
         trainer().fit(kv.data.read(text, 16))
@@ -185,7 +186,10 @@ def test_text_as_ids_says_how_to_hash_it():
     [
         (np.arange(3), "kv.data.read makes batches of tensors"),
         (torch.arange(3, dtype=torch.int32), r"Convert them: batch\['user'\].long\(\)"),
-        (torch.rand(3), r"Numbers become ids by kv.Feature\('user'\).bucketize"),
+        (
+            torch.rand(3),
+            r"Numbers become ids by kv.Feature\('user'\).bucketize.*Int64.*Fixed\('user', dtype=",
+        ),
     ],
 )
 def test_ids_of_another_type_say_what_to_do(ids, message):
