@@ -15,6 +15,7 @@ from typing import Any
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import gather_state
+from karvan.train.moving import starts_epoch
 from karvan.train.passes import Passes
 from karvan.train.placement import Placement
 from karvan.train.randomness import random_state, set_random_state
@@ -158,9 +159,17 @@ class Course:
             "epoch_random": self._epoch_random,
         }
 
-    def load(self, saved: Mapping[str, Any], random: Any) -> None:
-        """Go back to what `state` gave, with these random generators behind the batches to skip."""
+    def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
+        """Go back to what `state` gave, with these random generators behind the batches to skip.
+
+        drop_unfinished: an epoch of another kind of data starts again, see `moving.py`.
+        """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
+        says = self._connection.rank == 0
+        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, says=says):
+            self._position = position_of(self._data)
+            set_random_state(random)
+            return
         batches = self._counts.batches
         if self._position is not None and isinstance(self._data, Positioned):
             self._data.load_state_dict(self._position)

@@ -292,6 +292,6 @@ class Fit:
             dataset.begin_data(counts)
             trainer.callbacks.on_new_data(trainer)
             return
-        self._course.load(saved, random)
+        self._course.load(saved, random, self._how.drop_unfinished)
         if self._identity is not None and self._identity.grows and self._goal.reached(counts):
             dataset.begin_data(counts)

@@ -50,6 +50,7 @@ class Kept:
         self._loaded: Checkpoint | None = None  # what that is of
         self._identity: Identity | None = None  # of the data of that loader
         self._data_name: str | None = None  # that `load` was given for it
+        self._drop_unfinished = False  # as `load` was told
         self._runs: dict[Path, Checkpoints] = {}
 
     @property
@@ -147,7 +148,8 @@ class Kept:
 
         data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
         `epoch` is 0 and its first loader begins at its start; `step` continues. Other data that was not
-        trained to its end is an error, unless drop_unfinished.
+        trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
+        `kv.stream()`, has begun, which drop_unfinished starts again.
         """
         if self._in_loop() or self._in_step():
             raise RuntimeError(
@@ -163,6 +165,7 @@ class Kept:
         set_random_state(state.random_of(self.connection, saved))
         self.dense.begin()
         self._saved, self._loaded, self._data_name = saved, found, data_name
+        self._drop_unfinished = drop_unfinished
         if other:
             self._begin_data()
         return dict(saved.get("extra", {}))
