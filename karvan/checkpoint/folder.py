@@ -82,7 +82,7 @@ def try_writing(parent: Path) -> None:
             parent,
             f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be made and "
             "written to, with room for checkpoints.",
-        ) from error
+        ) from None  # the text has all of it
 
 
 def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:

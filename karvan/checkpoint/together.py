@@ -33,7 +33,8 @@ def together(
             where, what = one["problem"]
             # An error that all have agreed on names its rank already.
             named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
-            raise CheckpointError(where, named) from own
+            # The text of a CheckpointError has its cause; of any other error people want the place as well.
+            raise CheckpointError(where, named) from None if isinstance(own, CheckpointError) else own
     return [one["value"] for one in said]
 
 

@@ -52,6 +52,8 @@ class _Whole:
                 assert isinstance(self._source, Positioned)  # it has told the position
                 self._source.load_state_dict(position)
                 moved = start.index == 0
+            elif hasattr(self._source, "start_epoch"):
+                self._source.start_epoch(start.epoch)
             elif self._begin is not None:
                 raise RuntimeError(f"Epoch {start.epoch} expects a position to begin at, got none.")
         self._next = None

@@ -170,13 +170,8 @@ class LoaderStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a place: this trainer's own, or the merged one of all trainers of any number."""
-        stream_place.check(state)
+        stream_place.check(state, len(self._lines))
         rank, world = self._place()
-        if len(state["loaders"]) != len(self._lines):
-            raise ValueError(
-                f"A stream of {len(self._lines)} loaders expects a state of as many, "
-                f"got one of {len(state['loaders'])}."
-            )
         whole = len(state["ranks"]) == state["trainers"]
         if not whole and (state["trainers"] != world or rank not in state["ranks"]):
             raise ValueError(
@@ -188,6 +183,10 @@ class LoaderStream:
         if whole:
             state = stream_place.merge([state])
         self._go_to(int(state["epoch"]), state["loaders"], False)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch, by its number from 0."""
+        self._go_to(epoch, stream_place.start_of_epoch(len(self._lines)), False)
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the states of all trainers into one that any number of them can go on from."""

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.data.position_kind import kind_of, mismatch, stream_of
+
 VERSION = 1
 
 Known = tuple[int, Any]  # index, and the source's position before it
@@ -90,12 +92,20 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return state_of(first["epoch"], first["trainers"], ranks, loaders)
 
 
-def check(state: Mapping[str, Any]) -> None:
-    """Raise unless it is a state of this version."""
-    if state.get("version") != VERSION or "loaders" not in state:
+def check(state: Mapping[str, Any], loaders: int | None = None) -> None:
+    """Raise unless it is a state of this version, of so many loaders if a number is given."""
+    if "loaders" not in state or (loaders is not None and len(state["loaders"]) != loaders):
+        raise ValueError(mismatch(kind_of(state), "kv.stream()" if loaders is None else stream_of(loaders)))
+    if state.get("version") != VERSION:
         raise ValueError(
-            f"A stream of loaders expects a state that it gave, of version {VERSION}, got {list(state)}."
+            f"A position of kv.stream() must have version {VERSION}, but has {state.get('version')!r}. "
+            "Another version of karvan saved it: finish the epoch with that one, or begin without a position."
         )
+
+
+def start_of_epoch(loaders: int) -> list[dict[str, Any]]:
+    """What a state says of its loaders before any batch of an epoch."""
+    return [loader_state(Base(), (), None, {}) for _ in range(loaders)]
 
 
 def _merged(given: list[Mapping[str, Any]], loader: int, loaders: int, trainers: int) -> dict[str, Any]:

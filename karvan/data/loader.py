@@ -254,6 +254,23 @@ class Loader:
         self._finished = False
         self._epoch = place.epoch
 
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of an iteration, by its number from 0: to the batches that it would have in a row.
+
+        With `steps_per_epoch` the data is at its start.
+        """
+        self.close()
+        first = epoch * (self._epochs or 1)
+        if self._steps_per_epoch is None:
+            place = Place(first, 0, epoch * len(self) if self._epochs else 0)
+        else:
+            place = Place(0, 0, first * self._steps_per_epoch)
+        self._earlier, self._place = (), place
+        self._shares = Shares(self._plan, (), self._rank, self._world)
+        self._until = None if self._epochs is None else first + self._epochs
+        self._finished = False
+        self._epoch = place.epoch
+
     def identity(self) -> Identity:
         """What tells this data from other data; the same on all ranks, whatever the order."""
         if self._identity is None:
@@ -290,4 +307,6 @@ class Loader:
             )
         else:
             why = f"there are only {self._plan.records} records, and each of the first ranks has one"
+            if self._plan.records == 1:
+                why = "there is only 1 record, and the first rank has it"
         _log.warning("Rank %d of %d gets no batches: %s.", self._rank, self._world, why)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from karvan.data.position_kind import LOADER, kind_of, mismatch
+
 VERSION = 2
 
 
@@ -141,6 +143,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose: str) -> None:
     """Raise unless the state is a position in the same data, in the same order."""
+    if (kind := kind_of(state)) != LOADER:
+        raise ValueError(mismatch(kind, LOADER))
     if state.get("version") != VERSION:
         raise ValueError(
             f"A position must have version {VERSION}, but has {state.get('version')!r}. "

@@ -26,6 +26,15 @@ class Attempts:
         """Somebody was killed, so what failed before may have failed for that."""
         self._failures = 0
 
+    @property
+    def next_start(self) -> str:
+        """Where trainers continue that are started now, for people."""
+        if self._checkpoints is None:
+            return "continue from the newest checkpoint if they have one"
+        if newest := self._find_newest():
+            return f"go back to the newest checkpoint, {newest}"
+        return "start from the beginning, because there is no checkpoint yet"
+
     def _find_newest(self) -> str:
         if self._checkpoints is None:
             return ""

@@ -202,7 +202,7 @@ class Job:
             limit = f"{self.spec.max_restarts} restarts within {self.spec.restart_window:g} seconds"
             self._fail(member, _FAILED, f"{member.name} {end_text(code)}, after {limit}.")
         elif member.role == TRAINER or (member.role == SERVER and self.spec.on_server_loss == "rollback"):
-            self.logs.tell(f"{member.name} {end_text(code)}; all trainers go back to the newest checkpoint.")
+            self.logs.tell(f"{member.name} {end_text(code)}; all trainers {self._attempts.next_start}.")
             self._kill_trainers()
             self._rollback = time.monotonic() + self._delay()
         else:

@@ -206,7 +206,7 @@ class TrainContext(Kept):
             return self._course
         name, self._data_name = self._data_name if name is None else name, None
         if self._loaded is not None:
-            if self._is_other(self._loaded, data, name, drop_unfinished=False):
+            if self._is_other(self._loaded, data, name, self._drop_unfinished):
                 self._begin_data()
         elif data is not self._data:
             self._change_data(dataset.identify(data, name, self.connection))
@@ -217,7 +217,7 @@ class TrainContext(Kept):
         made = Course(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
         self._data = data
         if self._saved is not None:
-            made.load(self._saved, random_state())
+            made.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
         return made
 

@@ -16,6 +16,7 @@ from typing import Any
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import gather_state
+from karvan.train.moving import starts_epoch
 from karvan.train.passes import Passes
 from karvan.train.placement import Placement
 from karvan.train.randomness import random_state, set_random_state
@@ -169,7 +170,7 @@ class Course:
         """`load`; if drop and any rank's data has another order, begin the epoch once more. A collective."""
         begin, failure = position_of(self._data), None
         try:
-            self.load(saved, random)
+            self.load(saved, random, drop)
         except PositionError as error:
             failure = error
         failures = [None if failure is None else str(failure)]
@@ -189,9 +190,17 @@ class Course:
         self._position = self._epoch_random = self._random_later = None
         set_random_state(random)
 
-    def load(self, saved: Mapping[str, Any], random: Any) -> None:
-        """Go back to what `state` gave, with these random generators behind the batches to skip."""
+    def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
+        """Go back to what `state` gave, with these random generators behind the batches to skip.
+
+        drop_unfinished: an epoch of another kind of data starts again, see `moving.py`.
+        """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
+        says = self._connection.rank == 0
+        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, says=says):
+            self._position = position_of(self._data)
+            set_random_state(random)
+            return
         batches = self._counts.batches
         if self._position is not None and isinstance(self._data, Positioned):
             try:

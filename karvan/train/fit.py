@@ -310,8 +310,7 @@ class Fit:
         if self._identity is None or not self._identity.grows:
             self._course.load_or_drop(saved, random, self._how.drop_unfinished)
             return
-        self._course.load(
-            saved, random
-        )  # without its position, all that has ever come would be trained again
+        # Without its position, all that has ever come would be trained again.
+        self._course.load(saved, random)
         if self._goal.reached(counts):
             dataset.begin_data(counts)

@@ -54,6 +54,7 @@ class Kept:
         self._past: tuple[Trained, ...] = ()  # data that was trained to its end before
         self._before: Trained | None = None  # how that of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
+        self._drop_unfinished = False  # as `load` was told
         self._runs: dict[Path, Checkpoints] = {}
 
     @property
@@ -152,7 +153,8 @@ class Kept:
         data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
         `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
         its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
-        trained to its end is an error, unless drop_unfinished.
+        trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
+        `kv.stream()`, has begun, which drop_unfinished starts again.
         """
         if self._in_loop() or self._in_step():
             raise RuntimeError(
@@ -168,6 +170,7 @@ class Kept:
         set_random_state(state.random_of(self.connection, saved))
         self.dense.begin()
         self._saved, self._loaded, self._data_name = saved, found, data_name
+        self._drop_unfinished = drop_unfinished
         if other:
             self._begin_data()
         return dict(saved.get("extra", {}))

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from karvan import ranks
 from karvan.checkpoint.transforms import KEY, Transform, has_state, name_of
 from karvan.features import FeatureEngine
 from karvan.ranks import Lane
@@ -68,7 +69,7 @@ class Transforms:
             return
         transform, state = self._found[name], self._saved.pop(name)
         fitted = not getattr(transform, "unfitted", ())
-        if fitted and pack(transform.state_dict()) != pack(state):
+        if fitted and ranks.current().rank == 0 and pack(transform.state_dict()) != pack(state):
             _log.warning(
                 "Transform '%s' had other statistics than the checkpoint, which replaces them.", name
             )

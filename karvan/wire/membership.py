@@ -97,6 +97,8 @@ class Membership:
                     _log.info("The registry at %s is back.", self._registry)
                 trouble = ""
             except (WireError, RefusedError) as error:
+                if self._peer.closing:
+                    return  # the process ends
                 if str(error) != trouble:
                     _log.warning("%s %s: %s", *self._name(), error)
                 trouble = str(error)

@@ -192,6 +192,11 @@ class Peer:
             self._thread.join(_CONNECT + 2 * _GOODBYE)
             self._give_up(WireError(f"{self.name} was left before it had answered."))
 
+    @property
+    def closing(self) -> bool:
+        """Whether `close` was called, so that calls fail on purpose."""
+        return bool(self._closing)
+
     def begin_closing(self) -> None:
         """Take no more calls, and say good-bye; `close` waits for that."""
         closed(self)

@@ -69,6 +69,9 @@ def test_an_error_of_one_is_the_same_error_on_all(error, name_rank, says):
     results, _ = on_ranks(3, lambda lane: together(lane, "x", lambda: fail(lane), name_rank=name_rank))
     assert [type(result) for result in results] == [CheckpointError] * 3
     assert [str(result) for result in results] == [says] * 3
+    # Only an error that nobody expected is shown with its traceback.
+    causes = [None, error, error] if isinstance(error, MemoryError) else [None] * 3
+    assert [result.__cause__ for result in results] == causes
 
 
 def test_who_is_alone_gets_its_own_error():

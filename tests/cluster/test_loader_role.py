@@ -104,14 +104,16 @@ def test_a_state_at_the_end_gives_nothing_and_then_the_next_epoch(loaders):
 def test_a_state_of_another_number_of_loaders_or_of_one_trainer_is_refused(loaders):
     one = loaders.stream()
     state = one.state_dict()
-    with pytest.raises(ValueError, match="expects a state of as many"):
+    with pytest.raises(ValueError, match=f"by roles.loaders: {2 * loaders.count} in the job"):
         one.load_state_dict({**state, "loaders": state["loaders"] * 2})
     with pytest.raises(ValueError, match="its own state or the merged one"):
         one.load_state_dict({**state, "ranks": [1], "trainers": 2})
     with pytest.raises(ValueError, match="all 2 trainers"):
         one.merge([{**state, "ranks": [1], "trainers": 2}])
-    with pytest.raises(ValueError, match="a state that it gave"):
+    with pytest.raises(ValueError, match="of another kind of data, but the data is"):
         one.load_state_dict({"version": 9})
+    with pytest.raises(ValueError, match="must have version 1, but has 9"):
+        one.load_state_dict({**state, "version": 9})
 
 
 class Net(torch.nn.Module):

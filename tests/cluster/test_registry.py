@@ -134,6 +134,22 @@ def test_members_register_again_with_a_registry_that_was_restarted():
     again.close()
 
 
+FAILING = """
+import logging, sys
+from karvan.wire.membership import Membership
+logging.basicConfig(level="WARNING")
+Membership(sys.argv[1], "trainer", 0, "h:1", beat=0.001)
+raise KeyError("the real error")
+"""
+
+
+def test_the_last_line_of_a_process_that_fails_is_its_error(registry):
+    command = [sys.executable, "-c", FAILING, registry.address]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "KeyError: 'the real error'"
+
+
 def test_a_process_of_an_older_generation_cannot_take_a_place(registry):
     member = Membership(registry.address, "trainer", 0, "h:1", generation=3)
     assert registry.members()[0].generation == 3

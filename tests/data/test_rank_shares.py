@@ -164,10 +164,10 @@ def test_after_a_change_of_ranks_a_second_stop_continues_with_the_very_batches(
     assert finished
 
 
-def warnings_of(caplog, **options):
+def warnings_of(caplog, records=20, **options):
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="karvan.data"):
-        loader = Loader(TableSource([20]), decode, **options)
+        loader = Loader(TableSource([records]), decode, **options)
         list(loader), list(loader)
     return [record.getMessage() for record in caplog.records]
 
@@ -175,6 +175,9 @@ def warnings_of(caplog, **options):
 def test_a_rank_without_batches_says_why_once(caplog):
     assert warnings_of(caplog, batch_size=1, rank=20, world=30) == [
         "Rank 20 of 30 gets no batches: there are only 20 records, and each of the first ranks has one."
+    ]
+    assert warnings_of(caplog, records=1, batch_size=1, rank=1, world=2) == [
+        "Rank 1 of 2 gets no batches: there is only 1 record, and the first rank has it."
     ]
     assert warnings_of(caplog, batch_size=8, rank=1, world=3, drop_remainder=True) == [
         "Rank 1 of 3 gets no batches: it has 7 of 20 records, and drop_remainder drops them, because they "

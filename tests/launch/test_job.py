@@ -169,6 +169,35 @@ def test_a_trainer_that_fails_but_has_saved_is_started_again(tmp_path):
         assert job.outcome().code == 0
 
 
+def test_a_rollback_says_where_trainers_continue(tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    with Running(tmp_path, {}, checkpoints=str(checkpoints)) as job:
+        for times, folder in enumerate(["new", "step-000000000007"], 1):
+            (checkpoints / folder).mkdir(parents=True)
+            job.wait_for("start", "trainer", times)
+            job.kill("trainer-0")
+        job.wait_for("start", "trainer", 3)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert [line.partition("SIGKILL; ")[2] for line in job.lines if "SIGKILL" in line] == [
+        "all trainers start from the beginning, because there is no checkpoint yet.",
+        "all trainers go back to the newest checkpoint, step-000000000007.",
+    ]
+
+
+def test_a_rollback_of_a_job_without_a_folder_does_not_promise_a_checkpoint(tmp_path):
+    with Running(tmp_path, {}) as job:
+        job.wait_for("start", "trainer")
+        job.kill("trainer-0")
+        job.wait_for("start", "trainer", 2)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    said = (
+        "trainer-0 was killed by SIGKILL; all trainers continue from the newest checkpoint if they have one."
+    )
+    assert f"launcher | {said}" in job.lines
+
+
 def test_deaths_long_ago_do_not_count(tmp_path):
     with Running(tmp_path, {"loaders": 1}, max_restarts=1, restart_window=1e-9) as job:
         for times in range(1, 4):

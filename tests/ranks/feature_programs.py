@@ -1,5 +1,6 @@
 """What the ranks do in `test_feature_ranks.py`: fits on shares of data, and errors of one rank."""
 
+import logging
 import os
 
 import numpy as np
@@ -86,5 +87,11 @@ def fit_shares(run_folder):
     loaded = engine_of()
     train(loaded, run_folder, 4)
     made["resumed"] = plain(loaded)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("karvan.train").addHandler(handler)
+    train(engine_of().fit(whole[:1]), run_folder, 6)
+    made["replaced"] = [line for line in said if "other statistics" in line]
     ranks.disconnect()
     return made

@@ -45,3 +45,9 @@ def test_other_features_on_another_rank_are_an_error(fitted):
 def test_statistics_that_differ_between_ranks_are_an_error_before_training(fitted):
     for made in fitted:
         assert "expected fit after kv.connect" in made["fitted apart"]
+
+
+def test_statistics_that_a_checkpoint_replaces_are_told_of_by_the_first_rank_alone(fitted):
+    first, second = (made["replaced"] for made in fitted)
+    assert [line.partition(" had ")[0] for line in first] == ["Transform 'features'"]
+    assert second == []

@@ -1,6 +1,7 @@
 """What is wrong before training begins is an error then, which names it and says what to do."""
 
 import resource
+import traceback
 
 import pytest
 import torch
@@ -305,6 +306,8 @@ def test_a_folder_that_cannot_be_written_is_noticed_before_the_first_step(tmp_pa
     with pytest.raises(kv.checkpoint.CheckpointError, match="checkpoints cannot be written here: ") as told:
         trainer(net, checkpoints=where).fit(batches(2))
     assert str(where) in str(told.value)
+    printed = "".join(traceback.format_exception(told.value))
+    assert printed.count("Traceback") == 1
     assert net.embeddings.step == 0
 
 
