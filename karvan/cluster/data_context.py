@@ -15,6 +15,7 @@ or, for batches that a program makes itself,
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
@@ -23,8 +24,10 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any
 
+from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import Batches, as_batch, serve
+from karvan.cluster.loader_statistics import SavedStatistics, Statistics
 from karvan.cluster.role import Settings, listening
 from karvan.cluster.sent_ids import Split, WorkerClient, split_by_name
 from karvan.cluster.worker_client import workers_from_environment
@@ -60,6 +63,8 @@ class DataContext:
             workers=workers_from_environment() if workers is None else workers,
             split=split,
         )
+        self._transforms: list[object] = []  # with statistics
+        self._saved = SavedStatistics(os.environ.get("KARVAN_CHECKPOINTS", ""))
         self._begun = False
         self._once = False  # whether batches are sent outside of `epochs`
         self._open = False  # whether an epoch has begun and not ended
@@ -72,7 +77,13 @@ class DataContext:
         atexit.register(self._leave)
 
     def read(self, data: Any, batch_size: int, **options: Any) -> Loader:
-        """`kv.data.read` for this loader's share of the data."""
+        """`kv.data.read` for this loader's share of the data.
+
+        A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has by its
+        name, even if it was fitted to other data: the model knows no others. Trainers save the statistics of
+        the transforms that `read` was given before `serve`, `epochs` or `send`.
+        """
+        self._use(options.get("transform"))
         return read(data, batch_size, rank=self.index, world=self.count, **options)
 
     def serve(self, batches: Batches) -> None:
@@ -84,7 +95,8 @@ class DataContext:
         """
         self._begun = True
         with self._telling():
-            serve(self._service, batches)
+            self._use(getattr(batches, "transform", None))
+            serve(self._service, batches, self._statistics())
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs that trainers ask for, each when it is asked for.
@@ -92,6 +104,7 @@ class DataContext:
         The same number comes again if an epoch has to be sent again, because a loader or a trainer was
         replaced. Batches that are not needed then are dropped, so an epoch must have the same ones again.
         """
+        self._service.identify(None, self._statistics())
         while (start := self._service.begin()) is not None:
             if start.index:  # the position is of a program that had positions
                 raise RuntimeError(
@@ -151,6 +164,27 @@ class DataContext:
                 self._tell(error)
             self._leave()
 
+    def _use(self, transform: object) -> None:
+        """Have the statistics of a transform be those of the checkpoint, and tell trainers of them."""
+        if not has_state(transform):
+            return
+        self._saved.give(transform)
+        known = self._service.statistics
+        if known is None:
+            if all(transform is not one for one in self._transforms):
+                self._transforms.append(transform)
+        elif Statistics.of([transform]).digests.items() - known.digests.items():
+            raise ValueError(
+                f"Trainers do not know the statistics of transform '{name_of(transform)}': expected "
+                "data.read(…, transform=…) with it before data.serve, data.epochs or the first data.send, so "
+                "that checkpoints have them."
+            )
+
+    def _statistics(self) -> Statistics:
+        for transform in self._transforms:
+            self._saved.give(transform)  # the program may have called fit since
+        return Statistics.of(self._transforms)
+
     def _telling(self) -> ExitStack:
         """Trainers hear of errors inside of it."""
         stack = ExitStack()
@@ -166,6 +200,7 @@ class DataContext:
         if self._once:
             raise RuntimeError("expected batches of one epoch, got one after its end; see `epochs`.")
         self._begun = self._once = self._open = True
+        self._service.identify(None, self._statistics())
         self._service.begin_once()
 
     def _go_back(self) -> None:

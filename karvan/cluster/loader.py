@@ -16,6 +16,7 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
     resend(reference, worker), done(references)      see `sent_ids.py`
     identity                                         what tells its data from other data, once its program
                                                        has said so; "wait" after a second
+    statistics(whole)                                see `loader_statistics.py`
     leave                                            this trainer wants no more
 
 A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
@@ -39,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
+from karvan.cluster.loader_statistics import Statistics
 from karvan.cluster.packing import pack
 from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
 from karvan.ragged import Batch
@@ -88,6 +90,7 @@ class LoaderService(Service):
         self._positions: deque[Known] = deque(maxlen=_POSITIONS)
         self._error = ""
         self._identity: tuple[dict[str, Any] | None] | None = None  # of the data, once the program has begun
+        self._statistics = Statistics()  # of the transforms; final as soon as there is an identity
         self._over = False  # the program has no more epochs
         self._closed = False
 
@@ -156,14 +159,12 @@ class LoaderService(Service):
                     self._sent.resend(Reference(*call.head["reference"]), int(call.head["worker"]))
                     return Message({})
                 case "identity":
-                    with self._changed:
-                        self._changed.wait_for(
-                            lambda: self._closed or self._error or self._identity is not None, _WAIT
-                        )
-                        known = self._identity
-                        if known is None and self._error:
-                            raise RuntimeError(self._error)
+                    known = self._wait_for_program()
                     return Message({"wait": True} if known is None else {"identity": known[0]})
+                case "statistics":
+                    whole = bool(call.head["whole"])
+                    begun = self._wait_for_program() is not None
+                    return self._statistics.message(whole) if begun else Message({"wait": True})
                 case "leave":
                     with self._changed:
                         self._of(caller).left = True
@@ -172,6 +173,14 @@ class LoaderService(Service):
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(f"expected a well-formed call of {method!r}, got: {error}.") from error
         return super().answer(call, caller)
+
+    def _wait_for_program(self) -> tuple[dict[str, Any] | None] | None:
+        """The identity of the data in a tuple, as soon as the program begins; None if that takes longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._error or self._identity is not None, _WAIT)
+            if self._identity is None and self._error:
+                raise RuntimeError(self._error)
+            return self._identity
 
     def _next(self, epoch: int, caller: Caller) -> Message:
         with self._changed:
@@ -231,10 +240,16 @@ class LoaderService(Service):
         """Whether nobody serves it any more."""
         return self._closed
 
-    def identify(self, identity: dict[str, Any] | None) -> None:
-        """Say what tells the data from other data; None if nothing does."""
+    @property
+    def statistics(self) -> Statistics | None:
+        """What trainers were told of the transforms; None before the program begins."""
+        return None if self._identity is None else self._statistics
+
+    def identify(self, identity: dict[str, Any] | None, statistics: Statistics | None = None) -> None:
+        """Say what tells the data from other data, None if nothing does, and the transforms' statistics."""
         with self._changed:
             self._identity = (identity,)
+            self._statistics = statistics or Statistics()
             self._changed.notify_all()
 
     def begin(self) -> Start | None:
@@ -259,7 +274,8 @@ class LoaderService(Service):
 
     def begin_once(self) -> None:
         """As `begin`, for a program that can send epoch 0 only, from its start, and only once."""
-        self.identify(None)
+        if self._identity is None:
+            self.identify(None)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
             self._cursor = (0, 0)
@@ -295,6 +311,8 @@ class LoaderService(Service):
             rest, worker = self._sent.put(reference, owner, batch, names)
             packed = pack(rest)
             head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.rows}
+            if self._statistics.digest:
+                head["statistics"] = self._statistics.digest
             if worker is not None:
                 head |= {"reference": list(reference), "worker": worker}
             item = Item(epoch, Message({**packed.head, **head}, packed.arrays))

@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from karvan.cluster.loader import LoaderService, Start
+from karvan.cluster.loader_statistics import Statistics
 from karvan.ragged import Batch
 from karvan.train.types import Positioned
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
-def serve(service: LoaderService, batches: Batches) -> None:
-    """Send batches for as long as trainers ask for epochs; until the service is closed."""
+def serve(service: LoaderService, batches: Batches, statistics: Statistics | None = None) -> None:
+    """Send batches for as long as trainers ask for epochs; until the service is closed.
+
+    statistics: of the transforms that make the batches.
+    """
     source = _PerEpoch(batches) if callable(batches) else _Whole(batches)
     known = getattr(batches, "identity", lambda: None)()
-    service.identify(None if known is None else known.state())
+    service.identify(None if known is None else known.state(), statistics)
     while (start := service.begin()) is not None:
         taken = source.batches(start)
         try:

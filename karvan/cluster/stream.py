@@ -24,6 +24,7 @@ import torch
 
 from karvan import ragged, ranks
 from karvan.cluster import stream_place
+from karvan.cluster.loader_statistics import ask_loaders
 from karvan.cluster.packing import unpack
 from karvan.cluster.sent_ids import Reference
 from karvan.cluster.stream_line import Caller, Line, leave_all
@@ -121,6 +122,7 @@ class LoaderStream:
             loaders = len(loaders)
         if loaders < 1:
             raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADERS), or addresses.")
+        self._digest: str | None = None  # of the loaders' statistics, if they were asked
         self._epoch = 0
         self._finished = False  # whether the epoch was given to its end here, so that the next one follows
         self._released: deque[ragged.Reference] = deque()  # whose ids nobody needs any more
@@ -204,6 +206,14 @@ class LoaderStream:
         ids = {state["id"] for state in states if state is not None}
         told = json.dumps([os.environ.get("KARVAN_DATA"), sorted(ids)])
         return Identity(hashlib.sha256(told.encode()).hexdigest()[:16], "the data of the job")
+
+    def transform_states(self) -> dict[str, Any]:
+        """The statistics of the loaders' transforms, by name; a Trainer keeps them in checkpoints.
+
+        Loaders with different statistics are an error, also later, when one is replaced.
+        """
+        states, self._digest = ask_loaders(self._lines, self._caller())
+        return states
 
     def done(self, batches: Iterable[LoadedBatch]) -> None:
         """Say that the ids of these batches are not needed any more."""
@@ -319,6 +329,13 @@ class LoaderStream:
     def _handed_out(self, line: Line) -> LoadedBatch:
         answer = line.take()
         head = answer.head
+        if self._digest is not None and head.get("statistics", "") != self._digest:
+            raise ValueError(
+                f"{line.name} transforms batches by other statistics than when training began: its process "
+                "was replaced, and has fitted its engine to data that has changed since. Expected the same "
+                "statistics: name the folder of checkpoints in the job (checkpoints), from which data.read "
+                "of the loader program takes them, or fit to data that does not change."
+            )
         entries: dict[str, Any] = dict(unpack(answer))
         if "reference" in head:
             name, worker = Reference(*head["reference"]).name, int(head["worker"])

@@ -157,15 +157,19 @@ class Line:
             self.end = None
 
     def identity(self, caller: Caller) -> dict[str, Any] | None:
-        """What tells the loader's data from other data; waits for its program to begin."""
+        """What tells the loader's data from other data."""
+        known = self.ask_program("identity", caller).head["identity"]
+        return None if known is None else dict(known)
+
+    def ask_program(self, method: str, caller: Caller, head: Mapping[str, Any] | None = None) -> Message:
+        """The answer `method` of the loader, which has it once its program begins to send batches."""
         with self._changed:
             self._caller = caller
         deadline = time.monotonic() + caller.timeout
-        while "identity" not in (answer := self.call("identity", {}).wait().head):
+        while method not in (answer := self.call(method, head or {}).wait()).head:
             if time.monotonic() > deadline:
                 raise WireError(f"{self.name} expected its program to begin to send batches in time.")
-        known = answer["identity"]
-        return None if known is None else dict(known)
+        return answer
 
     def call(self, method: str, head: Mapping[str, Any], deadline: float | None = None) -> Reply:
         """A call that need not wait for batches."""

@@ -36,6 +36,11 @@ class Stream:
         """The transform of the iterable, if it has one; a Trainer keeps its state in checkpoints."""
         return getattr(self._batches, "transform", None)
 
+    def transform_states(self) -> dict[str, Any]:
+        """The statistics of transforms in other processes, if the iterable is `kv.stream()` or like it."""
+        tell = getattr(self._batches, "transform_states", None)
+        return dict(tell()) if tell is not None else {}
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

@@ -200,6 +200,7 @@ class TrainContext(Kept):
 
     def _course_of(self, data: Iterable[Any], name: str | None) -> Course:
         self.transforms.use(data)
+        self.transforms.match_loaders()
         self.transforms.require_fitted(self.model)
         goes_on = data is self._data and isinstance(data, Positioned)
         if self._saved is None and goes_on and self._course is not None:

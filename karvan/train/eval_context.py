@@ -136,6 +136,7 @@ class EvalContext:
             )
         run = self._running
         run.transforms.use(data)
+        run.transforms.match_loaders()
         place = partial(run.placement.place, training=False)
         with feed(data, place, ahead=run.ahead, rounds=Rounds(run.connection, "evaluate")) as batches:
             self._feed = batches

@@ -52,7 +52,7 @@ class Fit:
         self._counts = trainer.counts
         self._window = trainer.window
         self._stopping = Stopping(trainer)
-        self._transforms = Transforms(data, goal.eval_data)
+        self._transforms = Transforms()
         self._course = Course(
             data,
             trainer.connection,
@@ -129,11 +129,13 @@ class Fit:
         if record is not None:
             self._past = record.history if other else record.past
             self._before = dataset.trained_before(record, self._identity) if other else None
+        self._transforms.use(self._data, self._goal.eval_data)
         trainer.update.forget()
         if newest is not None:
             self._load(trainer.saver.load(newest, trainer.model), other)
         else:
             self._begin_alone()
+        self._transforms.match_loaders()
         self._transforms.require_fitted(trainer.model)
         self._transforms.require_equal(trainer.connection.main, trainer.model)
         trainer.dense.begin()
