@@ -9,6 +9,7 @@ from train_helpers import batches, everything, model, trainer
 
 import karvan as kv
 from karvan import ranks
+from karvan.train.frozen import Frozen
 
 
 def changed(net, before):
@@ -118,6 +119,58 @@ def test_what_is_frozen_stays_and_all_else_is_trained(frozen, stays):
             output, labels = ctx.forward(batch)
             ctx.backward(nn.functional.binary_cross_entropy_with_logits(output, labels))
     assert changed(other, before) == every - stays
+
+
+class Towers(nn.Module):
+    """Two modules that each hold an engine and a net; `again` is a second name of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = Tower("user"), Tower("item")
+        self.again = self.users
+
+    def forward(self, batch):
+        return self.users(batch) + self.items(batch)
+
+
+class Tower(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.emb, self.net = name, kv.EmbeddingEngine({name: kv.Table(4)}), nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.net(self.emb(batch)[self.name]).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "tables", "parameters"),
+    [
+        ("users", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("again", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("user?", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("users.emb", ["user"], []),
+        ("users.emb.user", ["user"], []),
+        ("*.net", [], ["users.net.weight", "users.net.bias", "items.net.weight", "items.net.bias"]),
+        ("*.emb", ["user", "item"], []),
+    ],
+)
+def test_the_name_of_a_module_stands_for_the_tables_and_parameters_in_it(frozen, tables, parameters):
+    found = Frozen(Towers(), frozen)
+    assert [table.name for table in found.tables] == tables
+    assert list(found.parameters) == parameters
+
+
+def test_rows_of_an_engine_inside_a_frozen_module_stay_as_they_are():
+    net, keys = Towers(), torch.arange(40)
+    trainer(net).fit(batches(2))
+    before = [
+        tower.emb(kv.Batch({tower.name: keys}))[tower.name].detach() for tower in (net.users, net.items)
+    ]
+    trainer(net, frozen=["users"]).fit(batches(3))
+    net.eval()
+    after = [tower.emb(kv.Batch({tower.name: keys}))[tower.name].detach() for tower in (net.users, net.items)]
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
 
 
 def test_gradients_of_what_is_frozen_do_not_pile_up():
