@@ -30,9 +30,10 @@ from karvan.train.eval_context import EvalContext, running
 from karvan.train.feed import same
 from karvan.train.frozen import Frozen, Patterns
 from karvan.train.kept import Kept
+from karvan.train.labels import require_columns
 from karvan.train.losses import nothing_of, total
 from karvan.train.nonfinite import Skips, nonfinite_text
-from karvan.train.outputs import Labels, full, labels_of
+from karvan.train.outputs import Labels, full, labels_of, names_of
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
 from karvan.train.placement import make_placement
@@ -170,6 +171,7 @@ class TrainContext(Kept):
             raise RuntimeError(
                 "Another loader of this context has not come to its end: expected one at a time."
             )
+        require_columns(data, names_of(self._label))
         batches = self._epoch(data, name)
         self._batches = ref(batches)
         return batches

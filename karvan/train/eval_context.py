@@ -18,7 +18,8 @@ from karvan import ranks
 from karvan.ranks import Connection
 from karvan.train.evaluation import evaluating
 from karvan.train.feed import Feed, ahead_of, feed, same
-from karvan.train.outputs import Labels, full, labels_of, precision_named
+from karvan.train.labels import require_columns
+from karvan.train.outputs import Labels, full, labels_of, names_of, precision_named
 from karvan.train.placement import Placement, device_of, exact_device, make_placement
 from karvan.train.precision import Precision, make_precision
 from karvan.train.randomness import same_random_state_afterwards
@@ -136,6 +137,7 @@ class EvalContext:
             )
         run = self._running
         run.transforms.use(data)
+        require_columns(data, names_of(self._label))
         place = partial(run.placement.place, training=False)
         with feed(data, place, ahead=run.ahead, rounds=Rounds(run.connection, "evaluate")) as batches:
             self._feed = batches

@@ -21,9 +21,14 @@ def label_columns(loss: Any) -> list[str]:
 
 def require_labels(data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()) -> None:
     """Ask data that can do so, such as a `Loader`, to raise where a label or weight is missing."""
+    require_columns(data, [name for part in (loss, *metrics) for name in label_columns(part)])
+
+
+def require_columns(data: Iterable[Any], names: list[str]) -> None:
+    """Ask data that can do so to raise where one of these columns has no value."""
     ask = getattr(data, "require_values", None)
     if ask is not None:
-        ask([name for part in (loss, *metrics) for name in label_columns(part)])
+        ask(names)
 
 
 def refuse_missing(name: str, entry: Any) -> None:
