@@ -233,7 +233,7 @@ def sharded(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     yield lambda: kv.connect("sharded")
-    ranks.disconnect()
+    kv.disconnect()
 
 
 def test_a_model_made_before_connect_is_refused(sharded):
@@ -377,3 +377,10 @@ def test_a_folder_without_room_is_noticed_before_the_first_step(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(each.name for each in tmp_path.iterdir()) == there
+
+
+def test_disconnect_is_public_and_ends_the_connection(sharded):
+    sharded()
+    assert ranks.current().settings.kind == "sharded"
+    kv.disconnect()
+    assert ranks.current().settings.kind == "memory"
