@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from karvan.features import Feature, FeatureEngine
     from karvan.ragged import Batch, NestedRagged, Padded, Ragged
-    from karvan.ranks import connect
+    from karvan.ranks import connect, disconnect
     from karvan.store import MemoryStore, Rows, Store
     from karvan.threads import get_num_threads, set_num_threads
     from karvan.train import EvalContext, InferContext, Job, TrainContext, Trainer, losses, metrics
@@ -69,6 +69,7 @@ __all__ = [
     "checkpoint",
     "connect",
     "data",
+    "disconnect",
     "get_num_threads",
     "ids",
     "init",
@@ -91,7 +92,7 @@ _HOMES = {
     "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
     "ReadOnly Table TableHandle init optim",
     "karvan.features": "Feature FeatureEngine",
-    "karvan.ranks": "connect",
+    "karvan.ranks": "connect disconnect",
     "karvan.ragged": "Batch NestedRagged Padded Ragged",
     "karvan.store": "MemoryStore Rows Store",
     "karvan.threads": "get_num_threads set_num_threads",

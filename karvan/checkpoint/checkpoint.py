@@ -201,6 +201,7 @@ class Checkpoint:
         together(lane, self.path, fill)
         for handle in handles.values():
             handle.engine.filled = True
+            handle.engine.content.replace()
         return state
 
     def load_transforms(self, *transforms: Transform) -> None:

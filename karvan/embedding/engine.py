@@ -61,6 +61,7 @@ class EmbeddingEngine(nn.Module):
         self.connection: Connection | None = ranks.current() if store is None else None
         self.store: Store = store if store is not None else make_store()
         self.filled = False  # whether a checkpoint has filled the tables
+        self.content = portable.Content()
         self._pending: list[_Pending] = []
         self._ahead = Ahead(self.features)
         self.again = Again()  # forwards of a step that may have to be computed again
@@ -258,7 +259,7 @@ class EmbeddingEngine(nn.Module):
         return portable.describe(self)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what `get_extra_state` gave; an error if rows belong to it and this engine has none."""
+        """Restore what `get_extra_state` gave; an error if this engine lacks the rows of it."""
         portable.restore(self, state)
 
     def __getstate__(self) -> Any:

@@ -17,5 +17,7 @@ def refuse_export() -> None:
         raise RuntimeError(
             "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
             "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
-            "its vectors; kv.checkpoint saves the rows. torch.compile(model) works as it is."
+            "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net for all that "
+            "is behind its embeddings: export its parts (model.named_children() lists them), or write a "
+            "module that takes the vectors and calls these parts. torch.compile(model) works as it is."
         )

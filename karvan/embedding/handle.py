@@ -85,6 +85,7 @@ class TableHandle:
     def load(self, rows: Rows) -> None:
         """Insert or overwrite whole rows."""
         self._store.load(self.name, rows)
+        self.engine.content.replace()
 
     def evict(self) -> int:
         """Apply the table's policy now; returns how many rows left."""

@@ -1,8 +1,8 @@
 """What an engine puts into a `state_dict()`: its step, which tables it has, and on demand their rows.
 
 Rows outgrow a `state_dict()`, so they are not in it unless `engine.state_dict(rows=True)` is asked for them;
-checkpoints have them. A state says which rows it lacks, so that loading it into an engine without any is an
-error instead of a model with random vectors.
+checkpoints have them. A state says which rows it lacks, and to which content they belong. Loading it into an
+engine that does not have them is an error instead of a model with the vectors of another one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -25,11 +26,34 @@ _log = logging.getLogger("karvan.embedding")
 MOST_BYTES = 1 << 30  # of all tables of an engine, in a state_dict
 
 
+class Content:
+    """What the rows of an engine are, without looking at them.
+
+    `id` is random and stays the same while rows are trained. Rows that come from elsewhere get a new one; the
+    next state_dict that is loaded is taken to be theirs.
+    """
+
+    def __init__(self) -> None:
+        self.id = uuid4().hex
+        self.replaced = False
+
+    def replace(self) -> None:
+        """Rows came from a checkpoint or a snapshot."""
+        self.id = uuid4().hex
+        self.replaced = True
+
+    def belong_to(self, content: str | None) -> None:
+        """The rows are those of a state with this id, if it has one."""
+        self.id = content or self.id
+        self.replaced = False
+
+
 def describe(engine: EmbeddingEngine) -> dict[str, Any]:
     """The step and the tables, without rows; the same whichever rank is asked, and no server is."""
     whole = _is_whole(engine)
     return {
         "step": engine.step,
+        "content": engine.content.id if whole else None,  # ranks would have to agree on one
         "tables": {
             table.name: {"dim": table.dim, "rows": table.rows if whole else None} for table in engine.tables()
         },
@@ -69,45 +93,76 @@ def restore(engine: EmbeddingEngine, state: Mapping[str, Any]) -> None:
     content = {name: entry for name, entry in tables.items() if "content" in entry}
     for name, entry in content.items():
         _check(engine.table(name), entry)
-    if not content:
-        _require_rows(engine, state["step"], tables)
     for name, entry in content.items():
         _fill(engine, engine.table(name), entry)
-    engine.step = state["step"]
+    if content or not _keeps_rows(engine, state["step"], state.get("content"), tables):
+        engine.step = state["step"]
+        learned = content or _expected(engine, state["step"], tables)
+        engine.content.belong_to(state.get("content") if learned else None)
 
 
-def _require_rows(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any]) -> None:
-    """Raise if rows belong to the state and the engine has none."""
-    if engine.filled:
-        return
-    handles = {table.name: table for table in engine.tables()}
-    expected = {
+def _keeps_rows(engine: EmbeddingEngine, step: int, content: str | None, tables: Mapping[str, Any]) -> bool:
+    """Whether the rows, and with them the step, are of another moment than a state without rows.
+
+    Raises if the rows that belong to the state are not in the engine.
+    """
+    expected = _expected(engine, step, tables)
+    if not engine.filled:
+        _require_rows(engine, expected)
+    if engine.content.replaced and content != engine.content.id:
+        return False
+    other = content is not None and _is_whole(engine) and content != engine.content.id
+    if not expected and (other or content is None):  # of a model that has learned nothing yet
+        return engine.step > 0
+    if other:
+        raise ValueError(
+            "This state_dict has no rows, and the engine has rows of another model or of another run: the "
+            f"saved parameters would be used with vectors they were not trained with. {_advice(expected)}"
+        )
+    if content is None and _is_whole(engine):  # of an earlier version, or of ranks
+        return False
+    if engine.step in (0, step):
+        return False
+    _log.warning(
+        "load_state_dict restored the dense parameters of step %d, but not the rows, which stay those of "
+        "step %d, because state_dict() does not contain them. Tables: %s. To restore both, load a checkpoint "
+        "(kv.checkpoint.find(folder).load(model)), or take small tables along with "
+        "engine.state_dict(rows=True).",
+        step,
+        engine.step,
+        ", ".join(table.name for table in engine.tables()),
+    )
+    return True
+
+
+def _expected(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any]) -> dict[str, int | None]:
+    """The tables that had rows when the state was saved, with how many if that is known."""
+    names = {table.name for table in engine.tables()}
+    return {
         name: entry["rows"]
         for name, entry in tables.items()
-        if name in handles and (step > 0 if entry["rows"] is None else entry["rows"])
+        if name in names and (step > 0 if entry["rows"] is None else entry["rows"])
     }
+
+
+def _require_rows(engine: EmbeddingEngine, expected: Mapping[str, int | None]) -> None:
+    """Raise if tables that had rows have none."""
     if not expected:
         return
     sizes = engine.sizes()
-    lacking = [name for name in expected if not sizes[name]]
-    if not lacking and _is_whole(engine):
-        for name, rows in expected.items():
-            if (
-                rows is not None and sizes[name] < rows
-            ):  # an error would be wrong for a table that has evicted some
-                _log.warning(
-                    "Table '%s' has %d rows, but %d when this state_dict, which holds no rows, was saved. "
-                    "kv.checkpoint.find(folder).load(model) restores rows.",
-                    name,
-                    sizes[name],
-                    rows,
-                )
+    lacking = {name: rows for name, rows in expected.items() if not sizes[name]}
     if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
         return
-    counts = [name if expected[name] is None else f"{name} ({expected[name]:,} rows)" for name in lacking]
     raise ValueError(
         "This state_dict has no rows, and the engine has none either: the model would have new vectors in "
-        f"place of the saved ones. Tables: {', '.join(counts)}. state_dict() has the dense parameters only. "
+        f"place of the saved ones. {_advice(lacking)}"
+    )
+
+
+def _advice(tables: Mapping[str, int | None]) -> str:
+    counts = [name if rows is None else f"{name} ({rows:,} rows)" for name, rows in tables.items()]
+    return (
+        f"Tables: {', '.join(counts)}. state_dict() has the dense parameters only. "
         "Save the whole model with kv.Checkpoints or kv.checkpoint.save and load it with "
         "kv.checkpoint.find(folder).load(model), or take small tables along with "
         "engine.state_dict(rows=True). To load the dense parameters alone, remove the entries that end in "

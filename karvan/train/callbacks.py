@@ -33,7 +33,8 @@ class Callback:
     """Does nothing at any moment; override those you need.
 
     `needed_metrics` are the names of metrics that it needs from evaluations; a fit without evaluations, or
-    without one of these metrics, is then an error when it begins.
+    without one of these metrics, is then an error when it begins. An evaluation that gives NaN for one is an
+    error, too.
     """
 
     needed_metrics: Sequence[str] = ()
@@ -73,8 +74,9 @@ class Callback:
 class EarlyStopping(Callback):
     """Stops when a metric has not become better for `patience` evaluations.
 
-    mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN is
-    never better. New data begins with neither a best value nor a wait: it may be harder than the data before.
+    mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN
+    is an error of the fit. New data begins with neither a best value nor a wait: it may be harder than the
+    data before.
     """
 
     def __init__(self, metric: str, patience: int = 1, mode: str = "max", min_delta: float = 0.0) -> None:

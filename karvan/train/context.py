@@ -30,9 +30,10 @@ from karvan.train.eval_context import EvalContext, running
 from karvan.train.feed import same
 from karvan.train.frozen import Frozen, Patterns
 from karvan.train.kept import Kept
+from karvan.train.labels import required_values
 from karvan.train.losses import nothing_of, total
 from karvan.train.nonfinite import Skips, nonfinite_text
-from karvan.train.outputs import Labels, full, labels_of
+from karvan.train.outputs import Labels, full, labels_of, names_of
 from karvan.train.parallel import make_parallel
 from karvan.train.passes import Passes
 from karvan.train.placement import make_placement
@@ -178,7 +179,8 @@ class TrainContext(Kept):
         course = self._course = self._course_of(data, name)
         trained = True
         try:
-            with closing(course.groups()) as groups:
+            required = required_values(data, names_of(self._label))
+            with required, closing(course.groups()) as groups:
                 for group in groups:
                     step = Step(group, *self._passes.weights(group), course)
                     trained = False

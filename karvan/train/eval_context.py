@@ -18,7 +18,8 @@ from karvan import ranks
 from karvan.ranks import Connection
 from karvan.train.evaluation import evaluating
 from karvan.train.feed import Feed, ahead_of, feed, same
-from karvan.train.outputs import Labels, full, labels_of, precision_named
+from karvan.train.labels import required_values
+from karvan.train.outputs import Labels, full, labels_of, names_of, precision_named
 from karvan.train.placement import Placement, device_of, exact_device, make_placement
 from karvan.train.precision import Precision, make_precision
 from karvan.train.randomness import same_random_state_afterwards
@@ -138,7 +139,9 @@ class EvalContext:
         run.transforms.use(data)
         run.transforms.match_loaders()
         place = partial(run.placement.place, training=False)
-        with feed(data, place, ahead=run.ahead, rounds=Rounds(run.connection, "evaluate")) as batches:
+        rounds = Rounds(run.connection, "evaluate")
+        required = required_values(data, names_of(self._label))
+        with required, feed(data, place, ahead=run.ahead, rounds=rounds) as batches:
             self._feed = batches
             try:
                 for fed in batches:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from karvan.names import listed
 from karvan.ragged import NestedRagged, Ragged
 from karvan.ranks import Connection
+from karvan.train.evaluated import NonFinite, has_no_nan, require_samples
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import merged, summed
 from karvan.train.label_values import check_of
@@ -52,6 +53,7 @@ class Evaluator:
         self._precision = precision
         self._ahead = ahead
         self._connection = connection
+        self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
         """Losses, means over samples, and metrics of fresh copies; over the data of all ranks."""
@@ -60,6 +62,7 @@ class Evaluator:
             metric.reset()
         sums: dict[str, Tensor] = {}
         samples = 0
+        seen = NonFinite("The loss")
         required = required_labels(data, self._loss, metrics.values())
         with required, same_random_state_afterwards(), self._feed(data) as batches:
             for batch, output in self._outputs(batches):
@@ -67,20 +70,25 @@ class Evaluator:
                 with torch.no_grad():
                     self._check_labels(batch)
                     losses = self._loss(output, batch)
-                    for name, loss in named(losses, total(losses)).items():
-                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss.cpu() * rows
+                    means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
+                    for name, loss in means.items():
+                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss * rows
+                    seen.see(batch, all(bool(torch.isfinite(loss).all()) for loss in means.values()))
                     for metric in fresh.values():
                         metric.update(output, batch)
                 samples += rows
+        seen.warn()
+        self.nonfinite = seen.columns
         lane = self._connection.main
         of_all = summed(lane, {"": samples, **{name: float(value) for name, value in sums.items()}})
         count = of_all.pop("")
-        means = {name: value / count for name, value in of_all.items()} if count else {}
-        return {**means, **merged(lane, fresh)}
+        require_samples(count)
+        return {**{name: value / count for name, value in of_all.items()}, **merged(lane, fresh)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, and columns of the batch beside them; of this rank's data."""
         wanted = list(columns)
+        seen = NonFinite("The output")
         with self._feed(data) as batches:
             for batch, output in self._outputs(batches):
                 if missing := [name for name in wanted if name not in batch]:
@@ -88,7 +96,10 @@ class Evaluator:
                         f"There is no column '{missing[0]}' in the batch, which has: "
                         f"{listed(missing[0], batch)}"
                     )
-                yield Prediction(_to_cpu(output), {name: _to_cpu(batch[name]) for name in wanted})
+                on_cpu = _to_cpu(output)
+                seen.see(batch, has_no_nan(on_cpu))
+                yield Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in wanted})
+        seen.warn()
 
     def _feed(self, data: Iterable[Any]) -> Feed:
         rounds = Rounds(self._connection, "evaluate")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from karvan.train import dataset, state
 from karvan.train.course import Course
+from karvan.train.evaluated import require_numbers
 from karvan.train.goal import Goal
 from karvan.train.labels import required_labels
 from karvan.train.losses import named, nothing_of, total
@@ -236,6 +237,7 @@ class Fit:
         counts.evaluated = counts.step
         self._unsaved = True
         self._reporter.evaluation(counts.evaluation)
+        require_numbers(trainer, counts.evaluation)
         trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
         self._stopping.ask_all()
         if trainer.saver.keeps_best:  # the best is then the very model that was evaluated
@@ -267,7 +269,7 @@ class Fit:
             step=counts.step,
             epoch=counts.epoch,
             samples=counts.samples,
-            skipped=counts.skipped,
+            skipped=self._skips.count,
             trained=self._trained,
             seconds=time.monotonic() - self._begun,
             stopped=self._stopping.reason,

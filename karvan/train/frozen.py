@@ -15,8 +15,9 @@ Patterns = str | Iterable[str]
 class Frozen:
     """The tables and parameters of a model that are to stay as they are.
 
-    A pattern is the name of a table, of a parameter ("net.0.weight") or of a module ("net", which stands for
-    all of its parameters), with `*` and `?` as in file names. The gradients of what is frozen are dropped.
+    A pattern is the name of a table ("user", or "tower.emb.user" with the path of its engine), of a parameter
+    ("net.0.weight") or of a module ("net", which stands for all parameters and tables in it), with `*` and
+    `?` as in file names. The gradients of what is frozen are dropped.
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns = ()) -> None:
@@ -29,19 +30,20 @@ class Frozen:
                 'frozen=["user", "net.*"].'
             )
         tables, parameters = tables_of(model), dict(model.named_parameters())
+        names = _names_of(model)
         for pattern in listed:
-            if not any(_matches(name, pattern) for name in [*(t.name for t in tables), *parameters]):
+            if not any(_matches(name, pattern) for each in names.values() for name in each):
                 raise ValueError(
-                    f"frozen names '{pattern}', but the model has no such table or parameter. Its tables "
-                    f"are: {names_text([t.name for t in tables])}. Its parameters are: "
+                    f"frozen names '{pattern}', but the model has no such table, parameter or module. Its "
+                    f"tables are: {names_text([t.name for t in tables])}. Its parameters are: "
                     f"{names_text(parameters)}."
                 )
 
-        def chosen(name: str) -> bool:
-            return any(_matches(name, pattern) for pattern in listed)
+        def chosen(part: TableHandle | nn.Parameter) -> bool:
+            return any(_matches(name, pattern) for name in names[id(part)] for pattern in listed)
 
-        self.tables = [table for table in tables if chosen(table.name)]
-        self.parameters = {name: each for name, each in parameters.items() if chosen(name)}
+        self.tables = [table for table in tables if chosen(table)]
+        self.parameters = {name: each for name, each in parameters.items() if chosen(each)}
 
     def __bool__(self) -> bool:
         return bool(self.tables or self.parameters)
@@ -72,5 +74,17 @@ def names_text(names: Iterable[str], most: int = 8) -> str:
     return (", ".join(listed[:most]) or "none") + more
 
 
+def _names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names of each table and parameter, by id(); the parts of a module that is used twice have two."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for table in module.tables() if isinstance(module, EmbeddingEngine) else ():
+            names.setdefault(id(table), []).extend([table.name, f"{path}.{table.name}".lstrip(".")])
+    return names
+
+
 def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+    """Whether the pattern is that of the name, or of a module that the name is in."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.checkpoint import warm_start
+from karvan.train.goal import Goal
+from karvan.train.preflight import check_fit
 from karvan.train.results import FitResult
 from karvan.train.trainer import Trainer
 from karvan.train.transforms import Transforms
@@ -47,6 +49,7 @@ class Job:
         on_new_run: Callable[[], None] = lambda: None,
     ) -> FitResult:
         """Train. `on_new_run` is called after the warm start of a run that has no checkpoint yet."""
+        self.check()
         if self.trainer.saver.latest() is None:
             if self.warm_start is not None:
                 self._warm_start(self.warm_start)
@@ -62,6 +65,11 @@ class Job:
             data_name=self.data_name,
             new_settings=new_settings,
         )
+
+    def check(self) -> None:
+        """Raise what a fit would raise at its beginning, before a pass over the data that fits features."""
+        check_fit(self.trainer, Goal(self.epochs, self.train_steps, self.eval_data, self.eval_every))
+        self.trainer.saver.require_writable()
 
     def _warm_start(self, options: Mapping[str, Any]) -> None:
         # Without the dense tensors there is nothing that depends on the scale of features.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -22,15 +22,24 @@ def label_columns(loss: Any, kind: str = "label") -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
+def required_labels(
+    data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()
+) -> AbstractContextManager[None]:
+    """Inside of it, data that can do so, such as a `Loader`, raises where a label or weight is missing."""
+    parts = [loss, *metrics]
+    labels, weights = ([name for part in parts for name in label_columns(part, kind)] for kind in _KINDS)
+    return required_values(data, labels, weights)
+
+
 @contextmanager
-def required_labels(data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()) -> Iterator[None]:
-    """Let data that can do so, such as a `Loader`, raise where a label or weight is missing."""
+def required_values(
+    data: Iterable[Any], labels: Sequence[str], weights: Sequence[str] = ()
+) -> Iterator[None]:
+    """Inside of it, data that can do so raises where one of these columns has no value."""
     ask = getattr(data, "require_values", None)
     if ask is None:
         yield
         return
-    parts = [loss, *metrics]
-    labels, weights = ([name for part in parts for name in label_columns(part, kind)] for kind in _KINDS)
     with ask(labels, weights):
         yield
 

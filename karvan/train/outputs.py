@@ -38,6 +38,11 @@ def full(output: Any) -> Any:
     return type(output)(map(full, output)) if isinstance(output, list | tuple) else output
 
 
+def names_of(label: Labels) -> list[str]:
+    """The columns that `label` means."""
+    return [] if label is None else [label] if isinstance(label, str) else list(label)
+
+
 def labels_of(batch: Mapping[str, Any], label: Labels, device: torch.device) -> Any:
     """The column of that name, or several by name, on a device; None for None."""
     if label is None:

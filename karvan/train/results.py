@@ -53,9 +53,9 @@ class FitResult:
     """Where a fit ended.
 
     `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or what a callback
-    gave as its reason. `trained` counts the steps of this call, `step` all of them; `epoch` counts those of
-    this data. `metrics` are those of training since the epoch began, `evaluation` those of the last
-    evaluation.
+    gave as its reason. `trained` counts the steps of this call, `skipped` those of them that were left out,
+    `step` all of them; `epoch` counts those of this data. `metrics` are those of training since the epoch
+    began, `evaluation` those of the last evaluation.
     """
 
     step: int

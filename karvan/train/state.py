@@ -45,12 +45,22 @@ def take(trainer: Trainer) -> dict[str, Any]:
 def take_trained(trained: Trained, own: Mapping[str, Any]) -> dict[str, Any]:
     """The state of what is trained, and by what; `own` is what else is another on every rank."""
     return {
-        "model": trained.model.state_dict(),
+        "model": _without_content(trained.model.state_dict()),
         **{f"{name}_optimizer": each.state_dict() for name, each in trained.update.optimizers.items()},
         KINDS: kinds_of(trained.update.optimizers),
         "scaler": trained.precision.state_dict(),
         "trainer": trained.counts.state_dict(),
         "ranks": gather_state(trained.connection.main, {**own, "random": random_state()}),
+    }
+
+
+def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the random ids of the rows: equal runs have equal checkpoints, which hold the rows anyway."""
+    return {
+        name: {part: value for part, value in entry.items() if part != "content"}
+        if name.endswith("_extra_state") and isinstance(entry, Mapping) and "tables" in entry
+        else entry
+        for name, entry in state.items()
     }
 
 

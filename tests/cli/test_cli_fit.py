@@ -155,3 +155,10 @@ def test_a_warm_start_takes_the_statistics_and_fits_nothing(run, place):
     assert ran.code == 0, ran.err
     assert "left in the checkpoint" in ran.err
     assert "Fitted price" in ran.err
+
+
+def test_a_slip_that_a_fit_would_find_is_told_before_the_pass_that_fits_features(place, run):
+    ran = run("train", place / "config.yaml", "--set", "train.early_stopping={metric: auk}")
+    assert ran.code == 1
+    assert "EarlyStopping needs 'auk', but evaluations give: loss, auc" in ran.err
+    assert "Fitt" not in ran.err

@@ -241,9 +241,11 @@ def test_a_config_freezes_tables_and_a_slip_in_their_names_is_an_error(run, plac
         name for name, value in fresh.items() if torch.is_tensor(value) and torch.equal(state[name], value)
     }
     assert same == {name for name in fresh if name.startswith("bottom.")}
+    engines = run("train", place / "config.yaml", "--quiet", "--json", "--set", "train.frozen=[embeddings]")
+    assert "frozen names all tables of the model" in engines.err
     ran = run("train", place / "config.yaml", "--set", "train.frozen=usr")
     assert ran.code == 2
-    assert "frozen names 'usr', but the model has no such table or parameter. Its tables are: user" in ran.err
+    assert "frozen names 'usr', but the model has no such table, parameter or module. Its tables" in ran.err
 
 
 def test_a_config_without_an_optimizer_for_a_half_says_which_half_is_frozen(run, place):

@@ -205,9 +205,10 @@ def test_optimizers_refuse_bad_arguments(engine, cls, options):
         (
             "Adagrad",
             {"accumulate": "last"},
-            r"accumulate='last'.*initial_accumulator_value.*above 0.*'first'",
+            r"accumulate='last'.*initial_accumulator_value.*at least 1e-06, got 0:.*'first'",
         ),
         ("Adagrad", {"accumulate": "last", "row_wise": True}, "initial_accumulator_value=0.1"),
+        ("Adagrad", {"accumulate": "last", "initial_accumulator_value": 1e-30}, "at least 1e-06, got 1e-30"),
         ("Adagrad", {"eps": 0.0}, "divides a gradient of 0 by 0"),
         ("Adam", {"eps": 0.0}, "above 0, got 0"),
         ("AdamW", {"eps": 0.0}, "above 0, got 0"),

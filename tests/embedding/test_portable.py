@@ -90,17 +90,93 @@ def test_a_model_that_has_its_rows_takes_its_state_back():
     assert (rows(model), model.embeddings.step) == (before, step)
 
 
-def test_a_model_with_fewer_rows_than_the_state_was_saved_with_is_warned_about(caplog):
+@pytest.mark.parametrize("other", [[(1, 2)], [(1, 2), (3, 2)], [(each, 2) for each in range(100)]])
+def test_a_state_without_rows_is_refused_by_a_model_with_rows_of_another(other):
     model, fresh = Model(), Model()
     train(model, [(1, 2), (3, 2)])
-    train(fresh, [(1, 2)])
-    model.load_state_dict(through_a_file(model.state_dict()))
+    train(fresh, other)
+    before = rows(fresh)
+    with pytest.raises(ValueError, match=r"rows of another model.*Tables: user \(2 rows\), item \(1 rows\)"):
+        fresh.load_state_dict(through_a_file(model.state_dict()))
+    assert rows(fresh) == before
+
+
+def test_a_state_of_an_earlier_step_leaves_rows_and_step_as_they_are_and_says_so(caplog):
+    model = Model()
+    sparse = train(model, [(1, 2), (3, 2)])
+    best = through_a_file(model.state_dict())
+    model.load_state_dict(best)
     assert not caplog.records
-    fresh.load_state_dict(through_a_file(model.state_dict()))
-    assert [record.getMessage() for record in caplog.records] == [
-        "Table 'user' has 1 rows, but 2 when this state_dict, which holds no rows, was saved. "
-        "kv.checkpoint.find(folder).load(model) restores rows."
-    ]
+    train(model, [(1, 2)] * 3, sparse)
+    before = rows(model)
+    model.load_state_dict(best)
+    (record,) = caplog.records
+    assert "dense parameters of step 2, but not the rows, which stay those of step 5" in record.getMessage()
+    assert "Tables: user, item." in record.getMessage()
+    assert (rows(model), model.embeddings.step) == (before, 5)
+
+
+def test_the_state_of_before_training_leaves_rows_and_step_as_they_are_and_says_so(caplog):
+    model = Model()
+    first = through_a_file(model.state_dict())
+    train(model, [(1, 2), (3, 2)])
+    model.load_state_dict(first)
+    assert "dense parameters of step 0, but not the rows" in caplog.text
+    assert model.embeddings.step == 2
+
+
+def test_rows_of_a_snapshot_belong_to_the_next_state_and_to_no_earlier_one(caplog):
+    model, second = Model(), Model()
+    train(model, [(1, 2)])
+    sparse = kv.optim.Adagrad(second, lr=0.1)
+    for table in second.embeddings.tables():
+        table.load(model.embeddings.table(table.name).snapshot())
+    second.load_state_dict(model.state_dict())
+    assert second.embeddings.step == 1
+    for table in second.embeddings.tables():
+        table.load(model.embeddings.table(table.name).snapshot())
+    own = second.state_dict()
+    train(second, [(3, 4)], sparse)
+    assert not caplog.records
+    second.load_state_dict(own)
+    assert "dense parameters of step 1, but not the rows, which stay those of step 2" in caplog.text
+
+
+def test_models_that_began_with_the_same_state_are_different_once_they_are_trained():
+    model, second = Model(), Model()
+    second.load_state_dict(model.state_dict())
+    train(model, [(1, 2)])
+    train(second, [(3, 4)])
+    with pytest.raises(ValueError, match="rows of another model"):
+        second.load_state_dict(model.state_dict())
+
+
+def test_a_state_with_rows_or_a_checkpoint_goes_back_to_an_earlier_step_without_a_word(tmp_path, caplog):
+    model = Model()
+    sparse = train(model, [(1, 2), (3, 2)])
+    best = model.state_dict() | model.embeddings.state_dict(prefix="embeddings.", rows=True)
+    kv.checkpoint.save(tmp_path / "one", {"model": model.state_dict()}, model)
+    before = rows(model)
+    for restore in (lambda: best, lambda: kv.checkpoint.find(tmp_path / "one").load(model)["model"]):
+        train(model, [(5, 6)], sparse)
+        state = restore()
+        for _ in range(2):
+            model.load_state_dict(state)
+        assert (rows(model), model.embeddings.step) == (before, 2)
+    assert not caplog.records
+
+
+def test_a_model_of_a_checkpoint_is_the_same_content_as_the_one_that_was_saved(tmp_path, caplog):
+    model, second = Model(), Model()
+    train(model, [(1, 2), (3, 2)])
+    kv.checkpoint.save(tmp_path / "one", {"model": model.state_dict()}, model)
+    second.load_state_dict(kv.checkpoint.find(tmp_path / "one").load(second)["model"])
+    second.load_state_dict(through_a_file(model.state_dict()))
+    assert not caplog.records
+    third = Model()
+    train(third, [(7, 7)])
+    with pytest.raises(ValueError, match="rows of another model"):
+        second.load_state_dict(third.state_dict())
 
 
 def test_a_model_that_has_learned_nothing_yet_loads_anywhere():

@@ -50,6 +50,21 @@ def test_a_missing_label_stops_an_evaluation(tmp_path):
         trainer().evaluate(data)
 
 
+@pytest.mark.parametrize("label", ["click", ["click"]])
+def test_a_missing_label_stops_the_loaders_of_contexts(tmp_path, label):
+    bad = write(tmp_path, pa.array([0, 1, None]))
+    says = rf"{bad}, record 2, column 'click': The label is missing"
+    model = kv.models.DeepFM([], ["user"], dim=4, hidden=[4])
+    options = {"dense_optimizer": torch.optim.Adam, "sparse_optimizer": kv.optim.SGD(lr=0.1)}
+    with kv.TrainContext(model, label=label, **options) as ctx:
+        with pytest.raises(DataError, match=says):
+            list(ctx.loader(kv.data.read(bad, 3)))
+        with ctx.eval() as evaluation, pytest.raises(DataError, match=says):
+            list(evaluation.loader(kv.data.read(bad, 3)))
+    with kv.InferContext(model) as ctx:
+        assert len(list(ctx.loader(kv.data.read(bad, 3)))) == 1  # which needs no label
+
+
 def test_the_labels_and_weights_of_several_losses_and_of_metrics_are_checked(tmp_path):
     path = write(tmp_path, pa.array([0, 1]), buy=pa.array([0.0, 1.0]), w=pa.array([1.0, None]))
     loss = kv.losses.Sum(
@@ -151,7 +166,7 @@ def test_a_loop_of_ones_own_refuses_samples_without_a_label(tmp_path):
     data = kv.data.read(write(tmp_path, pa.array([0, None])), 2)
     model = kv.models.DeepFM([], ["user"], dim=4, hidden=[4])
     with kv.EvalContext(model, label="click") as ctx:
-        (batch,) = ctx.loader(data)
+        (batch,) = data
         with pytest.raises(ValueError, match="Column 'click' has no value for 1 of 2 samples"):
             ctx.forward(batch)
 

@@ -156,3 +156,62 @@ def test_a_loader_brings_its_error_to_the_step():
     columns = {name: torch.cat([batch[name] for batch in made]).numpy() for name in made[0]}
     with pytest.raises(ValueError, match="Column 'label' has 1 of 16 labels outside of 0 to 1, such as 5"):
         trainer().fit(kv.data.read(columns, 16))
+
+
+@pytest.mark.parametrize("metric", ["loss", "auc"])
+def test_a_nan_metric_that_early_stopping_needs_is_an_error_that_names_the_column(metric):
+    stopping = kv.train.EarlyStopping(metric, patience=3, mode="min")
+    fit = trainer(metrics={"auc": kv.metrics.AUC()}, callbacks=[stopping])
+    says = (
+        rf"step 2 gives NaN for '{metric}'.*EarlyStopping decides\. Column 'price' has NaN in 1 of 16 samples"
+    )
+    with pytest.raises(ValueError, match=says):
+        fit.fit(batches(4), eval_data=with_values([NAN], "price"), eval_every=2)
+
+
+def test_a_nan_metric_that_keep_best_needs_is_an_error(tmp_path):
+    kept = kv.Checkpoints(tmp_path, keep_best=("auc", "max"))
+    ones = [kv.Batch({**batch, "label": torch.ones(16)}) for batch in batches(2)]
+    with pytest.raises(ValueError, match=r"NaN for 'auc', by which keep_best decides.*all labels are equal"):
+        trainer(metrics={"auc": kv.metrics.AUC()}, checkpoints=kept).fit(batches(4), eval_data=ones)
+
+
+def test_a_nan_metric_that_nobody_needs_is_no_error():
+    ones = [kv.Batch({**batch, "label": torch.ones(16)}) for batch in batches(2)]
+    result = trainer(metrics={"auc": kv.metrics.AUC()}).fit(batches(4), eval_data=ones)
+    assert result.evaluation["auc"] != result.evaluation["auc"]
+
+
+def test_an_evaluation_and_a_prediction_of_nan_log_one_warning_that_names_the_column(caplog):
+    fit = trainer()
+    fit.fit(batches(2))
+    data = with_values([NAN], "price", 1)
+    data[2] = with_values([NAN], "price", 2)[2]
+    column = "Column 'price' has NaN in 1 of 16 samples."
+    fit.evaluate(data)
+    (first,) = [record.getMessage() for record in caplog.records]
+    assert first.startswith(f"The loss of 2 of 4 batches has NaN or infinite values. {column}")
+    caplog.clear()
+    assert len(list(fit.predict(data))) == 4
+    (second,) = [record.getMessage() for record in caplog.records]
+    assert second.startswith(f"The output of 2 of 4 batches has NaN or infinite values. {column}")
+    caplog.clear()
+    fit.evaluate(batches(2))
+    list(fit.predict(batches(2)))
+    assert not caplog.records
+
+
+def test_an_evaluation_without_a_sample_is_an_error():
+    fit = trainer(metrics={"auc": kv.metrics.AUC()})
+    with pytest.raises(ValueError, match=r"at least one sample, got none.*generator"):
+        fit.evaluate([])
+    with pytest.raises(ValueError, match="at least one sample, got none"):
+        fit.fit(batches(2), eval_data=(batch for batch in batches(2)), epochs=2)
+
+
+def test_a_result_counts_the_skipped_steps_of_its_own_fit():
+    fit = trainer()
+    assert fit.fit(with_values([NAN], "price")).skipped == 1
+    second = fit.fit(batches(3))
+    assert (second.skipped, second.step) == (0, 7)
+    assert "skipped" not in str(second)

@@ -10,6 +10,7 @@ from train_helpers import batches, everything, model, trainer
 
 import karvan as kv
 from karvan import ranks
+from karvan.train.frozen import Frozen
 
 
 def changed(net, before):
@@ -121,6 +122,58 @@ def test_what_is_frozen_stays_and_all_else_is_trained(frozen, stays):
     assert changed(other, before) == every - stays
 
 
+class Towers(nn.Module):
+    """Two modules that each hold an engine and a net; `again` is a second name of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = Tower("user"), Tower("item")
+        self.again = self.users
+
+    def forward(self, batch):
+        return self.users(batch) + self.items(batch)
+
+
+class Tower(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.emb, self.net = name, kv.EmbeddingEngine({name: kv.Table(4)}), nn.Linear(4, 1)
+
+    def forward(self, batch):
+        return self.net(self.emb(batch)[self.name]).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "tables", "parameters"),
+    [
+        ("users", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("again", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("user?", ["user"], ["users.net.weight", "users.net.bias"]),
+        ("users.emb", ["user"], []),
+        ("users.emb.user", ["user"], []),
+        ("*.net", [], ["users.net.weight", "users.net.bias", "items.net.weight", "items.net.bias"]),
+        ("*.emb", ["user", "item"], []),
+    ],
+)
+def test_the_name_of_a_module_stands_for_the_tables_and_parameters_in_it(frozen, tables, parameters):
+    found = Frozen(Towers(), frozen)
+    assert [table.name for table in found.tables] == tables
+    assert list(found.parameters) == parameters
+
+
+def test_rows_of_an_engine_inside_a_frozen_module_stay_as_they_are():
+    net, keys = Towers(), torch.arange(40)
+    trainer(net).fit(batches(2))
+    before = [
+        tower.emb(kv.Batch({tower.name: keys}))[tower.name].detach() for tower in (net.users, net.items)
+    ]
+    trainer(net, frozen=["users"]).fit(batches(3))
+    net.eval()
+    after = [tower.emb(kv.Batch({tower.name: keys}))[tower.name].detach() for tower in (net.users, net.items)]
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[1], after[1])
+
+
 def test_gradients_of_what_is_frozen_do_not_pile_up():
     net = model()
     trainer(net).fit(batches(3))  # gives every table an optimizer, so that gradients wait for one
@@ -181,7 +234,7 @@ def sharded(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     yield lambda: kv.connect("sharded")
-    ranks.disconnect()
+    kv.disconnect()
 
 
 def test_a_model_made_before_connect_is_refused(sharded):
@@ -327,3 +380,10 @@ def test_a_folder_without_room_is_noticed_before_the_first_step(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(each.name for each in tmp_path.iterdir()) == there
+
+
+def test_disconnect_is_public_and_ends_the_connection(sharded):
+    sharded()
+    assert ranks.current().settings.kind == "sharded"
+    kv.disconnect()
+    assert ranks.current().settings.kind == "memory"

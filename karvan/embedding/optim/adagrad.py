@@ -5,14 +5,16 @@ from __future__ import annotations
 from karvan import _native
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
 
+_LEAST_FOR_LAST = 1e-6  # the first step of a row is then at most lr * 1000 * g
+
 
 class Adagrad(SparseOptimizer):
     """p -= lr * g / (sqrt(a) + eps), where a sums g².
 
     accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
-    does, which needs an initial_accumulator_value above 0. decay multiplies a before each addition. row_wise
-    keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is added
-    to g.
+    does, which needs an initial_accumulator_value of at least 1e-6. decay multiplies a before each addition.
+    row_wise keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is
+    added to g.
     """
 
     def __init__(
@@ -44,14 +46,15 @@ class Adagrad(SparseOptimizer):
     def _check_group(self, group: Group) -> None:
         if group["accumulate"] not in ("first", "last"):
             raise ValueError(f"accumulate must be 'first' or 'last', got '{group['accumulate']}'.")
-        if group["initial_accumulator_value"] > 0:
-            return
-        if group["accumulate"] == "last":
+        initial = group["initial_accumulator_value"]
+        if group["accumulate"] == "last" and initial < _LEAST_FOR_LAST:
             raise ValueError(
                 "Adagrad with accumulate='last' divides the first gradient of a row by the square root of "
-                "initial_accumulator_value, so it must be above 0, got 0: give one, such as "
-                "initial_accumulator_value=0.1, or use accumulate='first'."
+                f"initial_accumulator_value, so it must be at least {_LEAST_FOR_LAST:g}, got {initial:g}: "
+                "give one, such as initial_accumulator_value=0.1, or use accumulate='first'."
             )
+        if initial > 0:
+            return
         if not group["eps"] > 0:
             raise ValueError(
                 "Adagrad with eps=0 and initial_accumulator_value=0 divides a gradient of 0 by 0: expected "
