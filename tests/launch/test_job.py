@@ -173,8 +173,8 @@ def test_a_rollback_says_where_trainers_continue(tmp_path):
     checkpoints = tmp_path / "checkpoints"
     with Running(tmp_path, {}, checkpoints=str(checkpoints)) as job:
         for times, folder in enumerate(["new", "step-000000000007"], 1):
+            job.wait_for("start", "trainer", times)  # the supervisor has spoken of the death before
             (checkpoints / folder).mkdir(parents=True)
-            job.wait_for("start", "trainer", times)
             job.kill("trainer-0")
         job.wait_for("start", "trainer", 3)
         job.order("end-trainer", 0)
