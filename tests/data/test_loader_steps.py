@@ -198,12 +198,12 @@ def test_a_fault_in_a_piece_is_an_error_of_the_batch_that_holds_it(step):
     assert no_threads_left()
 
 
-def test_a_fault_names_the_row_of_its_batch_and_the_column():
+def test_a_fault_names_the_record_and_the_column():
     lists = [[1, 2]] * 13 + [[1]] + [[1, 2]] * 20
     source = Rows(pa.table({"history": lists}), 40)
     loader = iter(Loader(source, Decoder([Fixed("history", length=2)]), 5))
     assert [next(loader).rows, next(loader).rows] == [5, 5]
-    with pytest.raises(DataError, match=r"column 'history': .* row 3 of the batch has 1"):
+    with pytest.raises(DataError, match=r"record 13, column 'history': Expected 2 values, but there are 1"):
         next(loader)
 
 
