@@ -189,6 +189,10 @@ class NestedRagged:
         """The number of rows."""
         return int(self.outer.shape[0]) - 1
 
+    def lengths(self) -> Tensor:
+        """The number of lists in each row, int64."""
+        return self.outer.diff()
+
     def lists(self) -> Ragged:
         """All lists, one row each, without the outer nesting."""
         return Ragged(self.values, self.inner)

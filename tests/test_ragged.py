@@ -191,3 +191,8 @@ def test_nested_offsets_must_be_int64_and_not_empty(offsets):
         NestedRagged(torch.arange(1), offsets, good)
     with pytest.raises(ValueError, match="outer offsets must be 1-D int64"):
         NestedRagged(torch.arange(1), good, offsets)
+
+
+def test_rows_of_lists_say_how_many_they_have():
+    nested = NestedRagged(torch.arange(3), torch.tensor([0, 1, 3]), torch.tensor([0, 0, 2]))
+    assert nested.lengths().tolist() == [0, 2]

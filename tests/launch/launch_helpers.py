@@ -73,8 +73,9 @@ class Place:
     def events(self, event, name=""):
         """What happened, to processes whose name begins so."""
         path = self.folder / "events"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a process may be writing the last line
+        found = [json.loads(line) for line in whole.splitlines()]
         return [each for each in found if each["event"] == event and each["name"].startswith(name)]
 
     def wait_for(self, event, name, count=1):
