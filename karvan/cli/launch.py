@@ -72,7 +72,9 @@ def launch(
     if check:
         _show(spec, commands)
         return OK
-    with closing(_registry(spec)) as registry:
+    from karvan.launch.token import with_token
+
+    with with_token(spec) as spec, closing(_registry(spec)) as registry:
         return supervise(spec, registry, commands)
 
 
@@ -87,6 +89,8 @@ def supervise(spec: JobSpec, registry: jobs.Registry, commands: Commands) -> int
     with closing(Logs(names, spec.logs)) as logs:
         job = Job(spec, LocalEngine(logs.write), registry, logs, commands)
         with _signals_to(job):
+            if spec.token_file is not None:
+                logs.tell(f"Registry at {registry.address}, token file {spec.token_file}.")
             outcome = job.run()
     if outcome.failure is not None:
         raise CommandError(outcome.failure, outcome.code)

@@ -14,7 +14,7 @@
 | KARVAN_CHECKPOINTS | the folder of checkpoints, if there is one |
 | KARVAN_DATA | `data` of the job as JSON, if it has any |
 | KARVAN_THREADS | threads to use, if the role has a number; OMP_NUM_THREADS is the same then |
-| KARVAN_TOKEN_FILE | the file with the token that services ask for, if there is one |
+| KARVAN_TOKEN_FILE | the file with the token that services ask for |
 | KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | files of TLS, if it is used; MUTUAL is 0 or 1 |
 | KARVAN_SERVER_LOSS | reload: a server that is lost takes its rows as they were saved while others go on |
 

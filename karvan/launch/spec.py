@@ -153,10 +153,11 @@ class JobSpec(Section):
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
         if self.on_server_loss == "reload" and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
-        if (self.token_file is None or self.tls is None) and not _is_loopback(self.host):
+        if self.tls is None and not _is_loopback(self.host):
             raise ValueError(
-                f"host {self.host} can be reached from other machines, which needs a token_file and tls; "
-                "without both only loopback hosts are allowed, such as 127.0.0.1"
+                f"host {self.host} can be reached from other machines, which needs tls, since the job's "
+                "token would be readable on its way; "
+                "without it only loopback hosts are allowed, such as 127.0.0.1"
             )
         return self
 

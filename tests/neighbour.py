@@ -1,0 +1,30 @@
+"""Another user of this machine: programs that run as uid nobody."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may take the uid of another user")
+
+# Imports come first: the interpreter's own folder may be closed to other users.
+_PREPARE = f"""
+import os, sys, time
+from karvan.cluster.registry import Registry
+from karvan.wire import Message, Peer, RefusedError, Security, WireError
+from karvan.wire.directory import Directory
+from karvan.wire.membership import Membership
+os.setgroups([])
+os.setgid({NOBODY})
+os.setuid({NOBODY})
+"""
+
+
+def run_as_neighbour(program, *arguments):
+    """What a program prints that another user runs, after the imports above."""
+    command = [sys.executable, "-c", _PREPARE + program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
