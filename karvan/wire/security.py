@@ -16,6 +16,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import pyarrow.flight as flight
 
+from karvan.wire.token_file import check_token, read_token
+
 HEADER = "authorization"
 
 
@@ -34,6 +36,11 @@ class Security:
     mutual: bool = False
 
     def __post_init__(self) -> None:
+        if (
+            self.token
+            and check_token(self.token.encode(), "A token expects", "got a token that") != self.token
+        ):
+            raise ValueError("A token expects no space or line end around it, got one that has.")
         if bool(self.cert) != bool(self.key):
             raise ValueError("TLS expects a certificate and its key, got one of them.")
         if self.mutual and not (self.cert and self.ca):
@@ -70,11 +77,12 @@ class Security:
                 raise ValueError(f"{name} expects a file with something in it, got {path}, which is empty.")
             return read
 
+        token_file = given.get("KARVAN_TOKEN_FILE", "")
         mutual = given.get("KARVAN_TLS_MUTUAL", "").strip()
         if mutual not in ("", "0", "1"):
             raise ValueError(f"KARVAN_TLS_MUTUAL expects 0 or 1, got {mutual!r}.")
         return cls(
-            token=content("KARVAN_TOKEN_FILE").decode().strip(),
+            token=read_token(token_file) if token_file else "",
             cert=content("KARVAN_TLS_CERT"),
             key=content("KARVAN_TLS_KEY"),
             ca=content("KARVAN_TLS_CA"),
