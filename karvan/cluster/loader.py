@@ -45,6 +45,7 @@ from karvan.cluster.packing import pack
 from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
 from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Service
+from karvan.wire.kinds import Plain
 
 _STAY = 30.0  # seconds
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
@@ -62,6 +63,8 @@ class Start:
 
 class LoaderService(Service):
     """Loader number `index` of `count`: trainers call `answer`, one thread that reads calls the rest."""
+
+    hello = Plain()
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class LoaderService(Service):
             self._trainers[trainer] = came
         self._changed.notify_all()
 
-    def answer(self, call: Message, caller: Caller) -> Message:
+    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
         """See `Service.answer`."""
         method = call.head.get("method")
         try:

@@ -16,10 +16,10 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
-from karvan.wire import Caller, Message, RefusedError, Security, Server, Service
-from karvan.wire.directory import ROLES, Member
+from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
+from karvan.wire.directory import Member
+from karvan.wire.registry_calls import REGISTRY_CALLS
 from karvan.wire.security import reachable
 
 _log = logging.getLogger("karvan.cluster")
@@ -57,6 +57,15 @@ class Registry(Service):
         self._lost_after = lost_after
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, int], _Entry] = {}
+        self.endpoints = endpoints(
+            REGISTRY_CALLS,
+            {
+                "register": self._register,
+                "beat": self._beat,
+                "leave": self._leave,
+                "members": self._list,
+            },
+        )
         self._server = Server(self, host, port, security)
 
     @property
@@ -84,32 +93,12 @@ class Registry(Service):
         with self._lock:
             self._entries.pop((role, index), None)
 
-    def answer(self, call: Message, caller: Caller) -> Message:
-        """Answer a member, or somebody who looks for one."""
-        head = call.head
-        match head.get("method"):
-            case "register":
-                return Message(self._register(head))
-            case "beat":
-                return Message(self._beat(head))
-            case "leave":
-                return Message(self._leave(head))
-            case "members":
-                return Message({"members": [vars(each) for each in self.members()]})
-        return super().answer(call, caller)
+    def _list(self, request: Request) -> Message:
+        return Message({"members": [vars(each) for each in self.members()]})
 
-    def _register(self, head: dict[str, Any]) -> dict[str, Any]:
-        key = _key(head)
-        match head:
-            case {
-                "address": str(address),
-                "generation": int(generation),
-                "pid": int(pid),
-                "process": str(process),
-            }:
-                pass
-            case _:
-                raise RefusedError("A registration expects an address, a generation and a process.")
+    def _register(self, request: Request) -> Message:
+        key, head = _key(request), request.head
+        generation, process = head["generation"], head["process"]
         with self._lock:
             before = self._entries.get(key)
             if before is not None and generation < before.generation:
@@ -117,25 +106,26 @@ class Registry(Service):
                     f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
                     "the job has moved on without it."
                 )
-            self._entries[key] = _Entry(process, address, generation, pid, time.monotonic())
+            self._entries[key] = _Entry(process, head["address"], generation, head["pid"], time.monotonic())
         if before is None or before.process != process:
-            _log.info("%s %d is at %s", *key, address)
-        return {}
+            _log.info("%s %d is at %s", *key, head["address"])
+        return Message({})
 
-    def _beat(self, head: dict[str, Any]) -> dict[str, Any]:
+    def _beat(self, request: Request) -> Message:
         with self._lock:
-            entry = self._entries.get(_key(head))
-            known = entry is not None and entry.process == head.get("process")
+            entry = self._entries.get(_key(request))
+            known = entry is not None and entry.process == request.head["process"]
             if entry is not None and known:
                 entry.seen = time.monotonic()
-            return {"known": known, "replaced": bool(entry and not known)}
+            return Message({"known": known, "replaced": bool(entry and not known)})
 
-    def _leave(self, head: dict[str, Any]) -> dict[str, Any]:
+    def _leave(self, request: Request) -> Message:
+        key = _key(request)
         with self._lock:
-            entry = self._entries.get(_key(head))
-            if entry is not None and entry.process == head.get("process"):
-                del self._entries[_key(head)]
-        return {}
+            entry = self._entries.get(key)
+            if entry is not None and entry.process == request.head["process"]:
+                del self._entries[key]
+        return Message({})
 
     def _member(self, role: str, index: int, entry: _Entry) -> Member:
         silent = time.monotonic() - entry.seen
@@ -143,10 +133,5 @@ class Registry(Service):
         return Member(role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3))
 
 
-def _key(head: dict[str, Any]) -> tuple[str, int]:
-    role, index = head.get("role"), head.get("index")
-    if role not in ROLES or type(index) is not int or index < 0:
-        raise RefusedError(
-            f"A member expects a role of {', '.join(ROLES)} and an index, got {role!r} {index!r}."
-        )
-    return str(role), index
+def _key(request: Request) -> tuple[str, int]:
+    return request.head["role"], request.head["index"]

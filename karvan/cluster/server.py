@@ -24,12 +24,15 @@ from karvan.store import MemoryStore, Push, Rows, TableSpec
 from karvan.store.owner import Owner
 from karvan.store.wording import rule_from_json, spec_from_json
 from karvan.wire import Caller, Message, RefusedError, Service
+from karvan.wire.kinds import Plain
 
 _log = logging.getLogger("karvan.cluster")
 
 
 class ParameterServer(Service):
     """Server number `index` of `count`."""
+
+    hello = Plain()
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.name = f"parameter server {index}"
@@ -114,7 +117,7 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def answer(self, call: Message, caller: Caller) -> Message:
+    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
         """See `Service.answer`."""
         with self._lock:
             batches, dense = self._batches, self._dense

@@ -36,12 +36,15 @@ from karvan.ragged import Ragged
 from karvan.ranks.servers import Servers, find_servers
 from karvan.store.wording import to_wire
 from karvan.wire import Caller, Message, RefusedError, Service
+from karvan.wire.kinds import Plain
 
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
 class EmbeddingWorker(Service):
     """Worker number `index`; expire and most: see `KeptIds`."""
+
+    hello = Plain()
 
     def __init__(self, index: int = 0, *, expire: float = 1000.0, most: int = 1000) -> None:
         self.name = f"embedding worker {index}"
@@ -85,7 +88,7 @@ class EmbeddingWorker(Service):
         self._speakers = {}
         self._ids.forget_claimed()
 
-    def answer(self, call: Message, caller: Caller) -> Message:
+    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
         """See `Service.answer`."""
         method = call.head.get("method")
         try:

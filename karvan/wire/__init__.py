@@ -1,6 +1,6 @@
 """How roles talk: calls with arrays on Arrow Flight streams, each done once, whatever happens to connections.
 
-server = Server(service, "127.0.0.1")          # service.answer(call) gives the answer to a call
+server = Server(service, "127.0.0.1")          # a Service, which declares the calls that it takes
 peer = Peer("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
@@ -9,7 +9,8 @@ from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireErr
 from karvan.wire.message import Array, Message
 from karvan.wire.peer import Peer, Reply
 from karvan.wire.security import Security
-from karvan.wire.server import Caller, Server, Service
+from karvan.wire.server import Server
+from karvan.wire.service import Caller, Request, Service, endpoints
 
 __all__ = [
     "Array",
@@ -20,8 +21,10 @@ __all__ = [
     "PeerLostError",
     "RefusedError",
     "Reply",
+    "Request",
     "Security",
     "Server",
     "Service",
     "WireError",
+    "endpoints",
 ]

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from karvan.wire.errors import WireError
 from karvan.wire.peer import Peer
+from karvan.wire.registry_calls import REGISTRY_CALLS, ROLES
 from karvan.wire.security import Security
 
-ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
 _PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
 
 # Environment variables with the addresses of a role's processes, in the order of their indices.
@@ -119,7 +119,9 @@ class Directory:
     def _connected(self) -> Peer:
         with self._lock:
             if self._peer is None:
-                self._peer = Peer("registry", self._registry, self._security, forgetful=True)
+                self._peer = Peer(
+                    "registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS
+                )
             return self._peer
 
     def _drop(self, peer: Peer) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.peer import Peer
+from karvan.wire.registry_calls import REGISTRY_CALLS
 from karvan.wire.security import Security
 
 _log = logging.getLogger("karvan.wire")
@@ -77,7 +78,12 @@ class Membership:
         self._peer.close()
 
     def _talk(self) -> Peer:
-        return Peer("registry", self._registry, self._security, forgetful=True, patience=_DEADLINE)
+        return Peer(
+            *("registry", self._registry, self._security),
+            forgetful=True,
+            patience=_DEADLINE,
+            calls=REGISTRY_CALLS,
+        )
 
     def _call(self, method: str, deadline: float) -> dict[str, Any]:
         return self._peer.call(method, self._who, deadline=deadline).head

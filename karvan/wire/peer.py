@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from karvan.wire.calls import CallTable
 from karvan.wire.connection import Connection, short
 from karvan.wire.errors import PeerLostError, RefusedError, WireError
 from karvan.wire.leaving import close_at_exit, closed
@@ -39,9 +40,10 @@ _SLOWEST = 8e6  # bytes per second: more patience for more bytes
 class Reply:
     """The answer to a call, once it is there."""
 
-    def __init__(self, peer: Peer, method: str, call: Packed, within: float) -> None:
+    def __init__(self, peer: Peer, method: str, head: Mapping[str, Any], call: Packed, within: float) -> None:
         self._peer = peer
         self.method = method
+        self.head = head
         self.call = call
         self.bytes = sum(array.nbytes for array in call.arrays)
         self.begun = time.monotonic()
@@ -101,7 +103,8 @@ class Peer:
     a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
     connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
     anew: gives the calls, each with its head, that a service which has begun anew must get before any other;
-    it is told the name of the service's new life.
+    it is told the name of the service's new life. calls: the declared calls of the service; answers are held
+    against them, and one that is otherwise is a RefusedError of that call.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Peer:
         patience: float = 10.0,
         forgetful: bool = False,
         anew: Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
+        calls: CallTable | None = None,
     ) -> None:
         self.name = name
         self._find = find if callable(find) else lambda: find
@@ -125,6 +129,7 @@ class Peer:
         self._patience = patience
         self._forgetful = forgetful or anew is not None
         self._anew = anew
+        self._calls = calls or {}
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Reply] = deque()  # calls without an answer, the oldest first
@@ -161,7 +166,7 @@ class Peer:
         self.check_process()
         call = pack(Message({**(head or {}), "method": method}, arrays))
         seconds = self._deadline if deadline is None else deadline
-        reply = Reply(self, method, call, seconds)
+        reply = Reply(self, method, head or {}, call, seconds)
         reply._then = then
         with self._changed:
             if self._failure is not None:
@@ -329,7 +334,7 @@ class Peer:
     def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
         """A call that nobody waits for; what is wrong with it ends the peer."""
         call = pack(Message({**head, "method": method}))
-        reply = Reply(self, method, call, self._deadline)
+        reply = Reply(self, method, head, call, self._deadline)
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
         return reply
 
@@ -416,10 +421,19 @@ class Peer:
             self._answered += 1
             self.bytes_received += answer.bytes
         if "error" in answer.head:
-            kind = TOLD.get(answer.head["error"], RuntimeError)
+            kind = TOLD.get(str(answer.head["error"]), RuntimeError)
             reply.set(kind(f"{self.name}: {answer.head.get('text')}"))
         else:
-            reply.set(answer)
+            reply.set(self._checked(reply, answer))
+
+    def _checked(self, reply: Reply, answer: Message) -> Message | Exception:
+        declared = self._calls.get(reply.method)
+        if declared is None:
+            return answer
+        try:
+            return declared.check_answer(reply.head, answer)
+        except RefusedError as error:
+            return RefusedError(f"{self.name}: {error}")
 
 
 def _same(error: Exception) -> Exception:

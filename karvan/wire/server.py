@@ -17,15 +17,17 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from karvan.wire.calls import said_by
 from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
 from karvan.wire.leaving import close_at_exit, closed
 from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.security import Security, join_address
+from karvan.wire.service import Caller, Service
 from karvan.wire.session import Session, Sessions
 
 _log = logging.getLogger("karvan.wire")
@@ -36,31 +38,6 @@ TOLD = {
     for error in (ValueError, KeyError, TypeError, RuntimeError, RefusedError, WireError, PeerLostError)
 }
 BUSY_EVERY = 2.0  # seconds between signs of life while a call takes long, or less for impatient callers
-
-
-class Caller(NamedTuple):
-    """Who calls: the name of the session, and what it said when it came."""
-
-    session: str
-    hello: Mapping[str, Any]
-    address: str
-
-
-class Service:
-    """What a server answers with; its methods run on the threads of callers."""
-
-    name = "service"
-
-    def welcome(self, caller: Caller) -> dict[str, Any]:
-        """Somebody connects, for the first time or again; returns what it should know. May refuse."""
-        return {}
-
-    def answer(self, call: Message, caller: Caller) -> Message:
-        """Do a call: `call.head["method"]` says what; "ping" is answered for all services."""
-        raise RefusedError(f"{self.name} does not know the call {call.head.get('method')!r}.")
-
-    def close(self) -> None:
-        """It is not needed any more; called by who runs it, after the server's end."""
 
 
 class Server:
@@ -120,20 +97,21 @@ class Server:
 class _Connection:
     """A caller's streams: where its answers go."""
 
-    def __init__(self, caller: Caller, session: Session, writer: Any) -> None:
+    def __init__(self, caller: Caller, session: Session, writer: Any, patience: Any) -> None:
         self.caller = caller
         self.session = session
         self.ended = threading.Event()
         self.taken = False  # whether its calls have a thread
         self._writer: Any = writer
+        self._patience = patience
         self._lock = threading.Lock()
         self._since = 0.0  # when the call that is being done was begun
 
     @property
     def patience(self) -> float:
         """Seconds of silence after which the caller would think that the connection is broken."""
-        told = self.caller.hello.get("patience")
-        return float(told) if isinstance(told, int | float) and told > 0 else 4 * BUSY_EVERY
+        told = self._patience
+        return float(told) if type(told) in (int, float) and 0 < told < 1e9 else 4 * BUSY_EVERY
 
     def write(self, packed: Packed, **numbers: int) -> None:
         with self._lock:
@@ -194,12 +172,12 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def _answers(self, context: Any, where: str, hello: dict[str, Any], writer: Any) -> None:
         server = self._server
         try:
-            caller, key = _introduced(hello, where)
+            caller, key = _introduced(server.service, hello, where)
             told = server.service.welcome(caller)
             if server._closed:
                 return
             with server.sessions.use(caller.session) as session:
-                connection = _Connection(caller, session, writer)
+                connection = _Connection(caller, session, writer, hello.get("patience"))
                 welcome = {**told, "incarnation": server.incarnation, "last": session.last}
                 server.connections[key] = connection
                 try:
@@ -271,11 +249,12 @@ def _do_not_wait_at_exit(server: _Flight) -> None:
             each.atexit = False
 
 
-def _introduced(hello: dict[str, Any], where: str) -> tuple[Caller, str]:
+def _introduced(service: Service, hello: dict[str, Any], where: str) -> tuple[Caller, str]:
     name, connection = hello.get("session"), hello.get("connection")
     if hello.get("method") != "hello" or not _is_name(name) or not _is_name(connection):
         raise RefusedError("expected hello and the names of a session and a connection as the first message.")
-    return Caller(str(name), hello, where), str(connection)
+    said = service.hello.check(said_by(hello), "the hello")
+    return Caller(str(name), said, where), str(connection)
 
 
 def _is_name(given: Any) -> bool:

@@ -10,6 +10,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import ListenError, Message, Peer, RefusedError, Server, Service, WireError
+from karvan.wire.kinds import Fields, Text
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def test_what_is_done_after_a_call_is_told_of_failures():
 
 class Choosy(Service):
     name = "choosy"
+    hello = Fields({"who": Text()})
 
     def welcome(self, caller):
         if caller.hello["who"] == "refused":

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from karvan.wire import Message, Server, Service
+from karvan.wire.kinds import Plain
 
 
 class Counting(Service):
     """Gives back what it gets, and counts what was done for whom, in which order."""
 
     name = "counting"
+    hello = Plain()  # and calls that bring whatever a test wants
 
     def __init__(self):
         self.done = {}

@@ -1,0 +1,288 @@
+"""Kinds of values: what the head of a message may hold, said once and checked at the border.
+
+A kind takes a value that JSON has brought and gives it back as the service uses it, or raises a RefusedError
+that says where in the message something else was expected:
+
+    counts = ListOf(Integer(0, 2**32), longest=1024)
+    counts.check([3, 4], "counts")         # [3, 4]
+    counts.check([3, -1], "counts")        # RefusedError: expected counts[1] to be a whole number from 0 …
+
+Whatever passes has the type, range and size that the declaration says; nothing is converted silently except
+whole numbers to floats. True is no number, "1" is no number, NaN is no float unless a kind allows it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from karvan.wire.errors import RefusedError
+
+FLOAT32_MAX = 3.4028234663852886e38
+_SHOWN = 80  # characters of a value in a message
+
+
+class Kind(ABC):
+    """A set of values."""
+
+    @abstractmethod
+    def check(self, value: Any, where: str) -> Any:
+        """The value, ready for use; a RefusedError that names `where` it is in the message otherwise."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """For messages: "a whole number from 0 to 3"."""
+
+    def refuse(self, value: Any, where: str) -> NoReturn:
+        """Say what was expected and what was received."""
+        raise RefusedError(f"expected {where} to be {self}, got {shown(value)}.")
+
+
+class Integer(Kind):
+    """A whole number within bounds, both included."""
+
+    def __init__(self, least: int = 0, most: int = 2**53) -> None:
+        self._least = least
+        self._most = most
+
+    def check(self, value: Any, where: str) -> int:
+        """See `Kind.check`."""
+        if type(value) is not int or not self._least <= value <= self._most:
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        return f"a whole number from {self._least} to {self._most}"
+
+
+class Float(Kind):
+    """A number within bounds, both included; finite: neither infinite nor NaN."""
+
+    def __init__(self, least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> None:
+        self._least = least
+        self._most = most
+        self._finite = finite
+
+    def check(self, value: Any, where: str) -> float:
+        """See `Kind.check`."""
+        if type(value) is int and -(2**1000) < value < 2**1000:
+            value = float(value)
+        if type(value) is not float:
+            self.refuse(value, where)
+        if math.isfinite(value):
+            if not self._least <= value <= self._most:
+                self.refuse(value, where)
+        elif self._finite:
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        finite = "a finite number" if self._finite else "a number"
+        if self._least == -math.inf and self._most == math.inf:
+            return finite
+        return f"{finite} from {self._least:g} to {self._most:g}"
+
+
+class Boolean(Kind):
+    """True or false."""
+
+    def check(self, value: Any, where: str) -> bool:
+        """See `Kind.check`."""
+        if type(value) is not bool:
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+class Text(Kind):
+    """Characters, so many at least and at most."""
+
+    def __init__(self, longest: int = 200, shortest: int = 1) -> None:
+        self._longest = longest
+        self._shortest = shortest
+
+    def check(self, value: Any, where: str) -> str:
+        """See `Kind.check`."""
+        if type(value) is not str or not self._shortest <= len(value) <= self._longest:
+            self.refuse(value, where)
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # JSON may bring halves of characters, which nothing can write down
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        return f"text of {self._shortest} to {self._longest} characters"
+
+
+class OneOf(Kind):
+    """One of some texts."""
+
+    def __init__(self, *choices: str) -> None:
+        self._choices = choices
+
+    def check(self, value: Any, where: str) -> str:
+        """See `Kind.check`."""
+        if type(value) is not str or value not in self._choices:
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(repr, self._choices))}"
+
+
+class Nullable(Kind):
+    """Null, or something of another kind."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def check(self, value: Any, where: str) -> Any:
+        """See `Kind.check`."""
+        return None if value is None else self._kind.check(value, where)
+
+    def __str__(self) -> str:
+        return f"null or {self._kind}"
+
+
+class ListOf(Kind):
+    """Values of one kind, so many at least and at most."""
+
+    def __init__(self, kind: Kind, longest: int = 2**20, shortest: int = 0) -> None:
+        self._kind = kind
+        self._longest = longest
+        self._shortest = shortest
+
+    def check(self, value: Any, where: str) -> list[Any]:
+        """See `Kind.check`."""
+        if type(value) is not list or not self._shortest <= len(value) <= self._longest:
+            self.refuse(value, where)
+        check = self._kind.check
+        try:
+            return [check(each, where) for each in value]
+        except RefusedError:  # found again, to say which; the usual case has no names to make
+            return [check(each, f"{where}[{number}]") for number, each in enumerate(value)]
+
+    def __str__(self) -> str:
+        return f"a list of {self._shortest} to {self._longest} values"
+
+
+class TupleOf(Kind):
+    """A list of fixed length with a kind for each of its values."""
+
+    def __init__(self, *kinds: Kind) -> None:
+        self._kinds = kinds
+
+    def check(self, value: Any, where: str) -> tuple[Any, ...]:
+        """See `Kind.check`."""
+        if type(value) is not list or len(value) != len(self._kinds):
+            self.refuse(value, where)
+        return tuple(
+            kind.check(each, f"{where}[{number}]")
+            for number, (kind, each) in enumerate(zip(self._kinds, value, strict=True))
+        )
+
+    def __str__(self) -> str:
+        return f"a list of {len(self._kinds)} values"
+
+
+class MapOf(Kind):
+    """An object whose names are of one kind and whose values are of another."""
+
+    def __init__(self, kind: Kind, longest: int = 2**16, names: Kind | None = None) -> None:
+        self._kind = kind
+        self._longest = longest
+        self._names = names or Text()
+
+    def check(self, value: Any, where: str) -> dict[str, Any]:
+        """See `Kind.check`."""
+        if type(value) is not dict or len(value) > self._longest:
+            self.refuse(value, where)
+        return {
+            self._names.check(name, f"a name in {where}"): self._kind.check(each, f"{where}[{name!r}]")
+            for name, each in value.items()
+        }
+
+    def __str__(self) -> str:
+        return f"an object with up to {self._longest} names"
+
+
+class Fields(Kind):
+    """An object with these names, all of them, and perhaps some of the optional ones; no others."""
+
+    def __init__(self, fields: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> None:
+        self.fields = dict(fields)
+        self.optional = dict(optional or {})
+        self._kinds = {**self.optional, **self.fields}
+
+    def check(self, value: Any, where: str) -> dict[str, Any]:
+        """See `Kind.check`; optional names that are missing are missing in what it gives."""
+        if type(value) is not dict:
+            self.refuse(value, where)
+        for name in self.fields:
+            if name not in value:
+                raise RefusedError(f"expected {where} with {name!r}, {self._kinds[name]}; got none.")
+        made, nested = {}, not where.startswith("the ")
+        for name, each in value.items():
+            kind = self._kinds.get(name)
+            if kind is None:
+                names = ", ".join(self._kinds) or "nothing"
+                raise RefusedError(f"expected {where} with {names} alone, got {shown(name)} as well.")
+            made[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
+        return made
+
+    def __str__(self) -> str:
+        return f"an object with {', '.join(self._kinds) or 'nothing'}"
+
+
+class Variant(Kind):
+    """Of two kinds of object: the first if it has a name, otherwise the second."""
+
+    def __init__(self, name: str, with_name: Kind, without: Kind) -> None:
+        self._name = name
+        self._with = with_name
+        self._without = without
+
+    def check(self, value: Any, where: str) -> Any:
+        """See `Kind.check`."""
+        if type(value) is not dict:
+            self.refuse(value, where)
+        return (self._with if self._name in value else self._without).check(value, where)
+
+    def __str__(self) -> str:
+        return f"{self._with}, or {self._without}"
+
+
+class Plain(Kind):
+    """Whatever JSON can say: for what a service hands on and does not look into.
+
+    test: what it must fulfil besides, and what to say of it.
+    """
+
+    def __init__(self, test: Callable[[Any], bool] | None = None, text: str = "anything") -> None:
+        self._test = test
+        self._text = text
+
+    def check(self, value: Any, where: str) -> Any:
+        """See `Kind.check`."""
+        if self._test is not None and not self._test(value):
+            self.refuse(value, where)
+        return value
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def shown(value: Any) -> str:
+    """A value that somebody has sent, short enough for a message."""
+    if isinstance(value, list | dict | str) and len(value) > _SHOWN:  # without making all of it text
+        what = {list: "a list", dict: "an object"}.get(type(value), "text")
+        return f"{what} of length {len(value)}"
+    if type(value) is int and abs(value) >= 2**128:
+        return f"a number of {value.bit_length()} bits"
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

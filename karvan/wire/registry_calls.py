@@ -1,0 +1,43 @@
+"""The calls of a job's registry, as members and those who look for them make them."""
+
+from __future__ import annotations
+
+from karvan.wire.calls import Call, table_of
+from karvan.wire.kinds import Boolean, Fields, Float, Integer, ListOf, OneOf, Text
+
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
+
+INDEX = Integer(0, 2**20)
+GENERATION = Integer(0, 2**31)
+_ADDRESS = Text(300)
+_PID = Integer(0, 2**31)
+
+# A member says all of it with each of its calls; `process` is a random name.
+_MEMBER = Fields(
+    {
+        "role": OneOf(*ROLES),
+        "index": INDEX,
+        "address": _ADDRESS,
+        "generation": GENERATION,
+        "pid": _PID,
+        "process": Text(64),
+    }
+)
+_LISTED = Fields(
+    {
+        "role": OneOf(*ROLES),
+        "index": INDEX,
+        "address": _ADDRESS,
+        "generation": GENERATION,
+        "pid": _PID,
+        "healthy": Boolean(),
+        "silent": Float(0.0),
+    }
+)
+
+REGISTRY_CALLS = table_of(
+    Call("register", _MEMBER),
+    Call("beat", _MEMBER, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
+    Call("leave", _MEMBER),
+    Call("members", answer=Fields({"members": ListOf(_LISTED)})),
+)
