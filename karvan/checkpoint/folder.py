@@ -1,9 +1,10 @@
 """Folders that appear whole or not at all.
 
 A checkpoint is written into a hidden folder beside its place and renamed once it is complete. Its writer
-holds a lock on the hidden folder, which the system lets go of when the process ends, however it ends: what is
-hidden and not locked was left by the dead and may be removed. Making, publishing and removing hold a lock on
-the parent for a moment, so that several processes may work in it.
+holds a lock in the hidden folder, which the system drops when the process ends, however it ends: a hidden
+folder without a held lock was left by a crashed process and may be removed. Making, publishing and removing
+hold this user's lock of the parent for a moment, so that several processes may work in it. Leftovers of
+another user are left to that user. See `locks.py`.
 
 What cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries again.
 """
@@ -11,24 +12,22 @@ What cannot be removed is a warning, not an error: it harms no checkpoint, and e
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import sync_folder
+from karvan.checkpoint.locks import FileLock, folder_lock, is_held, take_lock
 
 _log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"^\..+\.tmp-\d+-[0-9a-f]{8}$")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # some network file systems
+_LOCK = ".lock"  # in a hidden folder, while its writer lives
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -38,18 +37,20 @@ class HiddenFolder:
     def __init__(self, target: Path) -> None:
         self.target = target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent):
-            _remove_leftovers(target.parent)
+        with folder_lock(target.parent) as lock:
+            if lock.effective:
+                _remove_leftovers(target.parent, lock.owner)
             self.path = _hidden_name(target)
             self.path.mkdir()
-            self._lock: int | None = _lock(self.path, fcntl.LOCK_EX)
+            self._lock: FileLock | None = take_lock(self.path / _LOCK)
 
     def publish(self, check: Callable[[], None]) -> None:
         """Put the folder in its place, unless `check` raises; what was there is hidden instead."""
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_folder(Path(folder))
-        with _locked(self.target.parent):
+        with folder_lock(self.target.parent):
             check()
+            self._release()  # others look for leftovers only under the parent's lock
             if self.target.exists():
                 _exchange(self.path, self.target)
             else:
@@ -59,8 +60,11 @@ class HiddenFolder:
     def remove(self) -> None:
         """Take away what has not been published, or what was replaced."""
         _remove_tree(self.path)
+        self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
 
@@ -94,7 +98,7 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
     hidden: list[Path] = []
     stays: set[Path | None] = set()
     try:
-        with _locked(parent):
+        with folder_lock(parent):
             for folder, base in doomed().items():
                 name = _hidden_name(folder)
                 if folder not in stays and _rename(folder, name):
@@ -135,40 +139,17 @@ def _hidden_name(target: Path) -> Path:
     return target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def _remove_leftovers(parent: Path) -> None:
+def _remove_leftovers(parent: Path, owner: int) -> None:
     for entry in list(os.scandir(parent)):
         if not _HIDDEN.match(entry.name) or not entry.is_dir(follow_symlinks=False):
             continue
         try:
-            held = _lock(Path(entry.path), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, FileNotFoundError):
-            continue  # its writer lives, or has just finished
-        if held is not None:
-            _remove_tree(Path(entry.path))
-            os.close(held)
-
-
-def _lock(folder: Path, how: int) -> int | None:
-    """A lock on a folder, held until its number is closed; None where the file system has no locks."""
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(number, how)
-    except OSError as error:
-        os.close(number)
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return number
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    number = _lock(folder, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        if number is not None:
-            os.close(number)
+            mine = entry.stat(follow_symlinks=False).st_uid == owner
+        except FileNotFoundError:
+            continue  # its writer has just finished
+        path = Path(entry.path)
+        if mine and not is_held(path / _LOCK):
+            _remove_tree(path)
 
 
 def _exchange(a: Path, b: Path) -> None:
