@@ -112,6 +112,22 @@ uint64_t Table::evict_least(uint64_t count, bool by_use_count) {
   return erase_where([&](Entry e) { return !(limit < rank_of(e, by_use_count)); });
 }
 
+double Table::advance_time(double now) {
+  const double latest = clock_.empty() ? time_ : std::max(time_, clock_.back().second);
+  // A clock that was set back still says how much time passes, until it has caught up.
+  time_ = now >= latest ? now : latest + std::max(0.0, now - shown_);
+  shown_ = now;
+  return time_;
+}
+
+uint64_t Table::evict_expired(double time) {
+  uint64_t expired = 0;  // one past the newest step that is too old
+  for (const auto& [at, noted] : clock_)
+    if (noted <= time - config_.evict.seconds) expired = at + 1;
+  if (expired == 0) return 0;
+  return erase_where([&](Entry e) { return e.last() < expired; });
+}
+
 uint64_t Table::evict(uint64_t step, double now) {
   const Eviction& rule = config_.evict;
   switch (rule.kind) {
@@ -127,13 +143,7 @@ uint64_t Table::evict(uint64_t step, double now) {
     case Eviction::Kind::age:
       if (step <= rule.steps) return 0;
       return erase_where([&](Entry e) { return e.last() < step - rule.steps; });
-    case Eviction::Kind::ttl: {
-      uint64_t expired = 0;  // one past the newest step that is too old
-      for (const auto& [at, time] : clock_)
-        if (time <= now - rule.seconds) expired = at + 1;
-      if (expired == 0) return 0;
-      return erase_where([&](Entry e) { return e.last() < expired; });
-    }
+    case Eviction::Kind::ttl: return evict_expired(advance_time(now));
     case Eviction::Kind::norm: {
       const RowsView view = arena_->view();
       const double limit = static_cast<double>(rule.below) * rule.below;
@@ -150,8 +160,9 @@ uint64_t Table::maintain(uint64_t step, double now) {
     case Eviction::Kind::lru:
     case Eviction::Kind::lfu: return evict(step, now);
     case Eviction::Kind::ttl: {
+      now = advance_time(now);
       const double apart = rule.seconds / 64;
-      const uint64_t gone = step % rule.every == 0 ? evict(step, now) : 0;
+      const uint64_t gone = step % rule.every == 0 ? evict_expired(now) : 0;
       // Drop what the cutoff has passed, keeping one. The last note moves along until it is far enough from the one
       // before, so that it stands for all steps since.
       while (clock_.size() > 1 && clock_[1].second <= now - rule.seconds) clock_.erase(clock_.begin());

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -158,6 +159,8 @@ class Table {
   template <class F>
   uint64_t erase_where(F&& doomed);        // doomed(Entry) -> bool
   std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: has left since the lookup
+  uint64_t evict_expired(double time);
+  double advance_time(double now);         // the table's own time, which never runs backwards
   uint64_t evict_least(uint64_t count, bool by_use_count);
   uint64_t note_evicted(std::vector<uint64_t> hashes);  // returns how many
   void keep_before_use(const uint64_t* hashes, size_t count);
@@ -179,6 +182,8 @@ class Table {
   CountingFilter filter_;
   EvictionLog evictions_;
   std::vector<std::pair<uint64_t, double>> clock_;  // (step, time) now and then: turns a TTL into a step
+  double time_ = -std::numeric_limits<double>::infinity();  // the table's own, and what the clock showed then
+  double shown_ = std::numeric_limits<double>::infinity();
   uint64_t version_ = 0, row_epoch_ = 0, evicted_ = 0;
   Capture* capture_ = nullptr;            // the one that is being read
   std::unique_ptr<RowBits> changes_;      // rows used since changes_since_; null: nobody asked

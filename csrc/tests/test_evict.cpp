@@ -130,6 +130,21 @@ TEST(norm_evicts_rows_with_a_small_vector) {
   }
 }
 
+TEST(ttl_keeps_rows_just_used_when_its_clock_was_behind_for_a_while) {
+  const WithThreads with(1);
+  TableConfig config = table_config(1);
+  config.evict = {Eviction::Kind::ttl, 0, 0, 100.0, 0, 1};
+  Table table(config);
+  double real = 0;
+  for (uint32_t step = 1; step <= 300; ++step) {
+    real += 1;
+    const double shown = step > 100 && step <= 200 ? real : real + 1e6;  // behind by days, for a hundred steps
+    train(table, {step % 10}, step);
+    CHECK_EQ(table.maintain(step, shown), 0u);
+  }
+  CHECK_EQ(table.evict(300, real + 1e6 + 200), 10u);
+}
+
 // Never early; late by at most two of the 64 parts a lifetime is noted in.
 TEST(ttl_evicts_rows_when_their_time_has_passed) {
   const WithThreads with(2);

@@ -10,7 +10,6 @@ and their gradients go there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,7 @@ from karvan import ranks
 from karvan.embedding import portable
 from karvan.embedding.again import Again, Kept
 from karvan.embedding.ahead import Ahead
-from karvan.embedding.eviction import TTL
+from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
 from karvan.embedding.handle import TableHandle
 from karvan.embedding.inputs import FeatureInput, Inputs, Output
@@ -327,4 +326,4 @@ def _clock_of(tables: Mapping[str, Table]) -> Callable[[], float]:
     for table in tables.values():
         if isinstance(table.evict, TTL):
             return table.evict.clock
-    return time.time
+    return steady_time

@@ -82,13 +82,28 @@ class Age(Eviction):
         return "age", float(self.steps), self.every
 
 
+def steady_time() -> float:
+    """Seconds since the epoch, by the wall clock when this module was imported, and by a steady clock since.
+
+    Setting the wall clock does not change it; time during which the machine sleeps counts.
+    """
+    return _IMPORTED_AT + time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_IMPORTED_AT = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 @dataclass(frozen=True)
 class TTL(Eviction):
-    """Rows not used for `seconds` leave, at most 1/64 of that time late; looked at every `every` steps."""
+    """Rows not used for `seconds` leave, at most 1/64 of that time late; looked at every `every` steps.
+
+    clock: the time in seconds, comparable between runs. If it falls behind the latest time that a table has
+    seen, also in its checkpoint, the table's time advances by the seconds that pass, until it catches up.
+    """
 
     seconds: float
     every: int = 1000
-    clock: Callable[[], float] = field(default=time.time, compare=False, repr=False)
+    clock: Callable[[], float] = field(default=steady_time, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _require_positive(self, seconds=self.seconds, every=self.every)

@@ -1,5 +1,8 @@
 """Which keys get a row, which rows go away, and what happens to their memory and gradients."""
 
+import subprocess
+import sys
+
 import pytest
 import reference as ref
 import torch
@@ -98,6 +101,55 @@ def test_ttl_sees_steps_that_follow_each_other_quickly():
     now[0] += 200
     handle.evict()
     assert keys_of(handle) == []
+
+
+def test_ttl_keeps_rows_just_used_when_its_clock_jumps_back_and_forth():
+    now = [10_000.0]
+    engine, handle = one(evict=kv.TTL(100.0, every=1, clock=lambda: now[0]))
+    engine({"f": ids(1)})
+    now[0] = 0.0
+    for key in (2, 3):
+        engine({"f": ids(key)})
+        now[0] += 1
+    now[0] = 10_001.0
+    engine({"f": ids(4)})
+    handle.evict()
+    assert keys_of(handle) == [1, 2, 3, 4]
+    now[0] += 200
+    assert handle.evict() == 4
+
+
+def test_ttl_keeps_rows_of_a_checkpoint_that_a_clock_ahead_has_saved():
+    now = [10_000.0]
+    table = kv.TTL(100.0, every=1, clock=lambda: now[0])
+    engine, handle = one(evict=table)
+    engine({"f": ids(1)})
+    restored, there = one(evict=table)
+    now[0] = 500.0
+    restored.store.load("f", handle.snapshot())
+    restored.store.load_extra("f", engine.store.extra("f"))
+    restored({"f": ids(2)})
+    now[0] = 10_050.0
+    restored({"f": ids(3)})
+    assert keys_of(there) == [1, 2, 3]
+
+
+def test_ttl_does_not_follow_a_wall_clock_that_is_set_while_a_program_runs():
+    program = """if True:
+        import time
+        wall, jump = time.time, [0.0]
+        time.time = lambda: wall() + jump[0]
+        import torch
+        import karvan as kv
+        engine = kv.EmbeddingEngine({"f": kv.Table(2, evict=kv.TTL(3600.0, every=1))})
+        engine({"f": torch.tensor([1])})
+        for jump[0] in (10_000.0, -10_000.0, 20_000.0):
+            engine({"f": torch.tensor([2])})
+            engine.table("f").evict()
+        print(engine.table("f").rows)
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "2"
 
 
 def test_norm_removes_short_vectors():
