@@ -42,7 +42,7 @@ def launch(
 
     What dies is started again; after the death of a trainer or a parameter server the job goes on from the
     newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a second
-    Ctrl-C kills them. The same command goes on.
+    Ctrl-C kills them. The same command goes on. Ctrl-Z suspends all roles, `fg` resumes them.
 
     \b
     Examples:
@@ -78,16 +78,18 @@ def launch(
         return supervise(spec, registry, commands)
 
 
-def supervise(spec: JobSpec, registry: jobs.Registry, commands: Commands) -> int:
+def supervise(
+    spec: JobSpec, registry: jobs.Registry, commands: Commands, timing: jobs.Timing | None = None
+) -> int:
     """Run a job with the local engine until it ends or a signal stops it; its exit code."""
     from karvan.launch.engine import name_of
-    from karvan.launch.job import Job
+    from karvan.launch.job import Job, Timing
     from karvan.launch.local import LocalEngine
     from karvan.launch.logs import Logs
 
     names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).replicas)]
     with closing(Logs(names, spec.logs)) as logs:
-        job = Job(spec, LocalEngine(logs.write), registry, logs, commands)
+        job = Job(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing())
         with _signals_to(job):
             if spec.token_file is not None:
                 logs.tell(f"Registry at {registry.address}, token file {spec.token_file}.")
@@ -118,6 +120,8 @@ def _signals_to(job: jobs.Job) -> Iterator[None]:
         number: signal.signal(number, lambda got, frame: job.interrupt(caught[signal.Signals(got)]))
         for number in caught
     }
+    if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda got, frame: job.suspend())
     try:
         yield
     finally:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from karvan.clock import clock
 from karvan.ragged import Batch
 
 _REMEMBERED = 4096  # names of batches that expired, to tell why they are not there
@@ -58,7 +58,7 @@ class KeptIds:
             if self._waiting >= self._most and name not in self._wanted:
                 return False
             self._wanted.discard(name)
-            self._entries[name] = _Entry(ids, time.monotonic())
+            self._entries[name] = _Entry(ids, clock.now())
             self._waiting += 1
             self.received += 1
             return True
@@ -99,7 +99,7 @@ class KeptIds:
             self._wanted.clear()
 
     def _drop_old(self) -> None:
-        before = time.monotonic() - self.expire
+        before = clock.now() - self.expire
         old = []
         for name, entry in self._entries.items():
             if entry.came > before:

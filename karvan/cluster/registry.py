@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from dataclasses import dataclass
 
+from karvan.clock import clock
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 from karvan.wire.directory import Member
 from karvan.wire.registry_calls import REGISTRY_CALLS
@@ -106,7 +106,7 @@ class Registry(Service):
                     f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
                     "the job has moved on without it."
                 )
-            self._entries[key] = _Entry(process, head["address"], generation, head["pid"], time.monotonic())
+            self._entries[key] = _Entry(process, head["address"], generation, head["pid"], clock.now())
         if before is None or before.process != process:
             _log.info("%s %d is at %s", *key, head["address"])
         return Message({})
@@ -116,7 +116,7 @@ class Registry(Service):
             entry = self._entries.get(_key(request))
             known = entry is not None and entry.process == request.head["process"]
             if entry is not None and known:
-                entry.seen = time.monotonic()
+                entry.seen = clock.now()
             return Message({"known": known, "replaced": bool(entry and not known)})
 
     def _leave(self, request: Request) -> Message:
@@ -128,7 +128,7 @@ class Registry(Service):
         return Message({})
 
     def _member(self, role: str, index: int, entry: _Entry) -> Member:
-        silent = time.monotonic() - entry.seen
+        silent = clock.silence(entry.seen)
         healthy = silent <= self._lost_after * _SLOWER.get(role, 1.0)
         return Member(role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3))
 

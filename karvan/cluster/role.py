@@ -23,11 +23,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from karvan.clock import clock
 from karvan.wire import Security, Server, Service, WireError
 from karvan.wire.membership import Membership
 from karvan.wire.security import reachable
@@ -161,7 +161,7 @@ def end(code: int) -> None:
 
 def _join(settings: Settings, address: str, ended: threading.Event) -> Membership | None:
     """Register; a registry that is not there yet is waited for, but not after a signal."""
-    due = time.monotonic() + _REGISTRY_WITHIN
+    due = clock.now() + _REGISTRY_WITHIN
     while not ended.is_set():
         try:
             return Membership(
@@ -174,6 +174,6 @@ def _join(settings: Settings, address: str, ended: threading.Event) -> Membershi
                 patience=1.0,
             )
         except WireError:
-            if time.monotonic() > due:
+            if clock.now() > due:
                 raise
     return None

@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from karvan import ragged, ranks
+from karvan.clock import clock
 from karvan.cluster import stream_place
 from karvan.cluster.loader_statistics import ask_loaders
 from karvan.cluster.packing import unpack
@@ -314,10 +314,10 @@ class LoaderStream:
             return bool(line.waiting)
 
     def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
-        begun = time.monotonic()
+        begun = clock.now()
         told = False
         while not ready():
-            waited = time.monotonic() - begun
+            waited = clock.now() - begun
             for line in lines:
                 line.check(waited > self._timeout)
             if waited > _LONG and not told:

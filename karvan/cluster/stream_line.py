@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from karvan.clock import clock
 from karvan.cluster.stream_place import Base, Known, base_of, loader_state
 from karvan.wire import Message, Peer, RefusedError, Reply, Security, WireError
 
@@ -165,9 +165,9 @@ class Line:
         """The answer `method` of the loader, which has it once its program begins to send batches."""
         with self._changed:
             self._caller = caller
-        deadline = time.monotonic() + caller.timeout
+        deadline = clock.now() + caller.timeout
         while method not in (answer := self.call(method, head or {}).wait()).head:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise WireError(f"{self.name} expected its program to begin to send batches in time.")
         return answer
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from karvan.clock import clock
 from karvan.cluster.packing import pack
 from karvan.ragged import Ragged
 from karvan.wire import Peer, Security, WireError
@@ -48,12 +49,12 @@ class WorkerClient:
         """
         message = pack(ids)
         within = self._deadline if within is None else within
-        due = time.monotonic() + within
+        due = clock.now() + within
         pause, longest = _PAUSES
         while not self._peer.call("put", {**message.head, "reference": reference}, message.arrays).head[
             "kept"
         ]:
-            if time.monotonic() > due:
+            if clock.now() > due:
                 raise WireError(
                     f"embedding worker {self.index} expected to have room for a batch within "
                     f"{within:g} s, got too few claims of those it keeps."

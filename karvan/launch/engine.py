@@ -47,6 +47,12 @@ class Handle(Protocol):
     def kill(self) -> None:
         """End it at once, with all processes that it has started itself."""
 
+    def suspend(self) -> None:
+        """Stop it where it is, with all processes that it has started itself, until `resume`."""
+
+    def resume(self) -> None:
+        """Let it and the others continue."""
+
 
 class Engine(Protocol):
     """Runs processes."""

@@ -101,17 +101,29 @@ class LocalHandle:
         """SIGKILL to the process and those that it has started."""
         with self._lock:
             if self._code is None:
-                self._kill_group()
+                self._signal_group(signal.SIGKILL)
 
-    def _kill_group(self) -> None:
+    def suspend(self) -> None:
+        """SIGSTOP to the process and those that it has started."""
+        with self._lock:
+            if self._code is None:
+                self._signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT to them."""
+        with self._lock:
+            if self._code is None:
+                self._signal_group(signal.SIGCONT)
+
+    def _signal_group(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
 
     def _watch(self) -> None:
         # The process stays a zombie here, so that its number stays its own until the lock is taken.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
-            self._kill_group()  # what it has left behind
+            self._signal_group(signal.SIGKILL)  # what it has left behind
             self._code = self._popen.wait()
         self._reader.join(_LAST_LINES)
         self._told.set()

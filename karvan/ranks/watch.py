@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
+from karvan.clock import clock
 from karvan.ranks.errors import RankError
 
 _BEAT = 1.0  # seconds between two signs of life
@@ -68,7 +68,7 @@ class Watch:
         try:
             before = self._all("alive")
             if not self._told(self._all("failed")):
-                time.sleep(_LOST)
+                clock.sleep(_LOST)
             after, failed = self._all("alive"), self._all("failed")
         except (RuntimeError, ValueError):
             return "The process that introduced the ranks to each other (rank 0, or torchrun) is gone"

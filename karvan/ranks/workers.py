@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from karvan.clock import clock
 from karvan.wire import Array, Message, Peer, Security
 from karvan.wire.directory import find_role
 
@@ -109,7 +109,7 @@ class Workers:
         references: Sequence[Reference],
     ) -> Message:
         peer = self._peer(worker, line)
-        due = time.monotonic() + self._timeout
+        due = clock.now() + self._timeout
         while True:
             answer = peer.call(method, head, arrays)
             needs, text = answer.head.get("needs"), f"{peer.name}: {answer.head.get('text')}"
@@ -119,7 +119,7 @@ class Workers:
                 peer.call("engine", engine)
                 continue
             wanted = next((each for each in references if each.name == answer.head.get("reference")), None)
-            if self.resend is None or wanted is None or time.monotonic() > due:
+            if self.resend is None or wanted is None or clock.now() > due:
                 raise RuntimeError(text)
             self.resend(wanted)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from karvan.clock import clock
 from karvan.wire.errors import WireError
 from karvan.wire.peer import Peer
 from karvan.wire.registry_calls import REGISTRY_CALLS, ROLES
@@ -95,20 +96,20 @@ class Directory:
             peer.close()
 
     def _wait(self, role: str, indices: Sequence[int], timeout: float) -> list[str]:
-        due = time.monotonic() + timeout
+        due = clock.now() + timeout
         pause, last = _PAUSES
         while True:
             try:
-                members = self.members(max(0.1, due - time.monotonic()))
+                members = self.members(max(0.1, due - clock.now()))
             except WireError:
-                if time.monotonic() > due:
+                if clock.now() > due:
                     raise
                 continue  # another thread's question came too late, and this one's connection went with it
             there = {each.index: each.address for each in members if each.role == role and each.healthy}
             missing = [index for index in indices if index not in there]
             if not missing:
                 return [there[index] for index in indices]
-            if time.monotonic() + pause > due:
+            if clock.now() + pause > due:
                 wanted = f"{role} {', '.join(map(str, missing))}"
                 where = f"at the registry {self._registry} within {timeout:.0f} s"
                 found = "; ".join(map(str, members)) or "nobody"

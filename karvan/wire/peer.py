@@ -13,7 +13,6 @@ import os
 import random
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from karvan.clock import clock
 from karvan.wire.calls import CallTable
 from karvan.wire.connection import Connection, short
 from karvan.wire.errors import PeerLostError, RefusedError, WireError
@@ -46,7 +46,7 @@ class Reply:
         self.head = head
         self.call = call
         self.bytes = sum(array.nbytes for array in call.arrays)
-        self.begun = time.monotonic()
+        self.begun = clock.now()
         self.within = within  # seconds
         self.deadline = self.begun + within
         self._done = threading.Event()
@@ -80,7 +80,7 @@ class Reply:
 
     def set(self, answer: Message | Exception) -> None:
         """What the peer has said, or why it has not; for the peer's own threads."""
-        self.seconds = time.monotonic() - self.begun
+        self.seconds = clock.now() - self.begun
         if isinstance(answer, Exception):
             self._error = answer
         else:
@@ -206,7 +206,7 @@ class Peer:
         """Take no more calls, and say good-bye; `close` waits for that."""
         closed(self)
         with self._changed:
-            self._closing = self._closing or time.monotonic()
+            self._closing = self._closing or clock.now()
             self._changed.notify_all()
 
     def __enter__(self) -> Peer:
@@ -251,9 +251,9 @@ class Peer:
         """Wait before the next attempt; whether there is to be one."""
         with self._changed:
             pause = min(_LONGEST_PAUSE, 0.02 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1)
-            left = self._due() - time.monotonic()
+            left = self._due() - clock.now()
             self._changed.wait_for(lambda: self._closing, max(0.0, min(pause, left)))
-            now = time.monotonic()
+            now = clock.now()
             late = next((each for each in self._waiting if now >= each.deadline), None)
         if late is None:
             return True
@@ -277,11 +277,11 @@ class Peer:
         """One connection, until it breaks or is not needed any more."""
         with self._changed:
             self._broken = None
-            limit = max(0.1, min(_CONNECT, self._patience, self._due() - time.monotonic()))
+            limit = max(0.1, min(_CONNECT, self._patience, self._due() - clock.now()))
         connection = Connection(self._find(), self._security, limit)
         over = threading.Event()
         watcher = threading.Thread(
-            target=self._watch, args=(connection, over, time.monotonic() + limit), daemon=True
+            target=self._watch, args=(connection, over, clock.now() + limit), daemon=True
         )
         watcher.start()
         try:
@@ -328,7 +328,7 @@ class Peer:
                     self._waiting.extendleft(reversed(first))
             self.welcome = said
             self._sent = self._sent_bytes = 0
-            self._heard = time.monotonic()
+            self._heard = clock.now()
             self.connections += 1
 
     def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
@@ -348,7 +348,7 @@ class Peer:
                     break
                 reply = self._waiting[self._sent]
                 if self._sent == 0:
-                    self._heard = time.monotonic()
+                    self._heard = clock.now()
                 self._sent += 1
                 self._sent_bytes += reply.bytes
                 number, received = self._answered + self._sent, self._answered
@@ -375,7 +375,7 @@ class Peer:
         before = self.connections
         while not over.wait(min(0.5, self._patience / 4)):
             with self._changed:
-                now = time.monotonic()
+                now = clock.now()
                 problem = self._overdue(now)
                 if self.connections == before and (now > meet_by or self._closing):
                     problem = "no answer to hello"
@@ -391,7 +391,7 @@ class Peer:
         if now > self._due():
             return "no answer in time"
         patience = self._patience + self._sent_bytes / _SLOWEST
-        if self._sent and now > self._heard + patience:
+        if self._sent and clock.silence(self._heard) > patience:
             return f"silence for {patience:.3g} s"
         return ""
 
@@ -407,7 +407,7 @@ class Peer:
 
     def _take(self, answer: Message) -> None:
         with self._changed:
-            self._heard = time.monotonic()
+            self._heard = clock.now()
             if "busy" in answer.head:
                 self._heard += answer.head.get("bytes", 0) / _SLOWEST
                 return

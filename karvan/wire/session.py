@@ -8,10 +8,10 @@ it has them.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from karvan.clock import clock
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Packed
 
@@ -24,12 +24,12 @@ class Session:
         self._answers: dict[int, Packed] = {}
         self.last = 0  # number of the last call that was done
         self.connections = 0
-        self.used = time.monotonic()
+        self.used = clock.now()
 
     def answer(self, number: int, received: int, do: Callable[[], Packed]) -> Packed:
         """The answer to a call; the caller has those up to number `received`."""
         with self._lock:
-            self.used = time.monotonic()
+            self.used = clock.now()
             for old in [known for known in self._answers if known <= received]:
                 del self._answers[old]
             if number in self._answers:
@@ -65,7 +65,7 @@ class Sessions:
         finally:
             with self._lock:
                 session.connections -= 1
-                session.used = time.monotonic()
+                session.used = clock.now()
 
     def end(self, name: str) -> None:
         """The caller has said good-bye."""
@@ -73,7 +73,7 @@ class Sessions:
             self._known.pop(name, None)
 
     def _forget(self) -> None:
-        now = time.monotonic()
+        now = clock.now()
         for name, one in list(self._known.items()):
             if not one.connections and now - one.used > self._idle:
                 del self._known[name]

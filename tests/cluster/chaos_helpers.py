@@ -57,11 +57,16 @@ class LaunchedJob:
             f"data: {{train: {folder / 'data'}/*.parquet, batch_size: 16, shuffle: 64, seed: 3}}\n{extra}"
         )
         self.log = folder / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")],
-            stdout=self.log.open("wb"),
-            stderr=subprocess.STDOUT,
-        )
+        self._begun = time.monotonic()
+        self.process = self.start([sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")])
+
+    def start(self, command):
+        """Start the launcher."""
+        return subprocess.Popen(command, stdout=self.log.open("wb"), stderr=subprocess.STDOUT)
+
+    def age(self):
+        """Seconds since its start."""
+        return time.monotonic() - self._begun
 
     def step(self):
         """How far the first trainer is; 0 if it has not begun."""
@@ -70,6 +75,13 @@ class LaunchedJob:
             if Path(f"/proc/{pid}").exists():
                 return int(step)
         return 0
+
+    def wait_for_step(self, step, seconds=60.0):
+        """Wait until the first trainer is so far."""
+        until = time.monotonic() + seconds
+        while self.step() < step:
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
 
     def pids(self, role):
         """The processes of a role."""

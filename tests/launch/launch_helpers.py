@@ -18,6 +18,7 @@ from karvan.launch.spec import JobSpec
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
+QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0)
 
 
 class Known:
@@ -52,12 +53,16 @@ def wait_until(condition, what="something"):
     raise AssertionError(f"waited {PATIENCE:g} s for {what}")
 
 
-def is_alive(pid):
+def state_of(pid):
+    """The letter that ps shows, such as T for a process that is stopped; Z as well if it is not there."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+        return "Z"
+
+
+def is_alive(pid):
+    return state_of(pid) != "Z"
 
 
 def spec_of(roles, **more):
@@ -101,7 +106,7 @@ class Running(Place):
         self.registry = Known()
         self._output = io.StringIO()
         logs = Logs(stream=self._output)
-        timing = timing or Timing(backoff=0.01, check=0.01, settle=0.0)
+        timing = timing or QUICK
         self.job = Job(
             spec_of(roles, **more),
             LocalEngine(logs.write),
@@ -140,11 +145,13 @@ class Running(Place):
 class Launched(Place):
     """A launcher that is a process of its own."""
 
+    program = HERE / "launcher_program.py"
+
     def __init__(self, folder, text, **more):
         super().__init__(folder)
         (folder / "job.yaml").write_text(f"name: test\nentry: train.py\n{text}\n")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "launcher_program.py"), str(folder)],
+            [sys.executable, str(self.program), str(folder)],
             stdout=subprocess.PIPE,
             text=True,
             **more,

@@ -1,0 +1,38 @@
+"""How often and when processes are restarted."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from karvan.clock import clock
+
+_LONGEST_DELAY = 30.0
+
+
+class RestartBudget:
+    """So many restarts within so many seconds, each after a longer delay than the one before."""
+
+    def __init__(self, most: int, window: float, backoff: float) -> None:
+        self._most = most
+        self._window = window
+        self._backoff = backoff
+        self._restarts: deque[float] = deque()
+
+    def take(self) -> bool:
+        """One more restart; whether it is allowed."""
+        now = clock.now()
+        while self._restarts and self._restarts[0] < now - self._window:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._most:
+            return False
+        self._restarts.append(now)
+        return True
+
+    def due(self) -> float:
+        """When the restart is due; delays differ at random, so that not all come back at once."""
+        doubled = self._backoff * 2.0 ** (len(self._restarts) - 1)
+        return clock.now() + min(doubled, _LONGEST_DELAY) * random.uniform(0.5, 1.0)
+
+    def __str__(self) -> str:
+        return f"{self._most} restarts within {self._window:g} seconds"
