@@ -155,9 +155,19 @@ class Checkpoints:
     def require_writable(self) -> None:
         """Raise a CheckpointError if nothing can be saved into the folder, which is made if it is not there.
 
-        Ranks that train together all call it; if one of them cannot write, all raise.
+        Ranks that train together all call it; if one of them, or a parameter server, cannot write, all raise.
         """
-        together(ranks.current().here, self.folder, lambda: try_writing(self.folder))
+        connection = ranks.current()
+
+        def try_all() -> None:
+            try_writing(self.folder)
+            if connection.servers is not None and connection.rank == 0:
+                try:
+                    connection.servers.check_folder(str(self.folder.absolute()))
+                except ValueError as error:
+                    raise CheckpointError(self.folder, str(error)) from None
+
+        together(connection.here, self.folder, try_all)
 
     def wait(self) -> None:
         """Wait for the save that is under way; raises its error, unless that was raised before."""

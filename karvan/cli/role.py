@@ -34,6 +34,12 @@ def role(
     ),
     threads: int | None = typer.Option(None, help="Of lookups and updates; all cores.", show_default=False),
     generation: int | None = typer.Option(None, help="Of the job; 0.", show_default=False),
+    checkpoints: Path | None = typer.Option(
+        None,
+        metavar="FOLDER",
+        help="Where a parameter server may save; without it, it does not.",
+        show_default=False,
+    ),
     token_file: Path | None = typer.Option(
         None, help="A file with the token that callers show.", show_default=False
     ),
@@ -52,7 +58,7 @@ def role(
     \b
     Examples:
       karvan role parameter-server
-      karvan role parameter-server --index 0 --count 2 --port 7000 --threads 4
+      karvan role parameter-server --index 0 --count 2 --port 7000 --checkpoints out/run
       karvan role parameter-server --registry 127.0.0.1:6000
       karvan role parameter-server --host 0.0.0.0 --token-file token --tls-cert ps.pem --tls-key ps.key
     """
@@ -65,6 +71,7 @@ def role(
         "REGISTRY": registry,
         "THREADS": threads,
         "GENERATION": generation,
+        "CHECKPOINTS": checkpoints,
         "TOKEN_FILE": token_file,
         "TLS_CERT": tls_cert,
         "TLS_KEY": tls_key,

@@ -9,6 +9,7 @@
 | KARVAN_ADVERTISE | the host by which others reach it, where that is another one | KARVAN_HOST |
 | KARVAN_REGISTRY | the registry's host:port | none |
 | KARVAN_THREADS | of lookups and updates | all cores |
+| KARVAN_CHECKPOINTS | the folder below which a parameter server may save | none: it does not save |
 | KARVAN_GENERATION | of the job | 0 |
 | KARVAN_TOKEN_FILE, KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | see `karvan.wire.Security` | none |
 
@@ -57,6 +58,7 @@ class Settings:
     registry: str = ""
     threads: int = 0
     generation: int = 0
+    checkpoints: str = ""
     security: Security = field(default_factory=Security)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class Settings:
             registry=given.get("KARVAN_REGISTRY", "").strip(),
             threads=number("KARVAN_THREADS", 0),
             generation=number("KARVAN_GENERATION", 0),
+            checkpoints=given.get("KARVAN_CHECKPOINTS", ""),
             security=Security.from_environment(given),
         )
 

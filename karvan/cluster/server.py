@@ -9,6 +9,7 @@ before, and the dense parameters (`dense_service.py`) of trainers in mode async.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import threading
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from karvan.cluster.batches import Batches
 from karvan.cluster.dense_service import DenseService, settings_of
 from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
+from karvan.cluster.server_folder import ServerFolder
 from karvan.store import MemoryStore, Push, Rows, TableSpec
 from karvan.store.owner import Owner
 from karvan.store.wording import rule_from_json, spec_from_json
@@ -30,12 +32,15 @@ _log = logging.getLogger("karvan.cluster")
 
 
 class ParameterServer(Service):
-    """Server number `index` of `count`."""
+    """Server number `index` of `count`, which saves below the folder `checkpoints` alone."""
 
     hello = Plain()
 
-    def __init__(self, index: int = 0, count: int = 1) -> None:
+    def __init__(
+        self, index: int = 0, count: int = 1, *, checkpoints: str | os.PathLike[str] | None = None
+    ) -> None:
         self.name = f"parameter server {index}"
+        self._folder = ServerFolder(self.name, checkpoints)
         self._index = index
         self._count = count
         self._lock = threading.Lock()
@@ -64,6 +69,7 @@ class ParameterServer(Service):
                 "fill",
                 "restore",
                 "describe",
+                "check_folder",
             ]
         }
 
@@ -215,11 +221,15 @@ class ParameterServer(Service):
 
     def _save(self, call: Message) -> Message:
         head = call.head
+        folder = self._folder.target(head["folder"], head["tables"])
         if self._batches is not None and self._batches.restored:
             self._saving.hold(int(head["capture"]), head["tables"])
-        return Message(
-            {"shares": self._saving.save(int(head["capture"]), Path(head["folder"]), head["tables"])}
-        )
+        return Message({"shares": self._saving.save(int(head["capture"]), folder, head["tables"])})
+
+    def _check_folder(self, call: Message) -> Message:
+        """Whether a run's checkpoints can be saved there; asked before training begins."""
+        self._folder.check(call.head["folder"])
+        return Message({})
 
     def _close_capture(self, call: Message) -> Message:
         self._saving.close(int(call.head["capture"]))
@@ -231,15 +241,16 @@ class ParameterServer(Service):
 
     def _restore(self, call: Message) -> Message:
         """Another process had this place: take its rows as they were saved last, once."""
+        folder = self._folder.check(call.head["folder"])
         with self._lock:
             batches = self._batches
             assert batches is not None
             if not batches.restored:
                 batches.restored = True
-                self._take_saved(call.head["tables"], call.head["folder"])
+                self._take_saved(call.head["tables"], folder)
         return Message({})
 
-    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: str) -> None:
+    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         for name, told in tables.items():
             self._add_table(Message({"spec": told["spec"]}))
             if "initial" in told:
@@ -282,4 +293,4 @@ class ParameterServer(Service):
 
 def make(settings: Settings) -> Service:
     """The server of a process; see `role.py`."""
-    return ParameterServer(settings.index, settings.count)
+    return ParameterServer(settings.index, settings.count, checkpoints=settings.checkpoints)

@@ -118,6 +118,11 @@ class Servers:
         replies = [self.peer(server, line).begin(method, head) for server in chosen]
         return [reply.wait() for reply in replies]
 
+    def check_folder(self, folder: str) -> None:
+        """Raise a ValueError if one of the servers that hold tables could not save into a folder."""
+        if self._declared:
+            self.call("check_folder", {"folder": folder}, line="save")
+
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far in training."""
         peers = [peer for (line, _), peer in self._peers.items() if line == "train"]

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from karvan.cluster.registry import Registry
 from karvan.cluster.server import ParameterServer
 from karvan.wire import Server
 
+TEMPORARY = tempfile.gettempdir()  # tests save below it
+
 
 @contextlib.contextmanager
-def serving(count):
-    """The addresses of so many servers, each with a port of its own."""
-    servers = [Server(ParameterServer(index, count)) for index in range(count)]
+def serving(count, checkpoints=TEMPORARY):
+    """The addresses of so many servers, each with a port of its own, that save below a folder."""
+    servers = [Server(ParameterServer(index, count, checkpoints=checkpoints)) for index in range(count)]
     try:
         yield [server.address for server in servers]
     finally:
@@ -47,6 +50,7 @@ class Processes:
     def _start(self, index):
         command = [sys.executable, "-m", "karvan", "role", "parameter-server"]
         given = {"KARVAN_INDEX": str(index), "KARVAN_COUNT": str(self.count), "KARVAN_THREADS": "1"}
+        given["KARVAN_CHECKPOINTS"] = TEMPORARY
         return subprocess.Popen(command, env={**os.environ, **self.environment(), **given})
 
     def kill(self, index):

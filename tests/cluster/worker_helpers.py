@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import torch
 
@@ -31,6 +32,7 @@ class Cluster:
             "KARVAN_SERVERS": str(servers),
             "KARVAN_THREADS": "1",
             "OMP_NUM_THREADS": "1",
+            "KARVAN_CHECKPOINTS": tempfile.gettempdir(),
             **environment,
         }
         self._processes = {}
