@@ -112,6 +112,7 @@ def test_a_port_in_use_is_told_in_a_line():
 
 def test_the_token_of_a_file_is_asked_for(tmp_path):
     (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").chmod(0o600)
     with Role("loader", "--token-file", tmp_path / "token") as role:
         address = role.address()
         with pytest.raises(RefusedError, match="token"):
