@@ -8,6 +8,8 @@ later. Who leaves says so and is forgotten.
 A process that takes over a role and index replaces the one before, which learns it from its next sign of life
 and stays silent from then on. One that was started for an older generation of the job than the one whose
 place it wants is refused.
+
+The trainers of a job meet here as well: see `rendezvous_store.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import threading
 from dataclasses import dataclass
 
 from karvan.clock import clock
+from karvan.cluster.rendezvous_methods import rendezvous_methods
+from karvan.cluster.rendezvous_store import RendezvousStore
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 from karvan.wire.directory import Member
 from karvan.wire.registry_calls import REGISTRY_CALLS
+from karvan.wire.rendezvous_calls import RENDEZVOUS_CALLS
 from karvan.wire.security import reachable
 
 _log = logging.getLogger("karvan.cluster")
@@ -57,13 +62,15 @@ class Registry(Service):
         self._lost_after = lost_after
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, int], _Entry] = {}
+        self._store = RendezvousStore()
         self.endpoints = endpoints(
-            REGISTRY_CALLS,
+            {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
             {
                 "register": self._register,
                 "beat": self._beat,
                 "leave": self._leave,
                 "members": self._list,
+                **rendezvous_methods(self._store),
             },
         )
         self._server = Server(self, host, port, security)
@@ -92,6 +99,10 @@ class Registry(Service):
         """What is known of a process that has ended; another one will take its place."""
         with self._lock:
             self._entries.pop((role, index), None)
+
+    def begin_generation(self, generation: int) -> None:
+        """Trainers are restarted: what those before have told each other is dropped."""
+        self._store.begin_generation(generation)
 
     def _list(self, request: Request) -> Message:
         return Message({"members": [vars(each) for each in self.members()]})

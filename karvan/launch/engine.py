@@ -62,9 +62,6 @@ class Engine(Protocol):
         has ended and its last line is in the log.
         """
 
-    def meeting(self) -> tuple[str, int]:
-        """A host and a free port on it for trainers to meet, another one with every call."""
-
 
 def name_of(role: Role, index: int) -> str:
     """`trainer-0` and the like."""

@@ -18,8 +18,9 @@
 | KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | files of TLS, if it is used; MUTUAL is 0 or 1 |
 | KARVAN_SERVER_LOSS | reload: a server that is lost takes its rows as they were saved while others go on |
 
-Trainers have what torch wants as well: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT, which is another one in every generation.
+Trainers have what torch wants as well: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; not MASTER_ADDR and
+MASTER_PORT, since they meet at the registry. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface of
+KARVAN_HOST, unless it means all of them, or the job sets them itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from karvan.launch.network import interface_settings
 from karvan.launch.roles import LOADER, SERVER, TRAINER, WORKER, Role
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ NAMES = tuple(
         *("TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
     )
 )
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
 
 
 def environment_of(
@@ -51,9 +54,8 @@ def environment_of(
     *,
     registry: str,
     generation: int,
-    meeting: tuple[str, int],
 ) -> dict[str, str]:
-    """The environment of one process; `meeting` is the host and port where trainers meet."""
+    """The environment of one process."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
     values: dict[str, object] = {
@@ -84,8 +86,9 @@ def environment_of(
     if section.threads is not None:
         made["OMP_NUM_THREADS"] = str(section.threads)
     if role == TRAINER:
-        numbers = (index, section.replicas, index, section.replicas, *meeting)
+        numbers = (index, section.replicas, index, section.replicas)
         made |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
+        return {**interface_settings(spec.host), **section.env, **made}
     return {**section.env, **made}
 
 

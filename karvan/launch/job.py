@@ -62,6 +62,9 @@ class Registry(HealthSource, Protocol):
     def forget(self, role: str, index: int) -> None:
         """A process has ended; another one will take its place."""
 
+    def begin_generation(self, generation: int) -> None:
+        """Trainers are restarted, and meet again."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -106,7 +109,6 @@ class Job:
         self._attempts = Attempts(spec.checkpoints)
         self._outcome: Outcome | None = None
         self._rollback: float | None = None  # when it is due
-        self._meeting = ("", 0)
 
     def interrupt(self, number: int) -> None:
         """Stop, as by this signal. May be called by a signal handler, and from any thread."""
@@ -119,7 +121,6 @@ class Job:
     def run(self) -> Outcome:
         """Start everything, keep it going, stop it in order."""
         try:
-            self._meeting = self.engine.meeting()
             for member in self._members:
                 self._start(member)
             while self._outcome is None:
@@ -201,7 +202,7 @@ class Job:
     def _roll_back(self) -> None:
         self._rollback = None
         self.generation += 1
-        self._meeting = self.engine.meeting()
+        self.registry.begin_generation(self.generation)
         self.logs.tell(f"Generation {self.generation} begins.")
         for member in self._members:
             if (member.role in (SERVER, TRAINER) and not member.running) or (
@@ -216,7 +217,6 @@ class Job:
             member.index,
             registry=self.registry.address,
             generation=self.generation,
-            meeting=self._meeting,
         )
         self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from karvan.launch import tied
 from karvan.launch.engine import Process
-from karvan.launch.environment import NAMES, TORCH_NAMES
+from karvan.launch.environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
 
 _LONGEST_LINE = 1 << 16  # bytes; what is longer is cut, so that no process fills our memory
 _LAST_LINES = 5.0  # seconds that the last lines of a process that has ended may take
@@ -30,23 +29,13 @@ class LocalEngine:
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
-        self._ports: set[int] = set()
 
     def start(self, process: Process, ended: Callable[[Process, int], None]) -> LocalHandle:
         """Start a process."""
         # A launcher may itself run in a job's process, whose environment is not that of ours.
-        here = {name: value for name, value in os.environ.items() if name not in (*NAMES, *TORCH_NAMES)}
+        without = (*NAMES, *TORCH_NAMES, *NOT_PASSED_ON)
+        here = {name: value for name, value in os.environ.items() if name not in without}
         return LocalHandle(process, {**here, "PYTHONUNBUFFERED": "1"}, self._write, ended)
-
-    def meeting(self) -> tuple[str, int]:
-        """This machine, and a port that nobody listens on."""
-        while True:
-            with socket.socket() as found:
-                found.bind(("127.0.0.1", 0))
-                port: int = found.getsockname()[1]
-            if port not in self._ports:
-                self._ports.add(port)
-                return "127.0.0.1", port
 
 
 class LocalHandle:

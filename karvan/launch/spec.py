@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from karvan.launch.environment import NAMES, TORCH_NAMES
+from karvan.launch.environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
 from karvan.launch.roles import LOADER, SERVER, TRAINER, WORKER, Role
 from karvan.settings import Count, CountOrZero, Integer, Positive, Section, read_settings
 
@@ -43,6 +43,8 @@ class Replicas(Section):
         for name in env:
             if name in NAMES or name in TORCH_NAMES:
                 raise ValueError(f"the launcher sets {name}, so it cannot be set here")
+            if name in NOT_PASSED_ON:
+                raise ValueError(f"trainers meet at the job's registry, so {name} has no use here")
         return env
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
@@ -24,10 +24,12 @@ from karvan.ranks.errors import RankError
 from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
 from karvan.ranks.modes import DenseSettings, choose_dense, choose_mode
+from karvan.ranks.ports import closing_ports
 from karvan.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from karvan.ranks.servers import Servers
+    from karvan.ranks.wire_store import WireStore
     from karvan.ranks.workers import Workers
     from karvan.wire.membership import Membership
 
@@ -166,11 +168,12 @@ class SharedConnection(Connection):
             if torch.cuda.is_available():
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+            store, rank, world = _open_store(timeout)
             name = meet(store, rank, world, settings.timeout)
-            dist.init_process_group(
-                backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
-            )
+            with closing_ports():
+                dist.init_process_group(
+                    backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
+                )
             _owned.add("process group")
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
@@ -178,6 +181,12 @@ class SharedConnection(Connection):
         self._watch = Watch(
             PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
         )
+        with closing_ports():
+            self._make_lanes(timeout)
+        atexit.register(self._watch.close)
+
+    def _make_lanes(self, timeout: timedelta) -> None:
+        settings = self.settings
         first = GlooLane("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
         boards = None if settings.transport == "network" else self._boards(first)
         for name in _LANES:
@@ -192,7 +201,6 @@ class SharedConnection(Connection):
             raise RuntimeError(
                 "transport 'memory' expects ranks on one machine that see each other's memory."
             )
-        atexit.register(self._watch.close)
 
     def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
         """Memory that all ranks share, for each lane; None if one of them cannot have it."""
@@ -246,6 +254,7 @@ class SharedConnection(Connection):
 
 _thread = threading.local()
 _owned: set[str] = set()  # what was begun here, and has to be ended here
+_store: WireStore | None = None  # at which a launched job's trainers have met
 _current = Connection()
 _lock = threading.Lock()
 
@@ -351,10 +360,26 @@ def disconnect() -> None:
 
     A save that is under way is waited for.
     """
+    global _store
     connect("memory")
     if _owned and dist.is_initialized():
         dist.destroy_process_group()
     _owned.clear()
+    if _store is not None:
+        _store.close()
+        _store = None
+
+
+def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Where the ranks meet, this one's number, and how many there are."""
+    global _store
+    if os.environ.get("KARVAN_REGISTRY") and os.environ.get("KARVAN_ROLE") == "trainer":  # a launched job
+        from karvan.ranks.wire_store import launched_store
+
+        _store = launched_store(timeout.total_seconds())
+        return _store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    return store, rank, world
 
 
 def _started_by_torch() -> bool:

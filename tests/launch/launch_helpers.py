@@ -28,9 +28,13 @@ class Known:
 
     def __init__(self):
         self.sick = set()
+        self.generations = []
 
     def forget(self, role, index):
         pass
+
+    def begin_generation(self, generation):
+        self.generations.append(generation)
 
     def healthy(self, role, index):
         return False if f"{role}-{index}" in self.sick else None

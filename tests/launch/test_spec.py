@@ -146,9 +146,7 @@ def test_staleness_follows_the_mode(mode, staleness):
 )
 def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
     spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": "async", "dense": dense})
-    found = environment.environment_of(
-        spec, "trainer", 0, registry="a:1", generation=0, meeting=("127.0.0.1", 5)
-    )
+    found = environment.environment_of(spec, "trainer", 0, registry="a:1", generation=0)
     names = {name: found[f"KARVAN_{name}"] for name in expected}
     assert names == expected
     assert ("KARVAN_GRADS_TO_WAIT" in found) == ("GRADS_TO_WAIT" in expected)

@@ -1,0 +1,79 @@
+"""Which sockets of a process others may reach: read from /proc, as a stranger on the machine would."""
+
+import ipaddress
+import os
+import socket
+import struct
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_LISTEN = "0A"
+_ACCEPTS = 0x10000  # flag of a Unix socket that listens
+
+
+class Listening(NamedTuple):
+    """A socket that others may reach."""
+
+    process: int
+    kind: str  # tcp, tcp6, udp, udp6 or unix
+    host: str  # or the path of a Unix socket
+    port: int
+
+
+def family_of(pid):
+    """A process and all that it has started, directly or not."""
+    children = defaultdict(list)
+    for place in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(place.read_text().rpartition(")")[2].split()[1])
+            children[parent].append(int(place.parent.name))
+    found = [pid]
+    for each in found:
+        found += children[each]
+    return found
+
+
+def listening(pid):
+    """All sockets of a process that others may reach."""
+    inodes = set()
+    with suppress(OSError):
+        for place in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                kind, _, inode = os.readlink(place).partition(":")
+                if kind == "socket":
+                    inodes.add(inode.strip("[]"))
+    return [Listening(pid, *each) for each in _reachable(pid, inodes)]
+
+
+def _reachable(pid, inodes):
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+                _, local, remote, state, *_ = fields = line.split()
+                unconnected = kind.startswith("udp") and remote.endswith(":0000")
+                if fields[9] in inodes and (state == _LISTEN or unconnected):
+                    host, port = local.split(":")
+                    yield kind, _host(host), int(port, 16)
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[6] in inodes and int(fields[3], 16) & _ACCEPTS:
+                yield "unix", fields[7] if len(fields) > 7 else "", 0
+
+
+def _host(text):
+    """An address as /proc writes it: 32-bit words in the byte order of the machine."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    address = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def connects(host, port, seconds=1.0):
+    """Whether a stranger can connect."""
+    try:
+        socket.create_connection((host, port), seconds).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,50 @@
+"""Every socket on which a process of a launched job listens is known, and on the job's host."""
+
+import time
+from collections import Counter
+
+import pytest
+from chaos_helpers import LaunchedJob, mutual_tls
+from port_helpers import connects, family_of, listening
+
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
+
+
+def wait_for_steps(job, trainers):
+    """Wait until every trainer has trained."""
+    until = time.monotonic() + 120
+    while not all((job.folder / "notes" / f"step-{rank}").exists() for rank in range(trainers)):
+        assert job.process.poll() is None, job.log.read_text()
+        assert time.monotonic() < until, job.log.read_text()
+        time.sleep(0.05)
+
+
+def check_ports(job, host):
+    """One port for each role that serves, none of a trainer that a stranger can connect to."""
+    role_of = {pid: role for role in ROLES for pid in job.pids(role)} | {job.process.pid: "launcher"}
+    found = [each for pid in family_of(job.process.pid) for each in listening(pid)]
+    text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
+    assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
+    assert {each.host for each in found} == {host}, text
+    served = Counter(role_of.get(each.process) for each in found if connects("127.0.0.1", each.port))
+    assert served == {"launcher": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
+
+
+def test_every_listening_socket_of_a_job_is_known(tmp_path):
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1) as job:
+        wait_for_steps(job, 2)
+        check_ports(job, "127.0.0.1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hybrid", "async"])
+def test_every_listening_socket_of_a_job_with_mutual_tls_is_known(tmp_path, mode):
+    with LaunchedJob(tmp_path, mode, 4, trainers=2, loaders=1, workers=1, extra=mutual_tls(tmp_path)) as job:
+        wait_for_steps(job, 2)
+        check_ports(job, "127.0.0.1")
+        job.kill("trainer", 6)  # the next generation has ports of its own
+        job.wait_for_line("Generation 1 begins")
+        for note in (tmp_path / "notes").glob("step-*"):
+            note.unlink(missing_ok=True)
+        wait_for_steps(job, 2)
+        check_ports(job, "127.0.0.1")

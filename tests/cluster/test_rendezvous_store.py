@@ -1,0 +1,237 @@
+"""The store at which trainers meet: as torch's own, but bounded, and only with the token."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from karvan.cluster.registry import Registry
+from karvan.cluster.rendezvous_store import RendezvousStore, StoreBounds
+from karvan.ranks.wire_store import WireStore
+from karvan.wire import Peer, RefusedError, Security
+
+KEYS = st.sampled_from(["a", "b", "number", "with/slash", "ключ"])
+VALUES = st.binary(max_size=5)
+
+
+@pytest.fixture
+def registry():
+    one = Registry(security=Security(token="secret"))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def store(registry):
+    one = WireStore(registry.address, 0, Security(token="secret"), timeout=20.0)
+    yield one
+    one.close()
+
+
+def test_it_is_as_torchs_own_store(store):
+    """A WireStore, alone and behind torch's PrefixStore, beside a HashStore, which lives in one process."""
+
+    class Beside(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            self.real = dist.PrefixStore(f"{id(self)}", store)  # torch calls ours from C++
+            self.expected = dist.HashStore()
+            self.keys = set()
+
+        @rule(key=KEYS, value=VALUES)
+        def set(self, key, value):
+            self.real.set(key, value)
+            self.expected.set(key, value)
+            self.keys.add(key)
+
+        @rule(keys=st.lists(KEYS, unique=True, min_size=1), value=VALUES)
+        def set_several(self, keys, value):
+            values = [value + bytes([n]) for n in range(len(keys))]
+            self.real.multi_set(keys, values)
+            self.expected.multi_set(keys, values)
+            self.keys |= set(keys)
+
+        @rule(key=KEYS, value=VALUES)
+        def append(self, key, value):
+            self.real.append(key, value)
+            self.expected.append(key, value)
+            self.keys.add(key)
+
+        @rule(amount=st.integers(-(2**40), 2**40))
+        def add(self, amount):
+            assert self.real.add("sum", amount) == self.expected.add("sum", amount)
+
+        @rule(key=KEYS, expected=VALUES, desired=VALUES)
+        def compare_set(self, key, expected, desired):
+            found = self.expected.compare_set(key, expected, desired)
+            assert self.real.compare_set(key, expected, desired) == found
+            if self.expected.check([key]):
+                self.keys.add(key)
+
+        @rule(key=KEYS)
+        def delete(self, key):
+            assert self.real.delete_key(key) == self.expected.delete_key(key)
+            self.keys.discard(key)
+
+        @rule(keys=st.lists(KEYS, unique=True))
+        def check(self, keys):
+            assert self.real.check(keys) == self.expected.check(keys)
+
+        @precondition(lambda self: self.keys)
+        @rule(data=st.data())
+        def get(self, data):
+            keys = data.draw(st.lists(st.sampled_from(sorted(self.keys)), min_size=1, unique=True))
+            self.real.wait(keys)
+            assert [self.real.get(key) for key in keys] == [self.expected.get(key) for key in keys]
+            assert self.real.multi_get(keys) == self.expected.multi_get(keys)
+
+    run_state_machine_as_test(Beside)
+
+
+def test_who_waits_gets_a_key_that_comes_later_and_not_for_ever(store, registry):
+    other = WireStore(registry.address, 0, Security(token="secret"))
+    late = threading.Timer(0.2, lambda: other.set("later", b"here"))
+    late.start()
+    assert store.get("later") == b"here"
+    late.join()
+    other.close()
+    with pytest.raises(dist.DistStoreError, match=r"Expected never, nor within 0\.05 seconds"):
+        store.wait(["never", "nor"], timedelta(seconds=0.05))
+    store.set_timeout(timedelta(seconds=0.05))
+    with pytest.raises(dist.DistStoreError, match=r"Expected p/never within 0\.05 seconds"):
+        dist.PrefixStore("p", store).get("never")
+
+
+def test_a_number_counts_every_caller_once(store, registry):
+    stores = [WireStore(registry.address, 0, Security(token="secret")) for _ in range(4)]
+    threads = [threading.Thread(target=lambda s=s: [s.add("n", 1) for _ in range(50)]) for s in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.add("n", 0) == 200
+    assert store.num_keys() == 1
+    for each in stores:
+        each.close()
+
+
+def test_the_next_generation_begins_empty_and_refuses_the_one_before(store, registry):
+    store.set("a", b"1")
+    registry.begin_generation(1)
+    for call in (lambda: store.get("a"), lambda: store.set("a", b"2"), lambda: store.add("n", 1)):
+        with pytest.raises(
+            RefusedError, match=r"expected to be of generation 1, got 0: the job has moved on"
+        ):
+            call()
+    later = WireStore(registry.address, 1, Security(token="secret"))
+    assert not later.check(["a"])
+    later.close()
+
+
+def test_a_stranger_without_the_token_gets_nothing(store, registry):
+    store.set("karvan/hello/0", b"of rank 0")
+    for security in (Security(), Security(token="guessed")):
+        stranger = WireStore(registry.address, 0, security, timeout=3.0)
+        for call in (
+            lambda s=stranger: s.set("karvan/hello/0", b"overwritten"),
+            lambda s=stranger: s.get("karvan/hello/0"),
+            lambda s=stranger: s.delete_key("karvan/hello/0"),
+        ):
+            with pytest.raises((RefusedError, dist.DistStoreError), match="token"):
+                call()
+        stranger.close()
+    assert store.get("karvan/hello/0") == b"of rank 0"
+
+
+BOUNDS = StoreBounds(keys=4, key_length=8, value_size=100, total_size=800)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["set", "append", "compare_set"]), st.integers(0, 5), st.integers(0, 120)),
+        max_size=30,
+    )
+)
+def test_bounds_hold_whatever_comes_and_refusals_change_nothing(steps):
+    store, expected = RendezvousStore(BOUNDS), {}
+    for kind, key, size in steps:
+        name, value = f"key-{key}", b"x" * size
+        before = expected.get(name, b"")
+        after = before + value if kind == "append" else value
+        would = {**expected, name: after}
+        fits = (
+            len(after) <= 100
+            and len(would) <= 4
+            and sum(len(k) + len(v) + 128 for k, v in would.items()) <= 800
+        )
+        try:
+            if kind == "set":
+                store.set(0, [name], [value])
+            elif kind == "append":
+                store.append(0, name, value)
+            else:
+                store.compare_set(0, name, before, value)
+        except RefusedError:
+            assert not fits
+        else:
+            assert fits
+            expected = would
+        found = store.get(0, list(expected))
+        assert found == list(expected.values())
+        assert store.count(0) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("head", "values", "message"),
+    [
+        ({"keys": ["k" * 9]}, [b""], r"keys of up to 8 bytes and values of up to 100, got 9 and 0"),
+        ({"keys": ["k"]}, [b"x" * 101], r"keys of up to 8 bytes and values of up to 100, got 1 and 101"),
+        ({"keys": list("abcde")}, [b""] * 5, r"up to 4 keys and 800 bytes, got 5 and 645"),
+    ],
+)
+def test_what_exceeds_a_bound_is_refused_with_the_bound(head, values, message):
+    with pytest.raises(RefusedError, match=message):
+        RendezvousStore(BOUNDS).set(0, head["keys"], values)
+
+
+def test_a_value_that_is_too_large_is_refused_at_the_registry(store):
+    with pytest.raises(RefusedError, match="values of up to 1048576, got 3 and 4000000"):
+        store.set("big", bytes(4_000_000))
+    assert not store.check(["big"])
+
+
+def test_a_sum_that_is_none_is_an_error_of_the_caller(store):
+    store.set("text", b"ten")
+    with pytest.raises(ValueError, match=r"add expects a number at 'text', got b'ten'"):
+        store.add("text", 1)
+    store.add("most", 2**63 - 1)
+    with pytest.raises(ValueError, match=r"expects a sum of 64 bits at 'most', got 9223372036854775808"):
+        store.add("most", 1)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"method": "store_set", "generation": 0, "keys": ["a"], "sizes": [3]},
+        {"method": "store_set", "generation": 0, "keys": "a", "sizes": []},
+        {"method": "store_set", "keys": ["a"], "sizes": [0]},
+        {"method": "store_add", "generation": 0, "key": "a", "amount": 1.5},
+        {"method": "store_add", "generation": 0, "key": ["a"], "amount": 1},
+        {"method": "store_get", "generation": True, "keys": ["a"]},
+        {"method": "store_compare_set", "generation": 0, "key": "a", "sizes": [-1, 1]},
+        {"method": "store_compare_set", "generation": 0, "key": "a", "sizes": [0]},
+        {"method": "store_get", "generation": 0, "keys": ["\ud800"]},
+        {"method": "store_get", "generation": 0, "keys": ["k" * 1025]},
+        {"method": "store_drop", "generation": 0},
+    ],
+)
+def test_malformed_calls_are_refused(registry, head):
+    with (
+        Peer("registry", registry.address, Security(token="secret")) as peer,
+        pytest.raises(RefusedError, match=r"expected|does not know"),
+    ):
+        peer.call(head["method"], {name: value for name, value in head.items() if name != "method"})
