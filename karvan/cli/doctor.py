@@ -13,6 +13,7 @@ import typer
 from karvan.cli.errors import FAILED, OK
 from karvan.cli.output import bytes_text, console, help_of, print_json, print_table
 from karvan.cli.version import installed
+from karvan.limits import limits
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
@@ -188,6 +189,14 @@ def _huge_pages(folder: Path) -> Iterator[Finding]:
         yield Finding("huge pages", "ok", chosen)
 
 
+def _limits(folder: Path) -> Iterator[Finding]:
+    for limit in limits():
+        if limit.enough:
+            yield Finding(limit.name, "ok", limit.text(limit.hard))
+        else:
+            yield Finding(limit.name, "missing", limit.text(limit.hard), limit.advice)
+
+
 def _memory(folder: Path) -> Iterator[Finding]:
     values = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -234,6 +243,7 @@ _CHECKS: list[Callable[[Path], Iterator[Finding]]] = [
     _bf16,
     _gpu,
     _huge_pages,
+    _limits,
     _memory,
     _disk,
 ]

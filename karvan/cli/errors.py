@@ -46,7 +46,8 @@ def code_of(error: BaseException) -> int:
 
 def text_of(error: BaseException) -> str:
     """One or two lines for a person: what was expected, what was received, and where, if that helps."""
-    if isinstance(error, CommandError) or _is_missing_or_damaged(error) or _is_of_settings(error):
+    explained = isinstance(error, CommandError) or _is(error, "karvan.limits", "LimitError")
+    if explained or _is_missing_or_damaged(error) or _is_of_settings(error):
         return _plain(error)
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)

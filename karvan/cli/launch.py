@@ -15,6 +15,7 @@ import typer
 from karvan.cli.errors import DAMAGED, FAILED, OK, CommandError
 from karvan.cli.output import help_of, print_table
 from karvan.cli.target import pairs
+from karvan.limits import require_limits
 
 if TYPE_CHECKING:
     from karvan.cluster.registry import Registry
@@ -72,6 +73,7 @@ def launch(
     if check:
         _show(spec, commands)
         return OK
+    require_limits(sum(spec.of_role(role).replicas for role in commands))
     from karvan.launch.token import with_token
 
     with with_token(spec) as spec, closing(_registry(spec)) as registry:

@@ -9,6 +9,7 @@ import typer
 
 from karvan.cli.errors import DAMAGED, FAILED, OK, USAGE, CommandError, code_of
 from karvan.cli.output import help_of
+from karvan.limits import require_limits
 
 
 def add_to(app: typer.Typer) -> None:
@@ -81,6 +82,7 @@ def role(
     for variable, value in options.items():
         if value is not None:  # in the environment, so that all parts of the role see the same
             os.environ[f"KARVAN_{variable}"] = str(value)
+    require_limits(2)  # with whom it talks is not known yet
     return _run(name)
 
 

@@ -16,6 +16,7 @@ from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.fitting import fit_features
 from karvan.cli.output import console, help_of, number_text, print_json, print_table
 from karvan.cli.target import Target, pairs
+from karvan.limits import require_limits
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -78,6 +79,7 @@ def train(
         raise CommandError(
             "Expected a FILE.py or a CONFIG.yaml, got nothing; --example prints a config to start from."
         )
+    require_limits()
     from karvan.train import reset_termination
 
     reset_termination()  # a command is a program of its own, even if several run in one process

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
+from karvan.limits import require_limits
 from karvan.ranks.errors import RankError
 from karvan.ranks.lane import BoardLane, GlooLane, Lane, keep_forever
 from karvan.ranks.meeting import meet
@@ -347,6 +348,7 @@ def connect(
         _current.chosen = True
         together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
         if kind != "memory":
+            require_limits(int(os.environ.get("WORLD_SIZE", "1")))
             made = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":
                 made.reach(servers, workers)
