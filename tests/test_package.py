@@ -15,7 +15,7 @@ PACKAGE = ROOT / "karvan"
 
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
-    ("clock",),
+    ("clock", "outages"),
     ("_native", "limits", "wire", "settings"),
     ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
     ("rows",),

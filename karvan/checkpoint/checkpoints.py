@@ -14,10 +14,10 @@ from karvan.checkpoint.choice import all_chosen, best_of, folders, newest, one_c
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.folder import remove_folders, try_writing
 from karvan.checkpoint.manifest import Base
-from karvan.checkpoint.pending import Pending
+from karvan.checkpoint.pending import Pending, Report
 from karvan.checkpoint.tables import Model, tables_of
 from karvan.checkpoint.together import together
-from karvan.checkpoint.writing import Versions, Writing, check_target, taken
+from karvan.checkpoint.writing import Versions, Writing, check_target, explaining, taken
 from karvan.embedding import TableHandle
 from karvan.ranks import Lane
 
@@ -79,11 +79,13 @@ class Checkpoints:
         *,
         metrics: Mapping[str, Any] | None = None,
         block: bool = False,
+        report: Report | None = None,
     ) -> Pending:
         """Save the state and the model's tables as they are now; training may go on while it is written.
 
         A save that is under way is waited for first, and if it failed, and nobody has been told, its error
-        is raised here. block: return when the checkpoint is complete.
+        is raised here. block: return when the checkpoint is complete. report: is called with the step and the
+        error as soon as writing has failed, on rank 0 and on any thread; by default the error is logged.
         """
         if step < 0:
             raise ValueError(f"Expected a step of at least 0, got {step}.")
@@ -98,7 +100,7 @@ class Checkpoints:
                 check_target(target)
             return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
 
-        said = together(lane, target, prepare)
+        said = together(lane, target, explaining(target, prepare))
         if len({its_step for its_step, _ in said}) > 1:
             raise CheckpointError.mismatch(
                 self.folder, "all ranks to save the same step", [its_step for its_step, _ in said]
@@ -116,15 +118,14 @@ class Checkpoints:
                 track=self.full_every > 1,
             )
 
-        last = self._last
+        # Until this save is complete there is nothing to build on: the one after a failure is full.
+        last, self._last = self._last, None
         writing = None
         if last is not None and all(may for _, may in said):
             writing = _delta(lane, target, partial(take, last.base, last.versions))
         if writing is None:
             writing = taken(lane, target, partial(take, None, None))
         base, versions = writing.base, writing.versions
-        # A save that fails leaves nothing to build on.
-        self._last = None
 
         def check() -> None:
             if base is not None and not _is(self.folder, base):
@@ -136,7 +137,7 @@ class Checkpoints:
             deltas = last.deltas + 1 if last is not None and base is not None else 0
             self._last = _Last(made, tables, versions, deltas)
 
-        self._pending = writing.start(target, check, after, self._prune)
+        self._pending = writing.start(target, check, after, self._prune, report)
         if block:
             self._pending.wait()
         return self._pending

@@ -6,12 +6,16 @@ from os import PathLike
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, a folder that is none, or a damaged one; the text says which."""
+    """A checkpoint that cannot be written, a folder that is none, or a damaged one; the text says which.
 
-    def __init__(self, path: str | PathLike[str], problem: str) -> None:
+    `temporary`: the disk or the store failed, and the same save may succeed later.
+    """
+
+    def __init__(self, path: str | PathLike[str], problem: str, *, temporary: bool = False) -> None:
         super().__init__(f"{path}: {problem}")
         self.path = str(path)
         self.problem = problem
+        self.temporary = temporary
 
     @classmethod
     def mismatch(cls, path: str | PathLike[str], expected: object, received: object) -> CheckpointError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.files import sync_folder
 from karvan.checkpoint.locks import FileLock, folder_lock, is_held, take_lock
+from karvan.outages import is_temporary
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def try_writing(parent: Path) -> None:
             parent,
             f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be made and "
             "written to, with room for checkpoints.",
+            temporary=is_temporary(error),
         ) from None  # the text has all of it
 
 

@@ -15,6 +15,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+Report = Callable[[int, BaseException], None]  # is told the step of a save that has failed, and why
+
+
+def log_failure(step: int, error: BaseException) -> None:
+    """Say at once that a save has failed: whoever waits for it may do so much later."""
+    _log.error("The checkpoint of step %d was not saved: %s", step, error)
+
+
+def no_report(step: int, error: BaseException) -> None:
+    """Say nothing: another rank does."""
+
 
 class Pending:
     """A save that is under way on threads of its own; the program does not end before it has.
@@ -22,8 +33,11 @@ class Pending:
     It leaves the machine to training, and takes what it can get once somebody waits for it.
     """
 
-    def __init__(self, step: int, work: Callable[[], Checkpoint], pace: Pace) -> None:
+    def __init__(
+        self, step: int, work: Callable[[], Checkpoint], pace: Pace, report: Report | None = None
+    ) -> None:
         self.step = step
+        self._report = report or log_failure
         self._pace = pace
         self._work = work
         self._ended = threading.Event()
@@ -33,13 +47,24 @@ class Pending:
         # Not a daemon: the interpreter waits for it at its end.
         threading.Thread(target=self._run, name=f"karvan-save-{step}").start()
 
+    @classmethod
+    def failed(cls, step: int, error: BaseException) -> Pending:
+        """A save that has failed before there was anything to write."""
+        made = cls.__new__(cls)
+        made.step = step
+        made._pace = Pace()
+        made._result, made._error, made._told = None, error, False
+        made._ended = threading.Event()
+        made._ended.set()
+        return made
+
     def _run(self) -> None:
         work, self._work = self._work, _nothing  # what it holds goes when it has ended
         try:
             self._result = work()
         except BaseException as error:
             self._error = error
-            _log.error("The checkpoint of step %d was not saved: %s", self.step, error)
+            self._report(self.step, error)
         finally:
             del work
             self._ended.set()
@@ -68,6 +93,10 @@ class Pending:
         """Wait until it has ended, well or not."""
         self._pace.hurry()
         self._ended.wait()
+
+    def acknowledge(self) -> None:
+        """Somebody has seen the error: `settle` does not raise it any more."""
+        self._told = True
 
     def settle(self) -> None:
         """Wait; raise what went wrong unless it has been raised before."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError
+from karvan.outages import is_temporary
 from karvan.ranks import Lane, RankError
 
 
@@ -30,15 +31,16 @@ def together(
     said = lane.gather_json({"value": value, "problem": own and _told(path, own)})
     for rank, one in enumerate(said):
         if one["problem"] is not None:
-            where, what = one["problem"]
+            where, what, temporary = one["problem"]
             # An error that all have agreed on names its rank already.
             named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
             # The text of a CheckpointError has its cause; of any other error people want the place as well.
-            raise CheckpointError(where, named) from None if isinstance(own, CheckpointError) else own
+            agreed = CheckpointError(where, named, temporary=temporary)
+            raise agreed from None if isinstance(own, CheckpointError) else own
     return [one["value"] for one in said]
 
 
-def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str]:
+def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool]:
     if isinstance(error, CheckpointError):
-        return error.path, error.problem
-    return os.fspath(path), f"{type(error).__name__}: {error}"
+        return error.path, error.problem, error.temporary
+    return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error)

@@ -29,7 +29,7 @@ from karvan.checkpoint.files import FileEntry, Stored, write_arrays, write_file
 from karvan.checkpoint.folder import HiddenFolder
 from karvan.checkpoint.manifest import Base, Manifest
 from karvan.checkpoint.pace import Pace
-from karvan.checkpoint.pending import Pending, Writers
+from karvan.checkpoint.pending import Pending, Report, Writers, no_report
 from karvan.checkpoint.shares import Source, joined, put_table
 from karvan.checkpoint.tables import parts_for
 from karvan.checkpoint.together import together
@@ -118,11 +118,12 @@ class Writing:
         check: Callable[[], None] = lambda: None,
         after: Callable[[Checkpoint], None] = lambda _: None,
         prune: Callable[[], None] = lambda: None,
+        report: Report | None = None,
     ) -> Pending:
         """Write to `target` on threads.
 
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
-        prune: runs last, on rank 0.
+        prune: runs last, on rank 0. report: is told of a failure at once, on rank 0; by default it is logged.
         """
         pace = Pace()
         writers = None
@@ -143,7 +144,7 @@ class Writing:
             if self._connection.under_way is not None:
                 self._connection.under_way.join()  # two saves would mix up what they tell each other
             writers = Writers()
-            pending = Pending(self.step, work, pace)
+            pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
         except BaseException:  # no thread to be had
             if writers is not None:
                 writers.end()
@@ -183,9 +184,9 @@ class Writing:
             return data.decode()
 
         try:
-            folder = target.parent / together(lane, target, _explaining(target, begin))[0]
-            shares = together(lane, target, _explaining(target, put))
-            text = together(lane, target, _explaining(target, publish))[0]
+            folder = target.parent / together(lane, target, explaining(target, begin))[0]
+            shares = together(lane, target, explaining(target, put))
+            text = together(lane, target, explaining(target, publish))[0]
         finally:
             if hidden is not None:
                 hidden.remove()
@@ -304,7 +305,7 @@ def _nothing() -> None:
     pass
 
 
-def _explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
+def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
     """The same work; what the system refuses is a CheckpointError."""
 
     def explained() -> T:
@@ -321,4 +322,5 @@ def _explained(target: Path, error: OSError) -> CheckpointError:
     what = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         what += ", so that nothing was kept of it; the checkpoints that were there are untouched"
-    return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.")
+    # Whatever the system refuses here: a folder was writable when the fit began.
+    return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.", temporary=True)

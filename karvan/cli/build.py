@@ -50,6 +50,8 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         checkpoints=_checkpoints(saved),
         checkpoint_every=saved.every,
         checkpoint_seconds=saved.seconds,
+        tolerate_failed_saves=saved.tolerate_failed_saves,
+        save_retry_seconds=saved.save_retry_seconds,
         device=train.device,
         ahead=train.ahead,
     )

@@ -178,6 +178,8 @@ class Saved(Section):
     folder: Path | None = None
     every: Count | None = None
     seconds: Positive | None = 600.0
+    tolerate_failed_saves: CountOrZero = 3
+    save_retry_seconds: Annotated[float, Field(ge=0)] = 60.0
     keep_last: Count | None = 3
     keep_best: Best | None = None
     full_every: Count = 1

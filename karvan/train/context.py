@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train import dataset
+from karvan.train.context_saves import ContextSaves
 from karvan.train.course import Course
 from karvan.train.dense.make import make_stepping
 from karvan.train.eval_context import EvalContext, running
@@ -65,6 +66,9 @@ class TrainContext(Kept):
     label: the column, or columns, that `forward` gives beside the output; None for none.
     nonfinite: "skip" leaves out a step, dense and sparse, if a gradient is not finite; "raise" does so, too,
     and then raises a FloatingPointError, except for the overflows that are a part of fp16.
+    tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
+    one more is raised. If the last save before the context is left has failed, leaving it repeats it for
+    save_retry_seconds, or raises the error if something was trained since.
 
     After `kv.connect` in several processes all of them run the same loop, each with its share of the data,
     and go through it equally often: one whose data has ended is given batches of no rows until all have
@@ -87,6 +91,8 @@ class TrainContext(Kept):
         nonfinite: str = "skip",
         device: torch.device | str | None = None,
         ahead: int = 2,
+        tolerate_failed_saves: int = 3,
+        save_retry_seconds: float = 60.0,
     ) -> None:
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
@@ -108,7 +114,8 @@ class TrainContext(Kept):
             self.frozen,
         )
         check_trained(model, update, self.frozen, here)
-        super().__init__(run.model, here, run.precision, update, stepping, run.transforms)
+        saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
+        super().__init__(run.model, here, run.precision, update, stepping, run.transforms, saves)
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"
@@ -150,7 +157,7 @@ class TrainContext(Kept):
         self.update.forget()
         if error is None:
             self.dense.take()
-            self._wait_for_saves()
+            self._saves.finish(self.step)
             if self._passes.together:  # so that all ranks come to the same
                 self._skips.end()
 

@@ -24,6 +24,7 @@ from karvan.train.preflight import check_fit
 from karvan.train.randomness import set_random_state
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
+from karvan.train.saving import Snapshot
 from karvan.train.stopping import Stopping
 from karvan.train.taking import Fed
 from karvan.train.trained import Trained
@@ -262,9 +263,10 @@ class Fit:
         wanted = self._goal.eval_data is not None and self._stopping.reason is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
+        path = trainer.saver.finish(self._unsaved, self._snapshot)
         if self._unsaved:
-            self._save()
-        path = trainer.saver.finish()
+            self._unsaved = False
+            trainer.callbacks.on_checkpoint(trainer, counts.step)
         result = FitResult(
             step=counts.step,
             epoch=counts.epoch,
@@ -286,12 +288,16 @@ class Fit:
         return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
     def _save(self) -> None:
+        trainer = self._trainer
+        trainer.saver.save(*self._snapshot())
+        self._unsaved = False
+        trainer.callbacks.on_checkpoint(trainer, self._counts.step)
+
+    def _snapshot(self) -> Snapshot:
         trainer, counts = self._trainer, self._counts
         metrics = counts.evaluation if counts.evaluated == counts.step else None
         trainer.dense.take()
-        trainer.saver.save(counts.step, self._state(), trainer.model, metrics)
-        self._unsaved = False
-        trainer.callbacks.on_checkpoint(trainer, counts.step)
+        return Snapshot(counts.step, self._state(), trainer.model, metrics)
 
     def _state(self) -> dict[str, Any]:
         finished = self._has_all() or self._trainer.stop_is_final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,14 @@ from karvan.checkpoint.tables import tables_of
 from karvan.data.identity import Identity
 from karvan.ranks import Connection
 from karvan.train import dataset, state
+from karvan.train.context_saves import ContextSaves
 from karvan.train.course import Course
 from karvan.train.dense.here import DenseHere
 from karvan.train.gathering import summed
 from karvan.train.precision import Precision
 from karvan.train.randomness import set_random_state
 from karvan.train.results import Counts, Window
+from karvan.train.saving import Snapshot
 from karvan.train.trained import Trained, with_newest
 from karvan.train.transforms import Transforms
 from karvan.train.update import Update, engines_of
@@ -38,6 +39,7 @@ class Kept:
         update: Update,
         dense: DenseHere,
         transforms: Transforms,
+        saves: ContextSaves,
     ) -> None:
         self.model = model
         self.connection = connection
@@ -55,7 +57,7 @@ class Kept:
         self._before: Trained | None = None  # how that of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
         self._drop_unfinished = False  # as `load` was told
-        self._runs: dict[Path, Checkpoints] = {}
+        self._saves = saves
 
     @property
     def dense_optimizer(self) -> torch.optim.Optimizer | None:
@@ -103,7 +105,8 @@ class Kept:
         It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
         transforms, and the position of the loader used last. extra is a tree of one's own, such as a
         scheduler's state_dict. Unless wait, it is written while training goes on; leaving the context waits.
-        All ranks save together, between two steps.
+        All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
+        and `error` of the result says why; see `tolerate_failed_saves`.
         """
         if self._in_step():
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
@@ -124,18 +127,7 @@ class Kept:
             "callbacks": {},
             "extra": dict(extra or {}),
         }
-        return self._run_of(folder).save(self.step, whole, self.model, metrics=metrics, block=wait)
-
-    def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> Checkpoints:
-        if isinstance(folder, Checkpoints):
-            self._runs[Path(os.path.abspath(folder.folder))] = folder
-            return folder
-        path = Path(os.path.abspath(folder))
-        return self._runs.setdefault(path, Checkpoints(path))
-
-    def _wait_for_saves(self) -> None:
-        for run in self._runs.values():
-            run.wait()
+        return self._saves.save(folder, Snapshot(self.step, whole, self.model, metrics), wait=wait)
 
     def load(
         self,
@@ -160,7 +152,7 @@ class Kept:
             raise RuntimeError(
                 "load was called inside of a loop over a loader: expected it before or behind."
             )
-        self._wait_for_saves()
+        self._saves.wait()
         found = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoints.find(checkpoint)
         other = data is not None and self._is_other(found, data, data_name, drop_unfinished)
         self.update.forget()

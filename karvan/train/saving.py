@@ -7,22 +7,40 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
 from karvan import ranks
-from karvan.checkpoint import Checkpoint, Checkpoints
+from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
+from karvan.checkpoint.pending import Report, no_report
 from karvan.checkpoint.tables import tables_of
 from karvan.counts import check_integers
+from karvan.train.failed_saves import FailedSaves, is_outage
+
+_Failed: TypeAlias = tuple[int, Path, BaseException]  # the step of a save, where to, why
+
+
+class Snapshot(NamedTuple):
+    """What a checkpoint is made of."""
+
+    step: int
+    state: Mapping[str, Any]
+    model: nn.Module
+    metrics: Mapping[str, float] | None
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Save every so many steps, every so many seconds, or both; None for not. The end is saved always."""
+    """Save every so many steps, every so many seconds, or both; None for not. The end is saved always.
+
+    tolerate, retry_seconds: see `failed_saves.py`.
+    """
 
     every: int | None = None
     seconds: float | None = 600.0
+    tolerate: int = 3
+    retry_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         check_integers(checkpoint_every=self.every)
@@ -30,6 +48,7 @@ class SaveSettings:
             raise ValueError(f"checkpoint_every must be at least 1 or None, got {self.every}.")
         if self.seconds is not None and self.seconds <= 0:
             raise ValueError(f"checkpoint_seconds must be above 0 or None, got {self.seconds}.")
+        FailedSaves(self.tolerate, self.retry_seconds)  # checks them
 
 
 class NoSaver:
@@ -74,8 +93,13 @@ class NoSaver:
     ) -> None:
         """Take the state as it is now, and write it while training goes on."""
 
-    def finish(self) -> str | None:
-        """Wait until everything is written; returns where the newest checkpoint lies."""
+    def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
+        """Wait until everything is written; returns where the newest checkpoint lies.
+
+        take: gives what there is to save now; used if that is `unsaved`, or if the save in flight fails.
+        """
+        if unsaved:
+            self.save(*take())
         return None
 
 
@@ -90,6 +114,8 @@ class Saver(NoSaver):
     ) -> None:
         self._checkpoints = checkpoints
         self._settings = settings
+        self._failures = FailedSaves(settings.tolerate, settings.retry_seconds)
+        self._pending: Pending | None = None  # in flight, or not looked at since it ended
         self._clock = clock
         self._last = clock()
         self._model: nn.Module | None = None  # of which this fit has saved a checkpoint
@@ -101,6 +127,8 @@ class Saver(NoSaver):
         """See `NoSaver.begin`."""
         self._last = self._clock()
         self._model = self._written = None
+        self._settle()  # of a fit that an error has ended
+        self._failures.succeeded()
 
     def require_writable(self) -> None:
         """See `NoSaver.require_writable`."""
@@ -139,14 +167,56 @@ class Saver(NoSaver):
     def save(
         self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
     ) -> None:
-        """See `NoSaver.save`."""
-        self._checkpoints.save(step, state, model, metrics=metrics)
-        self._model = model
+        """See `NoSaver.save`. A failure of the save before, or of this one, may be tolerated."""
         self._last = self._clock()
+        failed = self._settle()
+        if failed is not None:
+            self._failures.failed(*failed)
+        last_chance = self._failures.is_last_chance
+        report = self._failures.reporter(self._checkpoints.folder)
+        failed = self._begin(Snapshot(step, state, model, metrics), report)
+        if failed is None and last_chance:
+            failed = self._settle()
+        if failed is not None:
+            self._failures.failed(*failed)
 
-    def finish(self) -> str | None:
-        """See `NoSaver.finish`."""
-        self._checkpoints.wait()
+    def _begin(self, snapshot: Snapshot, report: Report) -> _Failed | None:
+        """Begin to save; returns what went wrong by then, which was reported."""
+        step, state, model, metrics = snapshot
+        try:
+            self._pending = self._checkpoints.save(step, state, model, metrics=metrics, report=report)
+        except CheckpointError as error:
+            if ranks.current().rank == 0:
+                report(step, error)
+            return step, self._checkpoints.folder, error
+        self._model = model
+        return None
+
+    def _settle(self) -> _Failed | None:
+        """Wait for the save in flight; returns what went wrong, which was reported."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        pending.join()
+        if pending.error is None:
+            self._failures.succeeded()
+            return None
+        pending.acknowledge()
+        return pending.step, self._checkpoints.folder, pending.error
+
+    def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
+        """See `NoSaver.finish`. The last save is repeated for a while if it fails."""
+        failed = self._settle()
+        if failed is not None and not is_outage(failed[2]):
+            raise failed[2]
+        if unsaved or failed is not None:
+            snapshot = take()
+
+            def attempt() -> BaseException | None:
+                failed = self._begin(snapshot, no_report) or self._settle()
+                return None if failed is None else failed[2]
+
+            self._failures.repeat(snapshot.step, self._checkpoints.folder, attempt)
         latest = self.latest()
         if latest is not None and self._model is not None:
             self._written = _seen(latest, self._model)

@@ -62,7 +62,9 @@ class Trainer:
     callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers every log_every steps.
     progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an object.
     checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
-    checkpoint_seconds, and at the end; with keep_best also after every evaluation.
+    checkpoint_seconds, and at the end; with keep_best also after every evaluation. A save that the disk or
+    the servers refuse is a warning; after more than tolerate_failed_saves in a row the fit raises the error.
+    The last save of a fit is repeated for save_retry_seconds, and then raises it.
     device is where the model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are
     taken from the data while one computes, 0 for none; on the thread that takes them, prepare is called with
     each, and embedding engines group the ids that are in it already.
@@ -98,6 +100,8 @@ class Trainer:
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         checkpoint_every: int | None = None,
         checkpoint_seconds: float | None = 600.0,
+        tolerate_failed_saves: int = 3,
+        save_retry_seconds: float = 60.0,
         device: torch.device | str | None = None,
         ahead: int = 2,
         prepare: Callable[[Any], Any] = same,
@@ -136,7 +140,10 @@ class Trainer:
         first = self.connection.rank == 0  # who watches wants to see everything once
         self.log_every = log_every
         self.progress = make_progress(progress if first else "none")
-        self.saver = make_saver(checkpoints, SaveSettings(checkpoint_every, checkpoint_seconds))
+        self.saver = make_saver(
+            checkpoints,
+            SaveSettings(checkpoint_every, checkpoint_seconds, tolerate_failed_saves, save_retry_seconds),
+        )
         self._history = History(self.saver.folder, writes=first)
         self.logs = Logs([self._history, *(logs if first else ())])
         self.placement = make_placement(

@@ -1,0 +1,33 @@
+"""Outages: failures of the place a program runs at, which may be over a moment later.
+
+A full disk, a file system that was mounted read-only, a server that is away or a port that is taken say
+nothing about the program: it is worth trying again. A file that is not there, a folder without permission or
+a damaged byte will be the same next time.
+
+Errors of Karvan that wrap others have an attribute `temporary`, which decides.
+"""
+
+from __future__ import annotations
+
+import errno
+
+_OF_THE_PLACE = frozenset(
+    number
+    for name in (
+        *("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EBUSY", "EAGAIN", "EINTR", "ENODEV", "ENXIO"),
+        *("ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "ENOTCONN", "ESHUTDOWN"),
+        *("EHOSTUNREACH", "EHOSTDOWN", "ENETUNREACH", "ENETDOWN", "ENETRESET", "ENOLINK", "EREMOTEIO"),
+        *("EADDRINUSE", "EADDRNOTAVAIL", "ENOMEDIUM", "ENOLCK"),
+    )
+    if (number := getattr(errno, name, None)) is not None
+)
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether an error is an outage: the same work may succeed later."""
+    told = getattr(error, "temporary", None)
+    if isinstance(told, bool):
+        return told
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return isinstance(error, OSError) and error.errno in _OF_THE_PLACE
