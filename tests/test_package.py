@@ -17,6 +17,7 @@ PACKAGE = ROOT / "karvan"
 LAYERS = [
     ("clock", "outages"),
     ("_native", "limits", "wire", "settings"),
+    ("protocol",),
     ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
     ("rows",),
     ("features", "data"),

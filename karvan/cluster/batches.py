@@ -10,18 +10,22 @@ import numpy as np
 
 from karvan.cluster.repeats import Repeats
 from karvan.cluster.rounds import Rounds
+from karvan.cluster.server_tables import ServerTables
 from karvan.cluster.underway import Underway
-from karvan.store.messages import floats, words
+from karvan.protocol.parameter_server import passes_of
+from karvan.store.messages import floats
 from karvan.store.owner import Answered, Owner, Summed
 from karvan.store.protocol import Keys, Vectors
 from karvan.store.wording import from_wire, rule_from_json, to_wire
-from karvan.wire import Caller, Message, RefusedError
+from karvan.wire import Message, RefusedError, Request
+from karvan.wire.calls import expect_array
 
 _WAIT = 240.0  # seconds that trainers wait for each other, less than for a server
 _REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be on their way
 
 
 class _Asked(NamedTuple):
+    tables: list[str]
     counts: list[int]
     keys: Keys
 
@@ -31,6 +35,23 @@ class _Part(NamedTuple):
 
     answered: Answered
     gradients: Vectors
+
+
+class _Parts(NamedTuple):
+    """The passes of a push that have come, by their places; they may come from several workers."""
+
+    batches: list[int]
+    there: dict[int, _Part]
+
+    def expect(self, batches: list[int], parts: Mapping[int, _Part]) -> None:
+        """More passes are of the same push, and all of them are of lookups of the same tables."""
+        if batches != self.batches:
+            raise RefusedError(f"expected passes of the batches {self.batches}, got {batches}.")
+        tables = [list(part.answered.tables) for part in (*self.there.values(), *parts.values())]
+        if other := next((each for each in tables if each != tables[0]), None):
+            raise RefusedError(
+                f"expected passes that looked up the same tables, got {tables[0]} and {other}."
+            )
 
 
 class Batches:
@@ -46,8 +67,12 @@ class Batches:
     counts_skips: whether it is for this server to count the updates that trainers leave out.
     """
 
-    def __init__(self, owner: Owner, hello: Mapping[str, Any], *, counts_skips: bool = True) -> None:
+    def __init__(
+        self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
+    ) -> None:
         self._owner = owner
+        self._tables = tables
+        self._said = _said_of_run(hello)
         self._counts_skips = counts_skips
         self._trainers = int(hello["trainers"])
         self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
@@ -57,13 +82,19 @@ class Batches:
         self._underway = Underway()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored = False  # whether lookups before this process's time are lost
-        self._parts: dict[tuple[int, int, int], dict[int, _Part]] = {}  # by trainer, store and push
+        self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
         window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
         self._applied: Repeats[bool] = Repeats(window)  # pushes
         self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
+
+    def check_run(self, hello: Mapping[str, Any]) -> None:
+        """All trainers of a run must say the same of it."""
+        said = _said_of_run(hello)
+        if said != self._said:
+            raise RefusedError(f"expected a run with {self._said}, as the first trainer said, got {said}.")
 
     def end(self, reason: str) -> None:
         """No more; trainers that wait get the reason."""
@@ -72,19 +103,21 @@ class Batches:
             self._kept.clear()
             self._parts.clear()
 
-    def pull(self, call: Message, caller: Caller) -> Message:
+    def pull(self, call: Request) -> Message:
         """Look up what a trainer asks for."""
-        head, trainer = call.head, int(caller.hello["trainer"])
+        head, trainer = call.head, call.caller.hello["trainer"]
+        tables, counts, keys = head["tables"], head["counts"], call.arrays[0]
+        self._tables.check_tables(tables)
         self._forget(trainer, head)
-        tables, counts = list(head["tables"]), [int(n) for n in head["counts"]]
-        keys = _checked(call.arrays, 0, np.int64, words(sum(counts)))
-        if len(counts) != len(tables) or min(counts, default=0) < 0:
-            raise RefusedError(f"expected a number of keys for each of {len(tables)} tables, got {counts}.")
-        training, step, now = bool(head["training"]), int(head["step"]), float(head["now"])
+        training, step, now = head["training"], head["step"], head["now"]
         together = self._together and training
-        name = (trainer, int(head["store"]), int(head["batch"]))
+        name = (trainer, head["store"], head["batch"])
 
         def work(asked: list[_Asked]) -> Answered:
+            if other := next((one.tables for one in asked if one.tables != tables), None):
+                raise RefusedError(
+                    f"expected all trainers to look up the same tables, got {tables} and {other}."
+                )
             return self._owner.lookup(
                 tables,
                 [one.counts for one in asked],
@@ -102,9 +135,9 @@ class Batches:
             if known is None and over:  # by a worker that was replaced, and is late
                 raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             if known is not None:
-                _check_same(known, trainer if together else 0, counts, keys)
+                _check_same(known, trainer if together else 0, tables, counts, keys)
                 return known
-            mine = _Asked(counts, keys)
+            mine = _Asked(tables, counts, keys)
             if together:
                 made = self._rounds.take_part(("pull", *name[1:]), trainer, mine, work)
             else:
@@ -118,7 +151,7 @@ class Batches:
         if training:
             answered = self._underway.do(("pull", *name), once)
         else:
-            answered = work([_Asked(counts, keys)])
+            answered = work([_Asked(tables, counts, keys)])
             self.keys += sum(counts)
             self.pulls += 1
         vectors = answered.vectors
@@ -128,9 +161,9 @@ class Batches:
             vectors = vectors[begin : begin + sizes[trainer]]
         return Message({}, [to_wire(vectors, head["wire"])])
 
-    def push(self, call: Message, caller: Caller) -> Message:
+    def push(self, call: Request) -> Message:
         """Apply a trainer's gradients."""
-        head, trainer = call.head, int(caller.hello["trainer"])
+        head, trainer = call.head, call.caller.hello["trainer"]
         store, sequence = int(head["store"]), int(head["sequence"])
         batches = [int(batch) for batch in head["batches"]]
         name = (trainer, store, sequence)
@@ -140,9 +173,10 @@ class Batches:
         if not self._was_applied(name):
             parts = self._take_parts(call, trainer, batches)
             with self._lock:
-                there = self._parts.setdefault(name, {})
-                there.update(parts)
-                whole = len(there) == len(batches)
+                push = self._parts.setdefault(name, _Parts(batches, {}))
+                push.expect(batches, parts)
+                push.there.update(parts)
+                whole = len(push.there) == len(batches)
             if whole:
                 self._underway.do(("push", *name), lambda: self._apply(name, head))
         self._forget(trainer, head)
@@ -156,25 +190,20 @@ class Batches:
                 raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
             return self._applied.find(who, sequence) is not None
 
-    def _take_parts(self, call: Message, trainer: int, batches: list[int]) -> dict[int, _Part]:
-        """The passes in a call, by their places in the push."""
+    def _take_parts(self, call: Request, trainer: int, batches: list[int]) -> dict[int, _Part]:
+        """The passes in a call, by their places in the push, each as large as its lookup was."""
         head = call.head
         made: dict[int, _Part] = {}
-        for number, place in enumerate(head.get("mine", range(len(batches)))):
-            if not 0 <= place < len(batches):
-                raise RefusedError(f"expected one of {len(batches)} passes, got number {place}.")
+        for place, array in zip(passes_of(head), call.arrays, strict=True):
             with self._lock:
-                answered = self._kept.get((trainer, int(head["store"]), batches[place]))
-            if answered is None:
+                mine = self._kept.get((trainer, head["store"], batches[place]))
+            if mine is None:
                 raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
-            named = (*head["rules"], *head["skipped"])
-            if unknown := [table for table in named if table not in answered.tables]:
+            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in mine.tables]:
                 raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
-            size = floats(answered.asked, answered.dims)[trainer if self._together else 0]
-            gradients = from_wire(_checked(call.arrays, number, None, size), head["wire"])
-            made[place] = _Part(answered, gradients)
-        if not made:
-            raise RefusedError("expected the gradients of some batches, got none.")
+            size = floats(mine.asked, mine.dims)[trainer if self._together else 0]
+            expect_array(array, f"gradients[{place}]", array.dtype.name, size)
+            made[place] = _Part(mine, from_wire(array, head["wire"]))
         return made
 
     def _apply(self, name: tuple[int, int, int], head: Mapping[str, Any]) -> None:
@@ -185,7 +214,7 @@ class Batches:
         steps = {table: int(step) for table, step in head["steps"].items()}
         complete = bool(head["complete"])
         with self._lock:
-            there = self._parts[name]
+            there = self._parts[name].there
             passes = [there[place] for place in range(len(there))]
 
         def work(of_trainers: list[list[Vectors]]) -> None:
@@ -194,6 +223,7 @@ class Batches:
             summed: list[tuple[Answered, Summed]] = []
             for number, part in enumerate(passes):
                 listed = [each[number] for each in of_trainers]
+                _check_sizes(part.answered, listed)
                 one = self._owner.reduce(part.answered, listed, complete=complete, by_key=self._by_key)
                 summed.append((part.answered, one))
             self._owner.update(passes[0].answered.tables, summed, rules, steps)
@@ -221,18 +251,23 @@ def _who(trainer: int, store: int) -> str:
     return f"{trainer} {store}"
 
 
-def _check_same(known: Answered, place: int, counts: list[int], keys: Keys) -> None:
+def _check_same(known: Answered, place: int, tables: list[str], counts: list[int], keys: Keys) -> None:
     """A batch that is looked up again has the same keys."""
     size = sum(counts)
-    if known.asked[place] != counts or not np.array_equal(known.received[place][:size], keys[:size]):
+    same = known.tables == tables and known.asked[place] == counts
+    if not same or not np.array_equal(known.received[place][:size], keys[:size]):
         raise RefusedError("expected the keys with which the batch was looked up before, got others.")
 
 
-def _checked(arrays: Any, number: int, dtype: Any, size: int) -> Any:
-    if number >= len(arrays):
-        raise RefusedError(f"expected array {number} of the call, got {len(arrays)} arrays.")
-    array = arrays[number]
-    if array.shape != (size,) or (dtype is not None and array.dtype != dtype):
-        expected = "" if dtype is None else f"{np.dtype(dtype)} "
-        raise RefusedError(f"expected {size} {expected}numbers, got {array.dtype} {array.shape}.")
-    return array
+def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
+    """Right before native code reads them: what trainers sent is as large as what they looked up together."""
+    for trainer, (array, size) in enumerate(
+        zip(gradients, floats(answered.asked, answered.dims), strict=True)
+    ):
+        expect_array(array, f"gradients of trainer {trainer}", "float32", size)
+
+
+def _said_of_run(hello: Mapping[str, Any]) -> str:
+    """What trainers of a run must agree on."""
+    mode, reduce = hello.get("mode", "sync"), hello.get("grad_reduce", "mean")
+    return f"{hello['trainers']} trainers, mode {mode} and grad_reduce {reduce}"

@@ -40,6 +40,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from karvan.cluster.dense_state import check_state
 from karvan.cluster.repeats import Repeats
 from karvan.train.dense.arrays import Array, dense_tensor, expect_alike, expect_gradients, expect_number
 from karvan.train.dense.described import describe, make_optimizer, rate_of
@@ -215,12 +216,7 @@ class DenseParameters:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go back to what `state` gave; the policy may be another one."""
-        missing = {"version", "optimizer", "parameters", "slots", "waiting", "answers"} - set(state)
-        if missing:
-            raise ValueError(
-                f"Expected a state of dense parameters, but it has no {', '.join(sorted(missing))}."
-            )
-        expect_number("version", state["version"])
+        check_state(state)
         given = state["parameters"]
         parameters = {name: dense_tensor(name, given[name], copy=True) for name in sorted(given)}
         optimizer = make_optimizer(state["optimizer"], list(parameters.values()))

@@ -26,7 +26,7 @@ from karvan.cluster.dense import DenseParameters
 from karvan.ranks.modes import DenseSettings
 from karvan.train.dense.messages import WRONG, state_message, state_of, tensors_message, tensors_of
 from karvan.train.dense.policies import AsyncPolicy, Policy, SyncPolicy
-from karvan.wire import Message, RefusedError
+from karvan.wire import Message, RefusedError, Request
 
 _MOST_MODELS = 1024
 
@@ -38,7 +38,7 @@ class DenseService:
         self._settings = DenseSettings()
         self._models: dict[int, DenseParameters] = {}
         self._lock = threading.Lock()
-        self.methods: dict[str, Callable[[Message], Message]] = {
+        self.methods: dict[str, Callable[[Request], Message]] = {
             "push_model": self._push_model,
             "pull_dense": self._pull,
             "push_dense": self._push,
@@ -76,10 +76,8 @@ class DenseService:
             if model.ready
         }
 
-    def _model(self, call: Message) -> DenseParameters:
+    def _model(self, call: Request) -> DenseParameters:
         number = call.head["model"]
-        if type(number) is not int or not number >= 0:
-            raise RefusedError(f"expected the number of a model, got {number!r}.")
         with self._lock:
             if number not in self._models:
                 if len(self._models) >= _MOST_MODELS:
@@ -87,37 +85,36 @@ class DenseService:
                 self._models[number] = DenseParameters(policy_of(self._settings))
             return self._models[number]
 
-    def _push_model(self, call: Message) -> Message:
+    def _push_model(self, call: Request) -> Message:
         return Message({"version": self._model(call).push_model(tensors_of(call), call.head["optimizer"])})
 
-    def _pull(self, call: Message) -> Message:
-        known = call.head["version"]
-        version, parameters = self._model(call).pull(None if known is None else _number(known))
+    def _pull(self, call: Request) -> Message:
+        version, parameters = self._model(call).pull(call.head["version"])
         if parameters is None:
             return Message({"version": version})
         return tensors_message(parameters, version=version)
 
-    def _push(self, call: Message) -> Message:
-        head, rate = call.head, call.head["lr"]
+    def _push(self, call: Request) -> Message:
+        head = call.head
         answer = self._model(call).push_gradients(
             tensors_of(call),
-            _number(head["version"]),
-            trainer=_name(head["trainer"]),
-            sequence=_number(head["sequence"]),
-            lr=None if rate is None else float(rate),
+            head["version"],
+            trainer=head["trainer"],
+            sequence=head["sequence"],
+            lr=head["lr"],
         )
         return Message({"answer": astuple(answer)})
 
-    def _next_sequence(self, call: Message) -> Message:
-        return Message({"sequence": self._model(call).next_sequence(_name(call.head["trainer"]))})
+    def _next_sequence(self, call: Request) -> Message:
+        return Message({"sequence": self._model(call).next_sequence(call.head["trainer"])})
 
-    def _flush(self, call: Message) -> Message:
+    def _flush(self, call: Request) -> Message:
         return Message({"version": self._model(call).flush()})
 
-    def _state(self, call: Message) -> Message:
+    def _state(self, call: Request) -> Message:
         return state_message(self._model(call).state())
 
-    def _load_state(self, call: Message) -> Message:
+    def _load_state(self, call: Request) -> Message:
         model, state = self._model(call), state_of(call)
         try:
             model.load_state(state)
@@ -148,15 +145,3 @@ def policy_of(settings: DenseSettings) -> Policy:
 
 def _told(settings: DenseSettings) -> str:
     return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise RefusedError(f"expected a number from 0 on, got {str(value)[:100]}.")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= 200:
-        raise RefusedError(f"expected the name of a trainer, got {str(value)[:100]!r}.")
-    return value

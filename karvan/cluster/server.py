@@ -13,6 +13,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ from karvan.cluster.dense_service import DenseService, settings_of
 from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
 from karvan.cluster.server_folder import ServerFolder
-from karvan.store import MemoryStore, Push, Rows, TableSpec
+from karvan.cluster.server_tables import ServerTables
+from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO
 from karvan.store.owner import Owner
-from karvan.store.wording import rule_from_json, spec_from_json
-from karvan.wire import Caller, Message, RefusedError, Service
-from karvan.wire.kinds import Plain
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("karvan.cluster")
 class ParameterServer(Service):
     """Server number `index` of `count`, which saves below the folder `checkpoints` alone."""
 
-    hello = Plain()
+    hello = SERVER_HELLO
 
     def __init__(
         self, index: int = 0, count: int = 1, *, checkpoints: str | os.PathLike[str] | None = None
@@ -47,55 +47,53 @@ class ParameterServer(Service):
         self._generation = -1
         self._run = ""
         self._begin()
-        self._methods: dict[str, Callable[[Message], Message]] = {
-            name: getattr(self, f"_{name}")
-            for name in [
-                "add_table",
-                "set_state",
-                "lookup",
-                "apply",
-                "skip",
-                "evict",
-                "erase",
-                "clear",
-                "version",
-                "evicted_since",
-                "snapshot",
-                "load",
-                "stats",
-                "capture",
-                "save",
-                "close_capture",
-                "fill",
-                "restore",
-                "describe",
-                "check_folder",
-            ]
-        }
+        self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
 
     def _begin(self) -> None:
-        self._specs: dict[str, TableSpec] = {}
-        self._store = MemoryStore()
-        self._owner = Owner(self._store)
-        self._saving = Saving(self._store, self._specs, self._index, self._count)
+        self._tables = ServerTables(self._index, self._count)
+        self._owner = Owner(self._tables.store)
+        self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
         self._batches: Batches | None = None
         self._dense = DenseService()
+
+    def _methods(self) -> dict[str, Callable[[Request], Message]]:
+        """What does each call, in the present run of the present generation."""
+        assert self._batches is not None
+        return {
+            "pull": self._batches.pull,
+            "push": self._batches.push,
+            **self._tables.methods,
+            **self._dense.methods,
+            "capture": self._capture,
+            "save": self._save,
+            "close_capture": self._close_capture,
+            "fill": self._fill,
+            "restore": self._restore,
+            "describe": self._describe,
+            "check_folder": self._check_folder,
+        }
+
+    def _do(self, name: str, request: Request) -> Message:
+        """Do a call of the present run; it is refused to callers of an older one."""
+        with self._lock:
+            hello = request.caller.hello
+            if (hello["generation"], hello["run"]) != (self._generation, self._run):
+                raise RefusedError("expected a trainer of the job's newest run, got one of an older.")
+            method = self._by_name[name]
+        return method(request)
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
         hello = caller.hello
-        try:
-            generation, run = int(hello["generation"]), str(hello["run"])
-            trainer, trainers = int(hello["trainer"]), int(hello["trainers"])
-            place = (int(hello["server"]), int(hello["servers"]))
-        except (KeyError, ValueError, TypeError) as error:
-            raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
+        generation, run = hello["generation"], hello["run"]
+        trainer, trainers = hello["trainer"], hello["trainers"]
+        place = (hello["server"], hello["servers"])
         if place != (self._index, self._count):
             raise RefusedError(
                 f"expected to be asked for as server {self._index} of {self._count}, "
                 f"got {place[0]} of {place[1]}."
             )
-        if not 0 <= trainer < trainers:
+        if trainer >= trainers:
             raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
         dense = settings_of(hello)
         with self._lock:
@@ -113,8 +111,11 @@ class ParameterServer(Service):
             if run != self._run:
                 self._end("the job's trainers have begun anew")
                 self._run = run
-                self._batches = Batches(self._owner, hello, counts_skips=self._index == 0)
+                self._batches = Batches(self._owner, self._tables, hello, counts_skips=self._index == 0)
                 self._dense.begin(dense)
+                self._by_name = self._methods()
+            assert self._batches is not None
+            self._batches.check_run(hello)
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
 
@@ -123,123 +124,38 @@ class ParameterServer(Service):
             self._batches.end(reason)
         self._saving.close_all()
 
-    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
-        """See `Service.answer`."""
-        with self._lock:
-            batches, dense = self._batches, self._dense
-            if (caller.hello["generation"], caller.hello["run"]) != (self._generation, self._run):
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older.")
-        assert batches is not None
-        method = call.head.get("method")
-        try:
-            if method == "pull":
-                return batches.pull(call, caller)
-            if method == "push":
-                return batches.push(call, caller)
-            if isinstance(method, str) and method in self._methods:
-                return self._methods[method](call)
-            if isinstance(method, str) and method in dense.methods:
-                return dense.methods[method](call)
-        except (KeyError, TypeError, IndexError) as error:
-            raise RefusedError(
-                f"expected a well-formed call of {method!r}, got one without {error}."
-            ) from error
-        return super().answer(call, caller)
-
-    def _add_table(self, call: Message) -> Message:
-        spec = spec_from_json(call.head["spec"])
-        spec = spec.share(self._index, self._count)
-        self._store.add_table(spec)
-        self._specs[spec.name] = spec
-        return Message({})
-
-    def _set_state(self, call: Message) -> Message:
-        self._store.set_state(call.head["table"], call.head["initial"], bool(call.head["fresh"]))
-        return Message({})
-
-    def _lookup(self, call: Message) -> Message:
+    def _capture(self, call: Request) -> Message:
         head = call.head
-        keys = {
-            table: (call.arrays[2 * number], call.arrays[2 * number + 1])
-            for number, table in enumerate(head["tables"])
-        }
-        found = self._store.lookup(
-            keys, training=bool(head["training"]), step=int(head["step"]), now=float(head["now"])
-        )
-        return Message({}, [found[table].vectors for table in head["tables"]])
-
-    def _apply(self, call: Message) -> Message:
-        arrays = iter(call.arrays)
-        pushes = {
-            table: [Push(next(arrays), next(arrays), self._store.version(table)) for _ in range(number)]
-            for table, number in call.head["numbers"].items()
-        }
-        rules = {table: rule_from_json(told) for table, told in call.head["rules"].items()}
-        self._store.apply(pushes, rules, {table: int(step) for table, step in call.head["steps"].items()})
-        return Message({})
-
-    def _skip(self, call: Message) -> Message:
-        self._store.skip(call.head["table"])
-        return Message({})
-
-    def _evict(self, call: Message) -> Message:
-        head = call.head
-        return Message(
-            {"rows": self._store.evict(head["table"], step=int(head["step"]), now=float(head["now"]))}
-        )
-
-    def _erase(self, call: Message) -> Message:
-        return Message({"rows": self._store.erase(call.head["table"], call.arrays[0])})
-
-    def _clear(self, call: Message) -> Message:
-        self._store.clear(call.head["table"])
-        return Message({})
-
-    def _version(self, call: Message) -> Message:
-        return Message({"version": self._store.version(call.head["table"])})
-
-    def _evicted_since(self, call: Message) -> Message:
-        return Message({}, [self._store.evicted_since(call.head["table"], int(call.head["version"]))])
-
-    def _snapshot(self, call: Message) -> Message:
-        head = call.head
-        return Message({}, list(self._store.snapshot(head["table"], int(head["part"]), int(head["parts"]))))
-
-    def _load(self, call: Message) -> Message:
-        self._store.load(call.head["table"], Rows(*call.arrays))
-        return Message({})
-
-    def _stats(self, call: Message) -> Message:
-        return Message({"stats": {table: self._store.stats(table) for table in call.head["tables"]}})
-
-    def _capture(self, call: Message) -> Message:
-        head = call.head
+        self._tables.check_tables(head["tables"])
         self._saving.capture(
             int(head["capture"]), head["tables"], head["parts"], head["since"], bool(head["track"])
         )
         return Message({})
 
-    def _save(self, call: Message) -> Message:
+    def _save(self, call: Request) -> Message:
         head = call.head
+        self._tables.check_tables(list(head["tables"]))
         folder = self._folder.target(head["folder"], head["tables"])
         if self._batches is not None and self._batches.restored:
             self._saving.hold(int(head["capture"]), head["tables"])
         return Message({"shares": self._saving.save(int(head["capture"]), folder, head["tables"])})
 
-    def _check_folder(self, call: Message) -> Message:
+    def _check_folder(self, call: Request) -> Message:
         """Whether a run's checkpoints can be saved there; asked before training begins."""
         self._folder.check(call.head["folder"])
         return Message({})
 
-    def _close_capture(self, call: Message) -> Message:
+    def _close_capture(self, call: Request) -> Message:
         self._saving.close(int(call.head["capture"]))
         return Message({})
 
-    def _fill(self, call: Message) -> Message:
+    def _fill(self, call: Request) -> Message:
+        for table, told in call.head["tables"].items():
+            self._tables.check_state(table, told["initial"])
         self._saving.fill(Path(call.head["path"]), call.head["tables"])
         return Message({})
 
-    def _restore(self, call: Message) -> Message:
+    def _restore(self, call: Request) -> Message:
         """Another process had this place: take its rows as they were saved last, once."""
         folder = self._folder.check(call.head["folder"])
         with self._lock:
@@ -252,9 +168,9 @@ class ParameterServer(Service):
 
     def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         for name, told in tables.items():
-            self._add_table(Message({"spec": told["spec"]}))
+            self._tables.add(told["spec"])
             if "initial" in told:
-                self._store.set_state(name, told["initial"], fresh=False)
+                self._tables.set_state(name, told["initial"], fresh=False)
         newest = Checkpoints(folder).latest()
         if newest is None:
             _log.warning("%s begins anew without rows: nothing was saved yet.", self.name)
@@ -274,14 +190,14 @@ class ParameterServer(Service):
             },
         )
 
-    def _describe(self, call: Message) -> Message:
+    def _describe(self, call: Request) -> Message:
         """What it holds and has done, for people and benchmarks."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         batches = self._batches
         assert batches is not None
         return Message(
             {
-                "tables": {name: self._store.stats(name) for name in self._specs},
+                "tables": {name: self._tables.store.stats(name) for name in self._tables.specs},
                 "pulls": batches.pulls,
                 "pushes": batches.pushes,
                 "keys": batches.keys,

@@ -223,7 +223,7 @@ class EmbeddingWorker(Service):
 
 def _servers_for(hello: Mapping[str, Any]) -> Servers:
     """The parameter servers, as a trainer would talk to them."""
-    told = {name: value for name, value in hello.items() if name not in ("method", "session", "arrays")}
+    told = {name: value for name, value in hello.items() if name not in ("worker", "line")}
     try:
         servers = find_servers(None, told, _SERVER_WITHIN, bool(hello.get("reload")))
     except (RuntimeError, ValueError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from karvan.protocol.parameter_server import SERVER_CALLS
 from karvan.wire import Message, Peer, Security
 from karvan.wire.directory import Addresses, find_role
 
@@ -75,6 +76,7 @@ class Servers:
                     self._security,
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
+                    calls=SERVER_CALLS,
                     anew=partial(self._restore, server) if self._saved else None,
                 )
             return self._peers[key]

@@ -14,6 +14,7 @@ from karvan.store.messages import cut, floats, words
 from karvan.store.protocol import Program
 from karvan.store.wording import from_wire
 from karvan.wire import Reply
+from karvan.wire.calls import expect_array
 
 
 class Puller(Protocol):
@@ -73,7 +74,8 @@ class Pull(Lookup):
         vectors = buffers.empty(sum(sizes))
         flat, at = vectors.numpy(), 0
         for reply, size in zip(self.replies, sizes, strict=True):
-            received = from_wire(reply.wait().arrays[0], self._store.wire)
+            array = reply.wait().arrays[0]
+            received = from_wire(expect_array(array, "vectors", array.dtype.name, size), self._store.wire)
             np.copyto(flat[at : at + size], received)
             at += size
         self.route.pool(vectors.data_ptr())

@@ -21,6 +21,7 @@ from karvan.store.protocol import Ahead, AwayStore, Counts, Found, Keys, Push, R
 from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, spec_to_json
 from karvan.wire import Message
+from karvan.wire.calls import expect_array
 
 _log = logging.getLogger("karvan.store")
 
@@ -94,7 +95,9 @@ class RemoteTables(AwayStore):
         for number, (table, (unique, _)) in enumerate(keys.items()):
             vectors = np.empty((len(unique), self._dims[table]), np.float32)
             for server, answer in enumerate(answers):
-                vectors[owners[table] == server] = answer.arrays[number]
+                mine = owners[table] == server
+                shape = int(mine.sum()), self._dims[table]
+                vectors[mine] = expect_array(answer.arrays[number], "vectors", "float32", *shape)
             made[table] = Found(vectors, 0)
         return made
 

@@ -313,28 +313,36 @@ def test_trainers_must_agree_on_what_makes_a_step():
         Lines(address, dense={"grads_to_wait": 2, "tolerance": 1}).one.call("describe")
         with pytest.raises(RefusedError, match="grads_to_wait=2, tolerance=1, as the first trainer said"):
             Lines(address, trainer=1).one.call("describe")
-        with pytest.raises(RefusedError, match="grads_to_wait must be at least 1"):
+        with pytest.raises(RefusedError, match=r"to be a whole number from 1 .*, got 0"):
             Lines(address, trainer=1, dense={"grads_to_wait": 0}).one.call("describe")
 
 
 FLOATS = np.zeros(2, np.float32)
 MALFORMED = {
-    "no tensors": ("push_model", {"optimizer": SGD}, [], "expected tensors"),
-    "no array": ("push_model", {"optimizer": SGD, "tensors": [["w", [2]]]}, [], "expected tensors"),
-    "another size": ("push_model", {"optimizer": SGD, "tensors": [["w", [3]]]}, [FLOATS], "3 numbers"),
-    "no shape": ("push_model", {"optimizer": SGD, "tensors": [["w", [-1]]]}, [FLOATS], "name and a shape"),
-    "a name twice": ("push_model", {"tensors": [["w", [1]], ["w", [1]]]}, [FLOATS], "name and a shape"),
+    "no tensors": ("push_model", {"optimizer": SGD}, [], "with 'tensors'"),
+    "no array": ("push_model", {"optimizer": SGD, "tensors": [["w", [2]]]}, [], "expected 1 arrays"),
+    "another size": (
+        "push_model",
+        {"optimizer": SGD, "tensors": [["w", [3]]]},
+        [FLOATS],
+        "got float32",
+    ),
+    "no shape": ("push_model", {"optimizer": SGD, "tensors": [["w", [-1]]]}, [FLOATS], "got -1"),
+    "a name twice": (
+        *("push_model", {"optimizer": SGD, "tensors": [["w", [1]], ["w", [1]]]}),
+        *([FLOATS], "'w' twice"),
+    ),
     "integers": ("push_model", {"optimizer": SGD, "tensors": [["w", [2]]]}, [FLOATS.astype(int)], "float32"),
     "no optimizer": ("push_model", {"tensors": [["w", [2]]]}, [FLOATS], "optimizer"),
-    "no model": ("pull_dense", {"model": -1, "version": None}, [], "number of a model"),
-    "no version": ("pull_dense", {"version": "new"}, [], "a number from 0 on"),
+    "no model": ("pull_dense", {"model": -1, "version": None}, [], "expected model to be a whole number"),
+    "no version": ("pull_dense", {"version": "new"}, [], "expected version to be a whole number"),
     "no trainer": (
         "push_dense",
         {"version": 0, "sequence": 0, "lr": None, "trainer": 7, "tensors": [["w", [2]]]},
         [FLOATS],
-        "name of a trainer",
+        "expected trainer to be text",
     ),
-    "no state": ("load_dense_state", {}, [], "one array of bytes"),
+    "no state": ("load_dense_state", {}, [], "expected 1 arrays"),
     "bytes that are none": ("load_dense_state", {}, [np.arange(40, dtype=np.uint8)], "bytes that are none"),
 }
 

@@ -7,7 +7,7 @@ its tensors (`gathering.pack`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from karvan.train.dense.arrays import Array, dense_tensor
 from karvan.train.gathering import pack, unpack
-from karvan.wire import Message, RefusedError
+from karvan.wire import Message, RefusedError, Request
 from karvan.wire.message import Array as WireArray
 
 # What a tree that was made up may lead to when it is read.
@@ -31,24 +31,15 @@ def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
     return Message({**head, "tensors": told}, [flat.numpy()])
 
 
-def tensors_of(message: Message) -> dict[str, WireArray]:
-    """The tensors of a message; a RefusedError if they are not as it says."""
-    told = message.head.get("tensors")
-    if not isinstance(told, list) or len(message.arrays) != 1:
-        raise RefusedError("expected tensors, with their names and shapes in the head.")
+def tensors_of(message: Message | Request) -> dict[str, WireArray]:
+    """The tensors of a message that its declaration has passed (`karvan/protocol/dense.py`)."""
     flat = message.arrays[0]
     made: dict[str, WireArray] = {}
     at = 0
-    for each in told:
-        match each:
-            case [str(name), [*shape]] if name not in made and _is_shape(shape):
-                size = math.prod(shape)
-                made[name] = flat[at : at + size].reshape(shape) if at + size <= flat.size else flat[:0]
-                at += size
-            case _:
-                raise RefusedError(f"expected a name and a shape for each tensor, got {str(each)[:100]}.")
-    if flat.dtype != np.float32 or flat.shape != (at,):
-        raise RefusedError(f"expected {at} numbers of float32, got {flat.dtype} {flat.shape}.")
+    for name, shape in message.head["tensors"]:
+        size = math.prod(shape)
+        made[name] = flat[at : at + size].reshape(shape)
+        at += size
     return made
 
 
@@ -57,10 +48,8 @@ def state_message(state: Mapping[str, Any], **head: Any) -> Message:
     return Message(head, [np.frombuffer(pack(state), np.uint8)])
 
 
-def state_of(message: Message) -> dict[str, Any]:
+def state_of(message: Message | Request) -> dict[str, Any]:
     """The state of a message; a RefusedError if there is none."""
-    if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
-        raise RefusedError("expected a state as one array of bytes.")
     try:
         state = unpack(message.arrays[0].tobytes())
     except (*WRONG, RecursionError) as error:
@@ -68,10 +57,6 @@ def state_of(message: Message) -> dict[str, Any]:
     if not isinstance(state, dict) or not _has_tensors(state.get("parameters")):
         raise RefusedError("expected a state of dense parameters, got something else.")
     return state
-
-
-def _is_shape(shape: Sequence[Any]) -> bool:
-    return len(shape) <= 32 and all(type(size) is int and 0 <= size < 2**48 for size in shape)
 
 
 def _has_tensors(values: Any) -> bool:

@@ -1,0 +1,261 @@
+"""The calls of a parameter server about rows; those about dense parameters are in `dense.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from karvan.protocol.dense import DENSE_CALLS
+from karvan.protocol.values import (
+    DECLARED,
+    MOST_TABLES,
+    NOW,
+    NUMBER,
+    PATH,
+    RULES,
+    SPEC,
+    STATE,
+    STEP,
+    STEPS,
+    TABLE,
+    TABLES,
+    TRAINER_HELLO,
+    TRAINER_OPTIONS,
+    WIRE,
+    expect_declared_names,
+    expect_distinct,
+    expect_same_names,
+    wire_dtype,
+    words,
+)
+from karvan.wire.calls import ANY, ArrayKind, Call, ForEach, table_of
+from karvan.wire.errors import RefusedError
+from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text
+from karvan.wire.message import Array
+
+SERVER_HELLO = Fields(
+    {**TRAINER_HELLO, "server": Integer(0, 2**20), "servers": Integer(1, 2**20)},
+    {**TRAINER_OPTIONS, "worker": Integer(0, 2**20)},
+)
+
+_BATCHES = ListOf(NUMBER)  # numbers of lookups
+_PARTS = Integer(1, 2**20)
+_SIZE = Integer(0, 2**63)
+_ROWS = [
+    ArrayKind("keys", "int64", "n"),
+    ArrayKind("vectors", "float32", "n", ANY),
+    ArrayKind("state", "float32", "n", ANY),
+    ArrayKind("counts", "uint32", "n"),
+    ArrayKind("last_steps", "uint32", "n"),
+]
+_FILE = {"name": PATH, "bytes": _SIZE, "checksum": Text(100)}
+_SHARE = Fields(
+    {
+        "state": Integer(0, 2**32),
+        "parts": ListOf(Fields({**_FILE, "rows": NUMBER, "erased": NUMBER, "first": Integer(0, 2**64)})),
+        "extra": Nullable(Fields(_FILE)),
+    }
+)
+
+
+def _check_pull(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head["tables"])
+
+
+def _keys_of_pull(head: Mapping[str, Any]) -> int:
+    tables, counts = head["tables"], head["counts"]
+    if len(counts) != len(tables):
+        raise RefusedError(f"expected a number of keys for each of {len(tables)} tables, got {len(counts)}.")
+    return words(sum(counts))
+
+
+def passes_of(head: Mapping[str, Any]) -> list[int]:
+    """The places of the backward passes of a push that a call brings."""
+    mine: list[int] = head.get("mine", list(range(len(head["batches"]))))
+    return mine
+
+
+def check_passes(head: Mapping[str, Any]) -> None:
+    """Each pass is one of the push, and comes once; tables with rules have steps, and are not skipped."""
+    mine = passes_of(head)
+    expect_distinct("the passes", mine)
+    for place in mine:
+        if place >= len(head["batches"]):
+            raise RefusedError(f"expected one of {len(head['batches'])} passes, got number {place}.")
+    if not mine:
+        raise RefusedError("expected the gradients of some batches, got none.")
+    expect_same_names("rules", head["rules"], "steps", head["steps"])
+    expect_distinct("the tables with a rule and those that are skipped", [*head["rules"], *head["skipped"]])
+
+
+def _check_push(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    check_passes(head)
+
+
+def _check_tables(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head["tables"])
+
+
+def _check_apply(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_same_names("rules", head["rules"], "steps", head["steps"])
+    expect_same_names("rules", head["rules"], "numbers", head["numbers"])
+
+
+def _check_part(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    if head["part"] >= head["parts"]:
+        raise RefusedError(f"expected a part from 0 to {head['parts'] - 1}, got {head['part']}.")
+
+
+def _check_capture(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_distinct("the tables", head["tables"])
+    expect_same_names("tables", dict.fromkeys(head["tables"]), "parts", head["parts"])
+
+
+def _check_restore(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_declared_names(head["tables"])
+
+
+PUSH_FIELDS = {
+    "store": NUMBER,
+    "sequence": NUMBER,
+    "batches": ListOf(NUMBER, 1024, 1),
+    "rules": RULES,
+    "steps": STEPS,
+    "skipped": TABLES,
+    "complete": Boolean(),
+    "wire": WIRE,
+    "done": _BATCHES,
+}
+_MINE = ListOf(Integer(0, 1023), 1024)
+
+_TRAINING = table_of(
+    Call(
+        "pull",
+        Fields(
+            {
+                "store": NUMBER,
+                "batch": NUMBER,
+                "tables": ListOf(TABLE, MOST_TABLES, 1),
+                "counts": ListOf(Integer(0, 2**32), MOST_TABLES),
+                "training": Boolean(),
+                "step": STEP,
+                "now": NOW,
+                "wire": WIRE,
+                "done": _BATCHES,
+            }
+        ),
+        [ArrayKind("keys and uses", "int64", _keys_of_pull)],
+        answers=[ArrayKind("vectors", wire_dtype, ANY)],
+        rule=_check_pull,
+    ),
+    Call(
+        "push",
+        Fields(PUSH_FIELDS, {"mine": _MINE}),
+        [ForEach(lambda head: len(passes_of(head)), [ArrayKind("gradients", wire_dtype, ANY)])],
+        answer=Fields({}, {"lost": Boolean()}),
+        rule=_check_push,
+    ),
+)
+
+_OF_TABLE = Fields({"table": TABLE})
+
+TABLE_CALLS = table_of(
+    Call("add_table", Fields({"spec": SPEC})),
+    Call("set_state", Fields({"table": TABLE, "initial": STATE, "fresh": Boolean()})),
+    Call(
+        "lookup",
+        Fields({"tables": TABLES, "training": Boolean(), "step": STEP, "now": NOW}),
+        [
+            ForEach(
+                lambda head: len(head["tables"]),
+                [ArrayKind("keys", "int64", "n"), ArrayKind("counts", "uint32", "n")],
+            )
+        ],
+        answers=[ForEach(lambda told: len(told["tables"]), [ArrayKind("vectors", "float32", ANY, ANY)])],
+        rule=_check_tables,
+    ),
+    Call(
+        "apply",
+        Fields({"rules": RULES, "steps": STEPS, "numbers": MapOf(Integer(0, 512), MOST_TABLES, TABLE)}),
+        [
+            ForEach(
+                lambda head: sum(head["numbers"].values()),
+                [ArrayKind("keys", "int64", "n"), ArrayKind("gradients", "float32", "n", ANY)],
+            )
+        ],
+        rule=_check_apply,
+    ),
+    Call("skip", _OF_TABLE),
+    Call("evict", Fields({"table": TABLE, "step": STEP, "now": NOW}), answer=Fields({"rows": NUMBER})),
+    Call("erase", _OF_TABLE, [ArrayKind("keys", "int64", "n")], answer=Fields({"rows": NUMBER})),
+    Call("clear", _OF_TABLE),
+    Call("version", _OF_TABLE, answer=Fields({"version": _SIZE})),
+    Call(
+        "evicted_since",
+        Fields({"table": TABLE, "version": _SIZE}),
+        answers=[ArrayKind("keys", "int64", "n")],
+    ),
+    Call(
+        "snapshot", Fields({"table": TABLE, "part": NUMBER, "parts": _PARTS}), answers=_ROWS, rule=_check_part
+    ),
+    Call("load", _OF_TABLE, _ROWS),
+    Call(
+        "stats",
+        Fields({"tables": TABLES}),
+        answer=Fields({"stats": MapOf(MapOf(_SIZE, 64), MOST_TABLES, TABLE)}),
+        rule=_check_tables,
+    ),
+)
+
+_SAVING = table_of(
+    Call(
+        "capture",
+        Fields(
+            {
+                "capture": NUMBER,
+                "tables": TABLES,
+                "parts": MapOf(_PARTS, MOST_TABLES, TABLE),
+                "since": Nullable(NUMBER),
+                "track": Boolean(),
+            }
+        ),
+        rule=_check_capture,
+    ),
+    Call(
+        "save",
+        Fields(
+            {
+                "capture": NUMBER,
+                "folder": PATH,
+                "tables": MapOf(
+                    Fields({"optimizer": Nullable(Text(200)), "parts": _PARTS, "delta": Boolean()}),
+                    MOST_TABLES,
+                    TABLE,
+                ),
+            }
+        ),
+        answer=Fields({"shares": MapOf(_SHARE, MOST_TABLES, TABLE)}),
+    ),
+    Call("close_capture", Fields({"capture": NUMBER})),
+    Call(
+        "fill",
+        Fields(
+            {
+                "path": PATH,
+                "tables": MapOf(
+                    Fields({"keep": Boolean(), "initial": STATE, "extra": Boolean()}), MOST_TABLES, TABLE
+                ),
+            }
+        ),
+    ),
+    Call("check_folder", Fields({"folder": PATH})),
+    Call("restore", Fields({"tables": DECLARED, "folder": PATH}), rule=_check_restore),
+)
+
+SERVER_CALLS = {
+    **_TRAINING,
+    **TABLE_CALLS,
+    **_SAVING,
+    **DENSE_CALLS,
+    "describe": Call("describe", answer=Plain()),
+}

@@ -1,0 +1,125 @@
+"""Values that calls of several services have in common: names and numbers, tables, rules, a trainer's hello.
+
+Bounds are those of what the values become: floats of the native core have 32 bits, its steps 32 or 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from karvan.wire.errors import RefusedError
+from karvan.wire.kinds import (
+    FLOAT32_MAX,
+    Boolean,
+    Fields,
+    Float,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    OneOf,
+    Text,
+    TupleOf,
+)
+from karvan.wire.registry_calls import GENERATION
+
+MOST_DIM = 65536
+MOST_TABLES = 4096
+_MOST_STATE = 2 * MOST_DIM  # floats of optimizer state in a row: Adam's two for each of the vector's
+
+NUMBER = Integer(0, 2**53)  # counts, and numbers by which things are known
+STEP = Integer(0, 2**32 - 1)
+NOW = Float()
+FLOAT32 = Float(-FLOAT32_MAX, FLOAT32_MAX)
+TABLE = Text(1000)
+TABLES = ListOf(TABLE, MOST_TABLES)
+PATH = Text(4096)
+WIRE = OneOf("float32", "bfloat16", "float16")
+
+STATE = ListOf(FLOAT32, _MOST_STATE)
+SPEC = Fields(
+    {
+        "name": TABLE,
+        "dim": Integer(1, MOST_DIM),
+        "dtype": OneOf("float32", "bfloat16", "float16"),
+        "init": TupleOf(Text(40), FLOAT32, FLOAT32, FLOAT32, FLOAT32),
+        "admit": TupleOf(
+            OneOf("always", "probability", "min_count", "read_only"), Float(0, 2**32 - 1), Integer(0, 2**40)
+        ),
+        "evict": TupleOf(
+            OneOf("never", "lru", "lfu", "age", "ttl", "norm"), Float(0, 2**53), Integer(1, 2**53)
+        ),
+        "seed": Integer(0, 2**64 - 1),
+        "shards": Integer(1, 256),
+    }
+)
+# What a server that was restarted is told of its tables, by name.
+DECLARED = MapOf(Fields({"spec": SPEC}, {"initial": STATE}), MOST_TABLES, TABLE)
+
+_RULE_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2")
+RULE = Fields(
+    {
+        "kind": OneOf("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl"),
+        **dict.fromkeys((*_RULE_NUMBERS, "clip_value", "clip_norm", "bound"), FLOAT32),
+        "accumulate_last": Boolean(),
+    }
+)
+RULES = MapOf(RULE, MOST_TABLES, TABLE)
+STEPS = MapOf(NUMBER, MOST_TABLES, TABLE)
+
+DENSE_SETTINGS = Fields(
+    {},
+    {
+        "lr_staleness": Boolean(),
+        "grads_to_wait": Nullable(Integer(1, 2**20)),
+        "tolerance": Nullable(Integer(0, 2**31)),
+    },
+)
+RUN = Text(64)
+TRAINER_HELLO = {
+    "generation": GENERATION,
+    "run": RUN,
+    "trainer": Integer(0, 2**20),
+    "trainers": Integer(1, 2**20),
+}
+TRAINER_OPTIONS = {
+    "mode": OneOf("sync", "hybrid", "async"),
+    "staleness": Integer(1, 2**20),
+    "grad_reduce": OneOf("mean", "key"),
+    "divisor": Integer(1, 2**20),
+    "dense": DENSE_SETTINGS,
+    "reload": Boolean(),
+    "line": Text(40),
+}
+
+
+def words(keys: int) -> int:
+    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
+    return keys + (keys + 1) // 2
+
+
+def wire_dtype(head: Mapping[str, Any]) -> str:
+    """The dtype in which floats travel; two-byte numbers go as uint16."""
+    return "float32" if head["wire"] == "float32" else "uint16"
+
+
+def expect_distinct(what: str, names: Sequence[Any]) -> None:
+    """None comes twice."""
+    if len(set(names)) != len(names):
+        twice = next(each for number, each in enumerate(names) if each in names[:number])
+        raise RefusedError(f"expected each of {what} once, got {twice!r} twice.")
+
+
+def expect_same_names(what: str, names: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> None:
+    """Two parts of a head speak of the same tables."""
+    if set(names) != set(others):
+        odd = sorted(set(names) ^ set(others))[0]
+        raise RefusedError(f"expected {what} and {other} of the same tables, got '{odd}' in one of them.")
+
+
+def expect_declared_names(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Tables go by the names that their specs have."""
+    for name, told in tables.items():
+        if told["spec"]["name"] != name:
+            raise RefusedError(f"expected the spec of table '{name}', got that of '{told['spec']['name']}'.")
