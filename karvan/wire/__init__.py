@@ -5,7 +5,8 @@ peer = Peer("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
-from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.limits import Limits
 from karvan.wire.message import Array, Message
 from karvan.wire.peer import Peer, Reply
 from karvan.wire.security import Security
@@ -14,7 +15,9 @@ from karvan.wire.service import Caller, Request, Service, endpoints
 
 __all__ = [
     "Array",
+    "BusyError",
     "Caller",
+    "Limits",
     "ListenError",
     "Message",
     "Peer",

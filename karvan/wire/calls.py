@@ -30,9 +30,9 @@ ANY = "*"  # a size that may be anything
 _NOTHING = Fields({})
 
 # What the wire itself puts into the head of a call, of an answer, and of a hello.
-_OF_CALLS = frozenset({"method", "number", "received", "arrays"})
+_OF_CALLS = frozenset({"method", "number", "received", "within", "arrays"})
 _OF_ANSWERS = frozenset({"number", "arrays"})
-_OF_HELLOS = frozenset({"method", "session", "connection", "patience", "arrays"})
+_OF_HELLOS = frozenset({"method", "session", "connection", "patience", "deadline", "arrays"})
 
 
 class ArrayKind:

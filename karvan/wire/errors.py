@@ -5,6 +5,10 @@ class WireError(ConnectionError):
     """A peer cannot be reached or does not answer in time; the message names it."""
 
 
+class BusyError(WireError):
+    """A peer has no room for another caller at the moment; callers try again until their deadline."""
+
+
 class PeerLostError(WireError):
     """A peer has begun anew, without what it was told before."""
 

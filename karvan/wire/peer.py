@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import secrets
@@ -23,7 +24,7 @@ import pyarrow as pa
 from karvan.clock import clock
 from karvan.wire.calls import CallTable
 from karvan.wire.connection import Connection, short
-from karvan.wire.errors import PeerLostError, RefusedError, WireError
+from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
 from karvan.wire.leaving import close_at_exit, closed
 from karvan.wire.message import Array, Message, Packed, pack
 from karvan.wire.security import Security
@@ -286,9 +287,8 @@ class Peer:
         watcher.start()
         try:
             try:
-                said = connection.meet(
-                    {**self._hello(), "session": self._session, "patience": self._patience}
-                )
+                times = {"patience": self._patience, "deadline": self._deadline}
+                said = connection.meet({**self._hello(), "session": self._session, **times})
             except RefusedError as error:
                 raise RefusedError(f"{self.name} refused: {error}.") from error
             self._meet(said)
@@ -310,6 +310,8 @@ class Peer:
             connection.close()
 
     def _meet(self, said: dict[str, Any]) -> None:
+        if said.get("error") == BusyError.__name__:
+            raise BusyError(f"{self.name} is busy: {said.get('text')}")
         if "error" in said:
             raise RefusedError(f"{self.name} refused: {said.get('text')}")
         incarnation, last = said.get("incarnation"), said.get("last")
@@ -354,7 +356,9 @@ class Peer:
                 number, received = self._answered + self._sent, self._answered
                 self._numbered = max(self._numbered, number)
                 call = reply.call
-            connection.write(call, number=number, received=received)
+            # The service keeps what it knows of this caller for that long after a connection broke.
+            longer = {"within": math.ceil(min(reply.within, 2**31))} if reply.within > self._deadline else {}
+            connection.write(call, number=number, received=received, **longer)
             self.bytes_sent += reply.bytes
         with contextlib.suppress(pa.ArrowException, OSError):
             connection.write(pack(Message({"method": "bye"})))

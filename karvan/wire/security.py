@@ -9,16 +9,18 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 # What gRPC says by itself about failed connections our errors tell already. It reads this when it starts.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import pyarrow.flight as flight
 
+from karvan.wire.errors import BusyError
 from karvan.wire.token_file import check_token, read_token
 
 HEADER = "authorization"
+STREAMS = "karvan-streams"  # the name of the middleware that checks them
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class Security:
             mutual=mutual == "1",
         )
 
-    def server_options(self) -> dict[str, Any]:
-        """For a Flight server."""
-        options: dict[str, Any] = {"middleware": {"token": _CheckToken(self.token)}} if self.token else {}
+    def server_options(self, watch: StreamWatch) -> dict[str, Any]:
+        """For a Flight server, which tells `watch` of its streams."""
+        options: dict[str, Any] = {"middleware": {STREAMS: _CheckToken(self.token, watch)}}
         if self.cert:
             options["tls_certificates"] = [(self.cert, self.key)]
         if self.mutual:
@@ -116,19 +118,59 @@ class Security:
         return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{join_address(host, port)}"
 
 
+class StreamWatch(Protocol):
+    """Who is told of a service's streams before anything of them is read."""
+
+    def token_refused(self) -> None:
+        """A stream had a wrong token, or none."""
+
+    def stream_opened(self) -> None:
+        """A stream had the right one; a BusyError if there is no room for it."""
+
+    def stream_handed_over(self) -> None:
+        """It has sent its first message, or has ended."""
+
+
 class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Refuses a stream before anything of it is read."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, watch: StreamWatch) -> None:
         super().__init__()
-        self._expected = f"Bearer {token}".encode()
+        self._expected = f"Bearer {token}".encode() if token else b""
+        self._watch = watch
 
-    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> None:
-        shown = next((values for name, values in headers.items() if name.lower() == HEADER), [])
-        received = shown[0] if len(shown) == 1 else b""
-        received = received.encode() if isinstance(received, str) else received
-        if not hmac.compare_digest(received, self._expected):
-            raise flight.FlightUnauthenticatedError("expected the job's token, got none or another one")
+    def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> OpenedStream:
+        if self._expected:
+            shown = next((values for name, values in headers.items() if name.lower() == HEADER), [])
+            received = shown[0] if len(shown) == 1 else b""
+            received = received.encode() if isinstance(received, str) else received
+            if not hmac.compare_digest(received, self._expected):
+                self._watch.token_refused()
+                raise flight.FlightUnauthenticatedError("expected the job's token, got none or another one")
+        try:
+            self._watch.stream_opened()
+        except BusyError as error:
+            raise flight.FlightUnavailableError(str(error)) from error
+        return OpenedStream(self._watch)
+
+
+class OpenedStream(flight.ServerMiddleware):  # type: ignore[misc]
+    """A stream with the right token, until it is handed over or ends."""
+
+    def __init__(self, watch: StreamWatch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._handed_over = False
+
+    def hand_over(self) -> None:
+        """Flight has a message of it, and gives it to the service; or it has ended."""
+        if not self._handed_over:
+            self._handed_over = True
+            self._watch.stream_handed_over()
+
+    def call_completed(self, exception: BaseException | None) -> None:
+        """Flight says that the stream has ended."""
+        self.hand_over()
 
 
 def is_loopback(host: str) -> bool:

@@ -15,20 +15,24 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from karvan.clock import clock
+from karvan.wire.accepted import host_of, peer_address
 from karvan.wire.calls import said_by
-from karvan.wire.errors import ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
+from karvan.wire.guard import ConnectionGuard
 from karvan.wire.leaving import close_at_exit, closed
-from karvan.wire.message import LARGE, MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
-from karvan.wire.security import Security, join_address
+from karvan.wire.limits import Limits
+from karvan.wire.message import MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
+from karvan.wire.security import STREAMS, Security, join_address
+from karvan.wire.server_connection import BUSY_EVERY, ServerConnection
 from karvan.wire.service import Caller, Service
-from karvan.wire.session import Session, Sessions
+from karvan.wire.session import Sessions
 
 _log = logging.getLogger("karvan.wire")
 
@@ -37,7 +41,6 @@ TOLD = {
     error.__name__: error
     for error in (ValueError, KeyError, TypeError, RuntimeError, RefusedError, WireError, PeerLostError)
 }
-BUSY_EVERY = 2.0  # seconds between signs of life while a call takes long, or less for impatient callers
 
 
 class Server:
@@ -51,6 +54,7 @@ class Server:
         security: Security | None = None,
         *,
         most_bytes: int = MOST_BYTES,
+        limits: Limits | None = None,
     ) -> None:
         security = security or Security()
         security.check_host(host)
@@ -58,17 +62,20 @@ class Server:
             raise ValueError("A service with TLS expects a certificate and its key, got an authority alone.")
         self.service = service
         self.incarnation = secrets.token_hex(8)
-        self.sessions = Sessions()
+        limits = limits or Limits()
+        self.sessions = Sessions(limits.sessions, limits.sessions_per_host)
+        self.guard = ConnectionGuard(service.name, self.sessions, limits)
         self.most_bytes = most_bytes
-        self.connections: dict[str, _Connection] = {}
+        self.connections: dict[str, ServerConnection] = {}
         self._closed = False
         self._process = os.getpid()
         try:
-            self._flight = _Flight(self, security.location(host, port), security.server_options())
+            self._flight = _Flight(self, security.location(host, port), security.server_options(self.guard))
         except (OSError, pa.ArrowException) as error:
             told = _first_line(error)
             raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {told}") from error
         self.address = join_address(host, self._flight.port)
+        self.guard.start(self._flight.port)
         close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
@@ -82,8 +89,9 @@ class Server:
         due = time.monotonic() + grace
         while ending.is_alive() and time.monotonic() < due:
             for connection in list(self.connections.values()):  # also those that have just come
-                connection.ended.set()
+                connection.end()
             ending.join(0.05)
+        self.guard.close()
         if ending.is_alive():
             _do_not_wait_at_exit(self._flight)
 
@@ -94,56 +102,6 @@ class Server:
         self.close()
 
 
-class _Connection:
-    """A caller's streams: where its answers go."""
-
-    def __init__(self, caller: Caller, session: Session, writer: Any, patience: Any) -> None:
-        self.caller = caller
-        self.session = session
-        self.ended = threading.Event()
-        self.taken = False  # whether its calls have a thread
-        self._writer: Any = writer
-        self._patience = patience
-        self._lock = threading.Lock()
-        self._since = 0.0  # when the call that is being done was begun
-
-    @property
-    def patience(self) -> float:
-        """Seconds of silence after which the caller would think that the connection is broken."""
-        told = self._patience
-        return float(told) if type(told) in (int, float) and 0 < told < 1e9 else 4 * BUSY_EVERY
-
-    def write(self, packed: Packed, **numbers: int) -> None:
-        with self._lock:
-            if self._writer is None:
-                raise WireError("it hung up")
-            size = sum(array.nbytes for array in packed.arrays)
-            if size > LARGE:  # so that the caller knows why it has to wait
-                write(self._writer, pack(Message({"busy": True})), bytes=size)
-            write(self._writer, packed, **numbers)
-
-    def close(self) -> None:
-        """No more writes: the stream is about to end."""
-        with self._lock:
-            self._writer = None
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = 0.0
-
-    def say_if_busy(self, every: float) -> None:
-        since = self._since
-        if since and time.monotonic() - since >= every / 2 and self._lock.acquire(blocking=False):
-            try:
-                write(self._writer, pack(Message({"busy": True})))
-            finally:
-                self._lock.release()
-
-
 class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def __init__(self, server: Server, location: str, options: Mapping[str, Any]) -> None:
         super().__init__(location, **options)
@@ -152,18 +110,23 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One of a caller's streams: its first message says which one."""
+        context.get_middleware(STREAMS).hand_over()
         where = context.peer()
+        address = peer_address(where)
+        guard = self._server.guard
         try:
-            first = read(reader.read_chunk, self._server.most_bytes).head
-            if first.get("method") == "calls":
-                self._calls(first, reader)
-            else:
-                writer.begin(SCHEMA)
-                self._answers(context, where, first, writer)
+            with guard.stream(address):
+                first = read(reader.read_chunk, self._server.most_bytes).head
+                with guard.introduced(address):
+                    if first.get("method") == "calls":
+                        self._calls(first, reader)
+                    else:
+                        writer.begin(SCHEMA)
+                        self._answers(context, where, first, writer)
         except StopIteration:
             pass
-        except RefusedError as error:
-            _log.warning("%s refused %s: %s", self._name, where, error)
+        except (RefusedError, BusyError) as error:
+            guard.refusals.add(host_of(address), str(error), address)
         except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends what is no Arrow
             _log.info("%s lost %s: %s", self._name, where, _first_line(error))
         except Exception:
@@ -173,19 +136,24 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         server = self._server
         try:
             caller, key = _introduced(server.service, hello, where)
-            told = server.service.welcome(caller)
-            if server._closed:
-                return
-            with server.sessions.use(caller.session) as session:
-                connection = _Connection(caller, session, writer, hello.get("patience"))
-                welcome = {**told, "incarnation": server.incarnation, "last": session.last}
-                server.connections[key] = connection
-                try:
-                    connection.write(pack(Message(welcome)))
-                    self._accompany(context, connection)
-                finally:
-                    server.connections.pop(key, None)
-                    connection.close()
+            connection = ServerConnection(caller, hello, writer)
+            with server.guard.admitted(connection):
+                told = server.service.welcome(caller)
+                if server._closed:
+                    return
+                with server.sessions.use(caller.session, connection.host, connection.deadline) as session:
+                    connection.session = session
+                    welcome = {**told, "incarnation": server.incarnation, "last": session.last}
+                    server.connections[key] = connection
+                    try:
+                        connection.write(pack(Message(welcome)))
+                        self._accompany(context, connection)
+                    finally:
+                        server.connections.pop(key, None)
+                        connection.close()
+        except BusyError as error:
+            write(writer, pack(_refusal(error)))
+            raise
         except (pa.ArrowException, OSError):
             raise
         except Exception as error:
@@ -195,11 +163,14 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
             if isinstance(error, RefusedError):
                 raise
 
-    def _accompany(self, context: Any, connection: _Connection) -> None:
+    def _accompany(self, context: Any, connection: ServerConnection) -> None:
         """While another thread does the calls, tell the caller that they are being done."""
         every = max(0.05, min(BUSY_EVERY, connection.patience / 4))
         while not connection.ended.wait(every) and not context.is_cancelled():
             connection.say_if_busy(every)
+            problem = connection.overdue(clock.now(), self._server.guard.limits)
+            if problem:
+                raise RefusedError(problem)
 
     def _calls(self, first: dict[str, Any], reader: Any) -> None:
         connection = self._server.connections.get(str(first.get("connection")))
@@ -221,8 +192,9 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         finally:
             connection.ended.set()
 
-    def _answer(self, call: Message, connection: _Connection) -> tuple[Packed, int]:
+    def _answer(self, call: Message, connection: ServerConnection) -> tuple[Packed, int]:
         number, received = call.head.get("number"), call.head.get("received")
+        within = call.head.get("within")  # seconds, if they are more than the caller said in its hello
         if type(number) is not int or type(received) is not int:
             raise RefusedError("expected a call with its number and that of the last answer received.")
         service, most = self._server.service, self._server.most_bytes
@@ -239,7 +211,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     kind = "RuntimeError"
                 return pack(Message({"error": kind, "text": _text(error)}))
 
-        return connection.session.answer(number, received, do), number
+        return connection.session.answer(number, received, do, within if type(within) is int else 0), number
 
 
 def _do_not_wait_at_exit(server: _Flight) -> None:
@@ -262,7 +234,8 @@ def _is_name(given: Any) -> bool:
 
 
 def _refusal(error: Exception) -> Message:
-    return Message({"error": "RefusedError", "text": _text(error), "fatal": True})
+    kind = BusyError if isinstance(error, BusyError) else RefusedError
+    return Message({"error": kind.__name__, "text": _text(error), "fatal": True})
 
 
 def _text(error: Exception) -> str:

@@ -3,6 +3,13 @@
 Calls are numbered. A connection may break between a call and its answer; the caller then sends again what has
 not been answered, and gets the answers of what was done already. Answers are kept until the caller says that
 it has them.
+
+A caller that is killed says nothing, so sessions without a connection pile up. How long one must stay
+follows from what the caller can still ask: it sends a call again until the call's deadline and no longer,
+so a session is needed for that many seconds after its connection broke (callers say how many). A session in
+which no call was ever begun has nothing to answer twice, and is forgotten with its connection. One that has
+not reached its deadline is never forgotten to make room; a new caller is then told that the service is
+busy, and tries again.
 """
 
 from __future__ import annotations
@@ -12,53 +19,78 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from karvan.clock import clock
-from karvan.wire.errors import RefusedError
+from karvan.wire.errors import BusyError, RefusedError
 from karvan.wire.message import Packed
+
+USUAL_DEADLINE = 120.0  # seconds, of callers that do not say
+LONGEST_DEADLINE = 3600.0  # a caller that is away for longer than this may be forgotten
+_MARGIN = 10.0  # seconds, between the clocks of the two sides
+_LOOK_EVERY = 1.0  # seconds, at least, between two looks at all sessions
+_MOST_BYTES = 2**28  # of answers kept for callers that are away; more of them count as pressure
 
 
 class Session:
     """What a service knows of one caller; connections of the same caller take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "", deadline: float = USUAL_DEADLINE) -> None:
         self._lock = threading.Lock()
         self._answers: dict[int, Packed] = {}
+        self.host = host
+        self.deadline = deadline
+        self.begun = 0  # number of the last call that was begun
         self.last = 0  # number of the last call that was done
         self.connections = 0
         self.used = clock.now()
 
-    def answer(self, number: int, received: int, do: Callable[[], Packed]) -> Packed:
-        """The answer to a call; the caller has those up to number `received`."""
+    @property
+    def bytes(self) -> int:
+        """Of the answers that are kept."""
+        return sum(array.nbytes for packed in list(self._answers.values()) for array in packed.arrays)
+
+    def answer(self, number: int, received: int, do: Callable[[], Packed], deadline: float = 0.0) -> Packed:
+        """The answer to a call; the caller has those up to `received`, and waits for so many seconds."""
         with self._lock:
             self.used = clock.now()
+            self.deadline = max(self.deadline, min(deadline, LONGEST_DEADLINE))
             for old in [known for known in self._answers if known <= received]:
                 del self._answers[old]
             if number in self._answers:
                 return self._answers[number]
             if number != self.last + 1:
                 raise RefusedError(f"expected call {self.last + 1} of this caller, got {number}.")
+            self.begun = number
             made = do()
             self.last = number
             self._answers[number] = made
             return made
 
+    def expired(self, now: float, idle: float, pressure: bool) -> bool:
+        """Whether its caller, which is away, cannot come back for an answer, or has been away for `idle`."""
+        return now - self.used > (min(idle, self.deadline + _MARGIN) if pressure else idle)
+
 
 class Sessions:
     """All callers of a service, by the names that they chose; those that are away for long are forgotten."""
 
-    def __init__(self, most: int = 4096, idle: float = 3600.0) -> None:
+    def __init__(self, most: int = 65536, most_per_host: int = 32768, idle: float = 3600.0) -> None:
         self._most = most
+        self._most_per_host = most_per_host
         self._idle = idle
         self._lock = threading.Lock()
         self._known: dict[str, Session] = {}
+        self._per_host: dict[str, int] = {}
+        self._looked = 0.0  # when there was pressure, and those that are away were looked through
 
     @contextmanager
-    def use(self, name: str) -> Iterator[Session]:
+    def use(self, name: str, host: str = "", deadline: float = USUAL_DEADLINE) -> Iterator[Session]:
         """The session of that name, new if it is not known, for one connection."""
         with self._lock:
             if name not in self._known:
-                self._forget()
-                self._known[name] = Session()
+                self._make_room(host)
+                self._known[name] = Session(host)
+                self._per_host[host] = self._per_host.get(host, 0) + 1
             session = self._known[name]
+            session.deadline = max(1.0, min(deadline, LONGEST_DEADLINE))
             session.connections += 1
         try:
             yield session
@@ -66,16 +98,50 @@ class Sessions:
             with self._lock:
                 session.connections -= 1
                 session.used = clock.now()
+                if not (session.connections or session.begun) and self._known.get(name) is session:
+                    self._remove(name)
 
     def end(self, name: str) -> None:
         """The caller has said good-bye."""
         with self._lock:
-            self._known.pop(name, None)
+            self._remove(name)
 
-    def _forget(self) -> None:
+    def forget(self) -> int:
+        """Forget callers that are away for too long; how many. Called from time to time."""
+        with self._lock:
+            return self._forget(pressure=len(self._known) >= self._most // 2)
+
+    def _make_room(self, host: str) -> None:
+        of_host = self._per_host.get(host, 0)
+        pressure = len(self._known) >= self._most // 2 or of_host >= self._most_per_host // 2
+        if pressure and clock.now() - self._looked > _LOOK_EVERY:
+            self._looked = clock.now()
+            self._forget(pressure)
+        for most, known, whose in (
+            (self._most_per_host, self._per_host.get(host, 0), f" of {host or 'a host'}"),
+            (self._most, len(self._known), ""),
+        ):
+            if known >= most:
+                raise BusyError(
+                    f"expected up to {most} sessions{whose}, got one more; those without a connection are "
+                    "forgotten after their deadline"
+                )
+
+    def _forget(self, pressure: bool) -> int:
         now = clock.now()
-        for name, one in list(self._known.items()):
-            if not one.connections and now - one.used > self._idle:
-                del self._known[name]
-        if len(self._known) >= self._most:
-            raise RefusedError(f"expected up to {self._most} callers, got one more.")
+        away = [(name, one) for name, one in self._known.items() if not one.connections]
+        pressure = pressure or sum(one.bytes for _, one in away) > _MOST_BYTES
+        gone = [name for name, one in away if one.expired(now, self._idle, pressure)]
+        for name in gone:
+            self._remove(name)
+        return len(gone)
+
+    def _remove(self, name: str) -> None:
+        session = self._known.pop(name, None)
+        if session is None:
+            return
+        left = self._per_host[session.host] - 1
+        if left:
+            self._per_host[session.host] = left
+        else:
+            del self._per_host[session.host]

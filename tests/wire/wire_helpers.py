@@ -1,5 +1,7 @@
-"""Services to call, in this process and in one of their own: `python wire_helpers.py [PORT]`."""
+"""Services to call, here and in a process of their own: `python wire_helpers.py [PORT] [DESCRIPTORS]`."""
 
+import os
+import resource
 import subprocess
 import sys
 import threading
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from karvan.wire import Message, Server, Service
+from karvan.wire import Message, Security, Server, Service
 from karvan.wire.kinds import Plain
 
 
@@ -56,11 +58,12 @@ class Counting(Service):
 
 
 class Process:
-    """A counting service in a process of its own."""
+    """A counting service in a process of its own, with so many descriptors, or as many as are usual."""
 
-    def __init__(self, port=0):
+    def __init__(self, port=0, descriptors=0, environment=None):
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(port)],
+            [sys.executable, __file__, str(port), str(descriptors)],
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -73,6 +76,10 @@ class Process:
         """Resident bytes."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return 1024 * int(status.split("VmRSS:")[1].split()[0])
+
+    def threads(self):
+        """How many it has."""
+        return len(os.listdir(f"/proc/{self._process.pid}/task"))
 
     def kill(self):
         self._process.kill()
@@ -97,6 +104,8 @@ if __name__ == "__main__":
     import logging
 
     logging.basicConfig(level=logging.INFO)
-    server = Server(Counting(), port=int(sys.argv[1]))
+    if int(sys.argv[2]):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
+    server = Server(Counting(), port=int(sys.argv[1]), security=Security.from_environment())
     print(server.address, flush=True)
     sys.stdin.read()
