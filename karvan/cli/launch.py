@@ -104,10 +104,13 @@ def supervise(
 def _registry(spec: JobSpec) -> Registry:
     from karvan.cluster.registry import Registry
     from karvan.launch.environment import security_of
+    from karvan.launch.roles import START_ORDER
     from karvan.wire import ListenError, Security
 
+    replicas: dict[str, int] = {role: spec.of_role(role).replicas for role in START_ORDER}
+    security = Security.from_environment(security_of(spec))
     try:
-        return Registry(spec.host, spec.registry_port, Security.from_environment(security_of(spec)))
+        return Registry(spec.host, spec.registry_port, security, replicas=replicas)
     except ListenError as error:
         raise CommandError(str(error), FAILED) from error
 

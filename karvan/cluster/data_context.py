@@ -25,6 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from karvan.checkpoint.transforms import has_state, name_of
+from karvan.cluster.generations import generations_of
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import Batches, as_batch, serve
 from karvan.cluster.loader_statistics import SavedStatistics, Statistics
@@ -59,7 +60,7 @@ class DataContext:
             settings.index,
             settings.count,
             queue=queue,
-            generation=settings.generation,
+            generations=generations_of(settings),
             workers=workers_from_environment() if workers is None else workers,
             split=split,
         )

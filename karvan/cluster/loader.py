@@ -6,9 +6,8 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
     trainer                                          loader
     hello: from which epoch and index on it          waits until all W trainers have come, begins to read at
       needs batches, and the positions it knows        the oldest place, drops what its trainer has already
-    stay, always one                                 is answered now and then: as long as it is under way, a
-                                                       trainer notices that its loader was replaced, also
-                                                       while it has no other call under way
+    stay, always one                                 is answered now and then: a trainer notices by it that
+                                                       its loader was replaced, also without another call
     next(epoch), several at a time                   gives the next batch of the trainer's queue: index,
                                                        position behind it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
@@ -26,7 +25,7 @@ Positions of the source tell where to begin; without them the epoch is read from
 batches are dropped, so such a source has to give the same batches every time.
 
 **A trainer comes anew**, in a new session. It may need batches that were handed out before: reading then
-goes back. A newer generation of trainers begins with empty queues; older ones are refused.
+goes back. A newer generation of trainers (`generations.py`) begins with empty queues; older ones are refused.
 
 **Reading fails.** Batches read before are still handed out, then every trainer gets the error.
 """
@@ -39,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.cluster.generations import Generations
 from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
 from karvan.cluster.loader_statistics import Statistics
 from karvan.cluster.packing import pack
@@ -72,7 +72,7 @@ class LoaderService(Service):
         count: int = 1,
         *,
         queue: int = 8,
-        generation: int = 0,
+        generations: Generations | None = None,
         workers: Sequence[WorkerClient] = (),
         split: Split = split_by_name,
     ) -> None:
@@ -84,7 +84,8 @@ class LoaderService(Service):
         # Trainers in step that take what is ready first could wait for each other if queues were shorter.
         self._bound = max(queue, count + 2)
         self._changed = threading.Condition()
-        self._generation = generation
+        self._generations = generations or Generations()
+        self._generation = self._generations.newest
         self._world = 0
         self._trainers: dict[int, TrainerQueue] = {}
         self._gone: set[str] = set()  # runs that others have replaced
@@ -103,25 +104,21 @@ class LoaderService(Service):
         """See `Service.welcome`."""
         hello = caller.hello
         try:
-            generation, trainer, world = (int(hello[name]) for name in ("generation", "trainer", "trainers"))
+            given, trainer, world = hello["generation"], int(hello["trainer"]), int(hello["trainers"])
             place = (int(hello["loader"]), int(hello["loaders"]))
             came = TrainerQueue.of(hello) if hello["kind"] != "control" else None
             run = str(hello["run"])
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its number and what it needs.") from error
         if place != (self._index, self._count):
-            raise RefusedError(
-                f"expected to be asked for as loader {self._index} of {self._count}, "
-                f"got {place[0]} of {place[1]}."
-            )
+            mine, asked = (f"{index} of {count}" for index, count in ((self._index, self._count), place))
+            raise RefusedError(f"expected to be asked for as loader {mine}, got {asked}.")
         if not 0 <= trainer < world:
             raise RefusedError(f"expected a trainer from 0 to {world - 1}, got {trainer}.")
+        generation = self._generations.check(given)
         with self._changed:
             if generation < self._generation or run in self._gone:
-                raise RefusedError(
-                    f"expected the newest trainers, of generation {self._generation} or later, "
-                    f"got one of generation {generation} that others have replaced."
-                )
+                raise RefusedError("expected the newest trainers, got one that others have replaced.")
             if came is not None:
                 self._let_in(trainer, came, (generation, world))
         return {"loader": self._index, "generation": generation}

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from karvan.cluster.generations import generations_of
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_source import serve
 from karvan.cluster.role import Settings
@@ -39,7 +40,7 @@ def make(settings: Settings) -> Service:
     service = LoaderService(
         settings.index,
         settings.count,
-        generation=settings.generation,
+        generations=generations_of(settings),
         workers=workers_from_environment(),
     )
 

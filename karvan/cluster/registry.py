@@ -9,6 +9,12 @@ A process that takes over a role and index replaces the one before, which learns
 and stays silent from then on. One that was started for an older generation of the job than the one whose
 place it wants is refused.
 
+Members are bounded: a role has as many as the job's replicas, and every part of a registration has a limit,
+so that whoever registers without end is refused and the list of members stays small.
+
+The registry also knows the generation of the job. Only its own process can change it (`begin_generation`, by
+the launcher); members and services ask for it, and a member of a generation that has not begun is refused.
+
 The trainers of a job meet here as well: see `rendezvous_store.py`.
 """
 
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from karvan.clock import clock
@@ -23,7 +30,7 @@ from karvan.cluster.rendezvous_methods import rendezvous_methods
 from karvan.cluster.rendezvous_store import RendezvousStore
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 from karvan.wire.directory import Member
-from karvan.wire.registry_calls import REGISTRY_CALLS
+from karvan.wire.registry_calls import REGISTRY_CALLS, ROLES
 from karvan.wire.rendezvous_calls import RENDEZVOUS_CALLS
 from karvan.wire.security import reachable
 
@@ -31,6 +38,7 @@ _log = logging.getLogger("karvan.cluster")
 
 # A trainer runs what its user wrote, which may keep it from giving signs of life for a while.
 _SLOWER = {"trainer": 6.0}
+_MOST_REPLICAS = 1024  # of a role, where nobody says how many the job has
 
 
 @dataclass
@@ -45,6 +53,7 @@ class _Entry:
 class Registry(Service):
     """The registry, at a port of this machine, until `close`.
 
+    replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
     lost_after: seconds without a sign of life after which a member counts as lost; for trainers six times as
     many.
     """
@@ -57,8 +66,11 @@ class Registry(Service):
         port: int = 0,
         security: Security | None = None,
         *,
+        replicas: Mapping[str, int] | None = None,
         lost_after: float = 10.0,
     ) -> None:
+        self._replicas = dict.fromkeys(ROLES, _MOST_REPLICAS) if replicas is None else dict(replicas)
+        self._generation = 0
         self._lost_after = lost_after
         self._lock = threading.Lock()
         self._entries: dict[tuple[str, int], _Entry] = {}
@@ -70,6 +82,7 @@ class Registry(Service):
                 "beat": self._beat,
                 "leave": self._leave,
                 "members": self._list,
+                "generation": lambda request: Message({"generation": self._generation}),
                 **rendezvous_methods(self._store),
             },
         )
@@ -101,7 +114,14 @@ class Registry(Service):
             self._entries.pop((role, index), None)
 
     def begin_generation(self, generation: int) -> None:
-        """Trainers are restarted: what those before have told each other is dropped."""
+        """The job goes to this generation: called in the registry's process, before its trainers are started.
+
+        What trainers of the one before have told each other is dropped.
+        """
+        with self._lock:
+            if generation < self._generation:
+                raise ValueError(f"Expected generation {self._generation} or a later one, got {generation}.")
+            self._generation = generation
         self._store.begin_generation(generation)
 
     def _list(self, request: Request) -> Message:
@@ -110,7 +130,13 @@ class Registry(Service):
     def _register(self, request: Request) -> Message:
         key, head = _key(request), request.head
         generation, process = head["generation"], head["process"]
+        self._check_bounds(key, head["address"])
         with self._lock:
+            if generation > self._generation:
+                raise RefusedError(
+                    f"{key[0]} {key[1]} expected to be of generation {self._generation} or an older one, "
+                    f"got {generation}, which the launcher has not begun."
+                )
             before = self._entries.get(key)
             if before is not None and generation < before.generation:
                 raise RefusedError(
@@ -121,6 +147,15 @@ class Registry(Service):
         if before is None or before.process != process:
             _log.info("%s %d is at %s", *key, head["address"])
         return Message({})
+
+    def _check_bounds(self, key: tuple[str, int], address: str) -> None:
+        role, index = key
+        count = self._replicas.get(role, 0)
+        if index >= count:
+            expected = f"{role} from 0 to {count - 1}" if count else f"no {role}"
+            raise RefusedError(f"expected {expected}, got {index}: the job has no more replicas.")
+        if not address.isprintable() or " " in address:
+            raise RefusedError(f"expected an address without spaces, got {address!r}.")
 
     def _beat(self, request: Request) -> Message:
         with self._lock:

@@ -20,6 +20,7 @@ from typing import Any
 from karvan.checkpoint import Checkpoints
 from karvan.cluster.batches import Batches
 from karvan.cluster.dense_service import DenseService, settings_of
+from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.role import Settings
 from karvan.cluster.saving import Saving
 from karvan.cluster.server_folder import ServerFolder
@@ -37,13 +38,19 @@ class ParameterServer(Service):
     hello = SERVER_HELLO
 
     def __init__(
-        self, index: int = 0, count: int = 1, *, checkpoints: str | os.PathLike[str] | None = None
+        self,
+        index: int = 0,
+        count: int = 1,
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        generations: Generations | None = None,
     ) -> None:
         self.name = f"parameter server {index}"
         self._folder = ServerFolder(self.name, checkpoints)
         self._index = index
         self._count = count
         self._lock = threading.Lock()
+        self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
         self._begin()
@@ -85,8 +92,7 @@ class ParameterServer(Service):
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
         hello = caller.hello
-        generation, run = hello["generation"], hello["run"]
-        trainer, trainers = hello["trainer"], hello["trainers"]
+        run, trainer, trainers = hello["run"], hello["trainer"], hello["trainers"]
         place = (hello["server"], hello["servers"])
         if place != (self._index, self._count):
             raise RefusedError(
@@ -96,6 +102,7 @@ class ParameterServer(Service):
         if trainer >= trainers:
             raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
         dense = settings_of(hello)
+        generation = self._generations.check(hello["generation"])
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -209,4 +216,6 @@ class ParameterServer(Service):
 
 def make(settings: Settings) -> Service:
     """The server of a process; see `role.py`."""
-    return ParameterServer(settings.index, settings.count, checkpoints=settings.checkpoints)
+    return ParameterServer(
+        settings.index, settings.count, checkpoints=settings.checkpoints, generations=generations_of(settings)
+    )

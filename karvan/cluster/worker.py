@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from karvan.cluster.embedding import Embedded, Embedding, Speaker
+from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.kept_ids import KeptIds
 from karvan.cluster.packing import unpack
 from karvan.cluster.role import Settings
@@ -46,11 +47,19 @@ class EmbeddingWorker(Service):
 
     hello = Plain()
 
-    def __init__(self, index: int = 0, *, expire: float = 1000.0, most: int = 1000) -> None:
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        expire: float = 1000.0,
+        most: int = 1000,
+        generations: Generations | None = None,
+    ) -> None:
         self.name = f"embedding worker {index}"
         self._index = index
         self._ids = KeptIds(expire, most)
         self._lock = threading.Lock()
+        self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
         self._speakers: dict[int, Speaker] = {}  # by trainer
@@ -63,12 +72,13 @@ class EmbeddingWorker(Service):
         if "run" not in hello:
             return {"worker": self._index}
         try:
-            generation, run, trainer = int(hello["generation"]), str(hello["run"]), int(hello["trainer"])
+            given, run, trainer = hello["generation"], str(hello["run"]), int(hello["trainer"])
             place = int(hello["worker"])
         except (KeyError, ValueError, TypeError) as error:
             raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
         if place != self._index:
             raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
+        generation = self._generations.check(given)
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
@@ -257,4 +267,5 @@ def make(settings: Settings) -> Service:
         settings.index,
         expire=float(os.environ.get("KARVAN_WORKER_EXPIRE", "1000")),
         most=int(os.environ.get("KARVAN_WORKER_BATCHES", "1000")),
+        generations=generations_of(settings),
     )

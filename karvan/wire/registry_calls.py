@@ -39,5 +39,6 @@ REGISTRY_CALLS = table_of(
     Call("register", _MEMBER),
     Call("beat", _MEMBER, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
     Call("leave", _MEMBER),
+    Call("generation", answer=Fields({"generation": GENERATION})),
     Call("members", answer=Fields({"members": ListOf(_LISTED)})),
 )

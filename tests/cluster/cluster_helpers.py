@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
 from karvan import ranks
+from karvan.cluster.generations import Generations
 from karvan.cluster.registry import Registry
 from karvan.cluster.server import ParameterServer
 from karvan.wire import Server
@@ -19,9 +20,12 @@ TEMPORARY = tempfile.gettempdir()  # tests save below it
 
 
 @contextlib.contextmanager
-def serving(count, checkpoints=TEMPORARY):
+def serving(count, checkpoints=TEMPORARY, registry=""):
     """The addresses of so many servers, each with a port of its own, that save below a folder."""
-    servers = [Server(ParameterServer(index, count, checkpoints=checkpoints)) for index in range(count)]
+    servers = [
+        Server(ParameterServer(index, count, checkpoints=checkpoints, generations=Generations(registry)))
+        for index in range(count)
+    ]
     try:
         yield [server.address for server in servers]
     finally:

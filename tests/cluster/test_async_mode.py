@@ -12,6 +12,7 @@ from cluster_helpers import Processes, serving
 import karvan as kv
 from karvan import ranks
 from karvan.checkpoint import Checkpoint
+from karvan.cluster.registry import Registry
 from karvan.ranks.modes import choose_dense, choose_mode
 from karvan.train.dense.peers import DensePeer
 from karvan.wire import Peer, RefusedError
@@ -286,7 +287,7 @@ class Lines:
 
 
 def test_the_first_model_stays_until_a_new_generation():
-    with serving(1) as (address,):
+    with contextlib.closing(Registry()) as registry, serving(1, registry=registry.address) as (address,):
         first, second = DensePeer(Lines(address), 0, 1), DensePeer(Lines(address, trainer=1), 0, 1)
         assert first.push_model({"w": torch.zeros(2)}, SGD) == 0
         assert first.push_gradients({"w": torch.ones(2)}, 0, trainer="a", sequence=0).version == 1
@@ -301,6 +302,7 @@ def test_the_first_model_stays_until_a_new_generation():
         again = DensePeer(Lines(address, run="another", dense={"grads_to_wait": 2}), 0, 1)
         assert again.push_gradients({"w": torch.ones(2)}, 1, trainer="a", sequence=1).version == 1
         assert again.flush() == 2
+        registry.begin_generation(1)
         anew = DensePeer(Lines(address, run="anew", generation=1), 0, 1)
         with pytest.raises(RuntimeError, match="expected push_model first"):
             anew.pull()

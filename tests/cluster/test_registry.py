@@ -151,6 +151,7 @@ def test_the_last_line_of_a_process_that_fails_is_its_error(registry):
 
 
 def test_a_process_of_an_older_generation_cannot_take_a_place(registry):
+    registry.begin_generation(3)
     member = Membership(registry.address, "trainer", 0, "h:1", generation=3)
     assert registry.members()[0].generation == 3
     with pytest.raises(RefusedError, match="generation 3, got 2"):

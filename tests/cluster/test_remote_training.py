@@ -1,6 +1,7 @@
 """Trainers on parameter servers: checkpoints that servers write, and what becomes of a fit that goes on."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 import karvan as kv
 from karvan import ranks
 from karvan.checkpoint import Checkpoint
+from karvan.cluster.registry import Registry
 from karvan.train import JsonLinesLog
 from karvan.wire import PeerLostError, RefusedError
 
@@ -136,13 +138,14 @@ def test_a_save_goes_on_beside_training(tmp_path):
 
 
 def test_a_newer_generation_begins_with_empty_tables(monkeypatch):
-    with serving(2) as addresses:
+    with closing(Registry()) as registry, serving(2, registry=registry.address) as addresses:
         ranks.connect("remote", servers=addresses)
         old = kv.EmbeddingEngine({"user": kv.Table(4)})
         old({"user": torch.arange(9)})
         assert old.table("user").rows == 9
         connection = ranks.connection._current  # its peers live on, like those of a process that was cut off
         ranks.connection._current = ranks.Connection()
+        registry.begin_generation(1)
         monkeypatch.setenv("KARVAN_GENERATION", "1")
         ranks.connect("remote", servers=addresses)
         new = kv.EmbeddingEngine({"user": kv.Table(4)})

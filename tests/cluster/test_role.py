@@ -84,6 +84,7 @@ def test_a_role_registers_and_leaves():
 
 def test_a_role_of_an_older_generation_is_refused():
     registry = Registry()
+    registry.begin_generation(4)
     newer = Membership(registry.address, "loader", 0, "h:1", generation=4)
     with Role("loader", "--registry", registry.address, "--generation", 3) as role:
         assert role.wait() == 1
@@ -111,13 +112,13 @@ def test_a_port_in_use_is_told_in_a_line():
 
 
 def test_the_token_of_a_file_is_asked_for(tmp_path):
-    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "token").write_text("a-token-of-16-letters\n")
     (tmp_path / "token").chmod(0o600)
     with Role("loader", "--token-file", tmp_path / "token") as role:
         address = role.address()
         with pytest.raises(RefusedError, match="token"):
             Peer("loader", address).call("ping")
-        peer = Peer("loader", address, Security(token="secret"))
+        peer = Peer("loader", address, Security(token="a-token-of-16-letters"))
         peer.call("ping")
         peer.close()
         assert role.end() == 0

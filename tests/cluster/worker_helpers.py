@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import torch
 
@@ -74,16 +75,19 @@ class Cluster:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
         environment = {**self._environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        generation = next(_generations)
-        for _ in range(8):  # numbers that the program may use
-            next(_generations)
+        generation = self.next_generation()
         started = []
         for rank in range(world):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             command = [sys.executable, str(program), *map(str, (folder, generation, *arguments))]
             started.append(subprocess.Popen(command, env={**environment, **own}))
         try:
-            assert [process.wait(300) for process in started] == [0] * world
+            while any(process.poll() is None for process in started):
+                if (folder / "wanted").exists():  # the program wants the next generation
+                    (folder / "wanted").unlink()
+                    (folder / "begun").write_text(str(self.next_generation()))
+                time.sleep(0.05)
+            assert [process.wait() for process in started] == [0] * world
         finally:
             for process in started:
                 process.kill()
@@ -93,8 +97,14 @@ class Cluster:
         monkeypatch.setenv("KARVAN_REGISTRY", self.registry.address)
         monkeypatch.setenv("KARVAN_SERVERS", str(self.servers))
         monkeypatch.setenv("KARVAN_WORKERS", str(self.workers if workers is None else workers))
-        monkeypatch.setenv("KARVAN_GENERATION", str(next(_generations)))
+        monkeypatch.setenv("KARVAN_GENERATION", str(self.next_generation()))
         return kv.connect("remote", timeout=60, **options)
+
+    def next_generation(self):
+        """Begin the next generation, as a launcher does."""
+        generation = next(_generations)
+        self.registry.begin_generation(generation)
+        return generation
 
     def client(self, worker):
         return WorkerClient(worker, lambda: self.directory.find("embedding-worker", worker, 5), deadline=60)

@@ -5,6 +5,7 @@ Trains with ids of its own, then with ids that embedding workers keep, and write
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -48,12 +49,23 @@ def train(send, rank, count):
     return {"seen": seen, "rows": own, "skipped": skipped, "most": engine.store.window.most}
 
 
+def next_generation(folder, rank):
+    """Have the test begin another generation."""
+    if rank == 0:
+        (folder / "wanted").touch()
+    while not (begun := folder / "begun").exists() or not begun.read_text():
+        time.sleep(0.05)
+    return int(begun.read_text())
+
+
 def main():
     folder, generation, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     rank = int(os.environ["RANK"])
     made = []
     for number, workers in enumerate((0, 2)):
-        os.environ |= {"KARVAN_GENERATION": str(generation + number), "KARVAN_WORKERS": str(workers)}
+        if number:  # with empty tables
+            generation = next_generation(folder, rank)
+        os.environ |= {"KARVAN_GENERATION": str(generation), "KARVAN_WORKERS": str(workers)}
         connection = kv.connect("remote", timeout=60)
         if not workers:
             made.append(train(dict, rank, count))

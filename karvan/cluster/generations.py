@@ -1,0 +1,79 @@
+"""Which generation a job is in: its registry says so, and nobody else is believed.
+
+The launcher begins a generation in the registry, which lives in its process, before it starts the processes
+of that generation. A trainer names its generation when it comes to a service. One that is older than what the
+service knows is refused; one that is newer is asked for at the registry, and refused if the registry has
+another. So a caller that names a generation of its own invention cannot make a service forget its rows and
+refuse the real trainers. While the registry cannot be reached, trainers of the known generation are served as
+before; newer ones wait for it and are refused if it does not come back.
+
+A job without a registry, whose processes know each other's addresses, has nobody to ask: its generation is
+the one that each service was started with, until it is restarted.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from karvan.cluster.role import Settings
+from karvan.wire import Peer, RefusedError, Security, WireError
+from karvan.wire.registry_calls import GENERATION, REGISTRY_CALLS
+
+_PATIENCE = 60.0  # seconds for the registry to answer
+
+
+class Generations:
+    """What a service knows of its job's generation.
+
+    registry: "host:port", or "" if there is none. own: the generation with which the service was started.
+    """
+
+    def __init__(
+        self,
+        registry: str = "",
+        security: Security | None = None,
+        own: int = 0,
+        *,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self._registry = registry
+        self._security = security
+        self._patience = patience
+        self._lock = threading.Lock()
+        self.newest = own
+
+    def check(self, given: Any) -> int:
+        """The generation that a trainer names, if it is the job's; a RefusedError otherwise."""
+        generation = GENERATION.check(given, "the generation")
+        if not self._registry:
+            if generation != self.newest:
+                raise RefusedError(
+                    f"expected generation {self.newest}, with which this service was started, got "
+                    f"{generation}: a job without a registry changes it by restarting its services."
+                )
+            return generation
+        if generation > self.newest:
+            with self._lock:  # one question for all trainers that come at the same time
+                if generation > self.newest:
+                    self.newest = max(self.newest, self._ask(generation))
+        if generation != self.newest:
+            raise RefusedError(f"expected generation {self.newest}, as the registry says, got {generation}.")
+        return generation
+
+    def _ask(self, generation: int) -> int:
+        peer = Peer("registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS)
+        try:
+            told: int = peer.call("generation", deadline=self._patience).head["generation"]
+            return told
+        except WireError as error:
+            raise RefusedError(
+                f"expected the registry at {self._registry} to confirm generation {generation}, got: {error}"
+            ) from error
+        finally:
+            peer.close()
+
+
+def generations_of(settings: Settings) -> Generations:
+    """For the service of a process."""
+    return Generations(settings.registry, settings.security, settings.generation)

@@ -1,0 +1,122 @@
+"""The generation of a job is what its registry says; nobody else can raise it."""
+
+import contextlib
+
+import pytest
+from cluster_helpers import Processes
+from neighbour import needs_root, run_as_neighbour
+
+from karvan.cluster.generations import Generations
+from karvan.cluster.loader import LoaderService
+from karvan.cluster.registry import Registry
+from karvan.cluster.server import ParameterServer
+from karvan.cluster.worker import EmbeddingWorker
+from karvan.wire import Peer, RefusedError, Server
+from karvan.wire.membership import Membership
+
+HUGE = 10**9
+TRAINER = {"trainer": 0, "trainers": 1, "run": "a", "staleness": 1, "grad_reduce": "mean", "servers": 1}
+SERVICES = {
+    "parameter server": (ParameterServer, {**TRAINER, "server": 0}),
+    "embedding worker": (EmbeddingWorker, {**TRAINER, "worker": 0}),
+    "loader": (LoaderService, {**TRAINER, "loader": 0, "loaders": 1, "kind": "control"}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _servers(monkeypatch):
+    monkeypatch.setenv("KARVAN_PARAMETER_SERVERS", "127.0.0.1:1")  # whom a worker would call later
+
+
+@pytest.fixture
+def registry():
+    with contextlib.closing(Registry()) as made:
+        yield made
+
+
+def come(server, hello, generation):
+    """Say hello to a service, as a trainer of that generation, and be answered."""
+    peer = Peer("service", server.address, hello={**hello, "generation": generation})
+    with contextlib.closing(peer):
+        peer.call("ping", deadline=60)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_generation_that_the_registry_does_not_confirm_locks_nobody_out(registry, name):
+    kind, hello = SERVICES[name]
+    with Server(kind(generations=Generations(registry.address))) as server:
+        come(server, hello, 0)
+        with pytest.raises(RefusedError, match=f"generation 0, as the registry says, got {HUGE}"):
+            come(server, hello, HUGE)
+        come(server, hello, 0)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_generation_that_the_launcher_has_begun_is_the_only_one(registry, name):
+    kind, hello = SERVICES[name]
+    with Server(kind(generations=Generations(registry.address))) as server:
+        come(server, hello, 0)
+        registry.begin_generation(3)
+        with pytest.raises(RefusedError, match="generation 3, as the registry says, got 2"):
+            come(server, hello, 2)
+        come(server, {**hello, "run": "b"}, 3)
+        with pytest.raises(RefusedError, match="generation 3"):
+            come(server, hello, 0)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_without_a_registry_the_generation_is_that_of_the_start(name):
+    kind, hello = SERVICES[name]
+    with Server(kind(generations=Generations(own=2))) as server:
+        come(server, hello, 2)
+        for other in (1, 3, HUGE):
+            with pytest.raises(RefusedError, match=f"generation 2, with which .* was started, got {other}"):
+                come(server, hello, other)
+
+
+@pytest.mark.parametrize("given", [None, True, 1.0, "0", -1])
+def test_what_is_no_generation_is_refused(given):
+    with pytest.raises(RefusedError, match="generation"):
+        Generations().check(given)
+
+
+def test_a_registry_that_is_gone_refuses_newer_generations_only():
+    with contextlib.closing(Registry()) as registry:
+        known = Generations(registry.address, patience=0.5)
+        assert known.check(0) == 0
+    assert known.check(0) == 0
+    with pytest.raises(RefusedError, match=r"the registry at .* to confirm generation 1"):
+        known.check(1)
+
+
+def test_a_member_of_a_generation_that_has_not_begun_is_refused(registry):
+    with pytest.raises(RefusedError, match=f"generation 0 or an older one, got {HUGE}"):
+        Membership(registry.address, "trainer", 0, "h:1", generation=HUGE)
+    Membership(registry.address, "trainer", 0, "h:1").leave()
+
+
+def test_a_generation_never_goes_back(registry):
+    registry.begin_generation(2)
+    with pytest.raises(ValueError, match="generation 2 or a later one, got 1"):
+        registry.begin_generation(1)
+
+
+RAISE = """
+import json
+try:
+    Peer("server", sys.argv[1], hello=json.loads(sys.argv[2])).call("describe", deadline=60)
+    print("raised")
+except RefusedError as error:
+    print("refused:", error)
+"""
+
+
+@needs_root
+def test_another_user_cannot_raise_the_generation_of_a_running_job():
+    """Even of one that was started without a token."""
+    with Processes(1) as job:
+        [member] = job.registry.members()
+        hello = '{"trainer": 0, "trainers": 1, "run": "x", "generation": 1000000000, "staleness": 1, '
+        hello += '"grad_reduce": "mean", "server": 0, "servers": 1}'
+        assert "refused: " in run_as_neighbour(RAISE, member.address, hello)
+        come(member, {**TRAINER, "server": 0}, 0)
