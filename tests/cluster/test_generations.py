@@ -15,7 +15,15 @@ from karvan.wire import Peer, RefusedError, Server
 from karvan.wire.membership import Membership
 
 HUGE = 10**9
-TRAINER = {"trainer": 0, "trainers": 1, "run": "a", "staleness": 1, "grad_reduce": "mean", "servers": 1}
+TRAINER = {
+    "trainer": 0,
+    "trainers": 1,
+    "run": "a",
+    "staleness": 1,
+    "grad_reduce": "mean",
+    "servers": 1,
+    "divisor": 1,
+}
 SERVICES = {
     "parameter server": (ParameterServer, {**TRAINER, "server": 0}),
     "embedding worker": (EmbeddingWorker, {**TRAINER, "worker": 0}),
