@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from karvan.wire.errors import RefusedError, WireError
+from karvan.wire.listener import check_listener
 from karvan.wire.message import SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.security import Security, split_address
 
@@ -31,6 +32,8 @@ class Connection:
         """Nothing is sent yet; a service that does not react for so long is given up."""
         host, port = split_address(address)
         security.check_target(host)
+        if security.token and not security.tls:
+            check_listener(host, port)
         self._security = security
         options = security.client_options()
         options["generic_options"] = [
