@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -52,6 +52,8 @@ class TableEntry:
     rows: int
     parts: list[PartEntry]
     extras: list[FileEntry | None]  # by the ranks that have saved it; empty if none had any
+    # By parameter server: how many updates of a run its rows contain; see cluster/update_counts.py.
+    updates: list[dict[str, Any] | None] = field(default_factory=list)
 
     @property
     def row_bytes(self) -> int:

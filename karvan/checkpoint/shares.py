@@ -99,6 +99,7 @@ def joined(
         )
     parts = [PartEntry(**part) for share in shares for part in share["parts"]]
     extras = [share["extra"] and FileEntry(**share["extra"]) for share in shares]
+    updates = [share.get("updates") for share in shares]
     return TableEntry(
         dim=spec.dim,
         dtype=spec.dtype,
@@ -111,4 +112,5 @@ def joined(
         rows=sum(part.rows for part in parts),
         parts=parts,
         extras=extras if any(extras) else [],
+        updates=updates if any(updates) else [],
     )

@@ -179,6 +179,7 @@ class Writing:
             if hidden is None:
                 return ""
             data = self._manifest(folder, shares, dense[0])
+            _remove_unnamed(folder, manifests.parse(folder / manifests.NAME, data))
             write_file(folder / manifests.NAME, [memoryview(data)], pace)
             hidden.publish(check)
             return data.decode()
@@ -232,6 +233,7 @@ class Writing:
                     "optimizer": self._handles[name].optimizer,
                     "parts": self._parts[name],
                     "delta": self.base is not None,
+                    "base": None if self.base is None else self.base.id,
                 }
                 for name in names
             }
@@ -264,6 +266,13 @@ class Writing:
                 state=self._tree,
             )
         )
+
+
+def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
+    """Remove what a parameter server left that died while it wrote its share; another wrote it instead."""
+    named = {folder / file.name for file in manifest.files}
+    for path in [path for path in folder.rglob("*") if path.is_file() and path not in named]:
+        path.unlink(missing_ok=True)
 
 
 def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:

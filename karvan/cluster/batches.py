@@ -10,8 +10,10 @@ import numpy as np
 
 from karvan.cluster.repeats import Repeats
 from karvan.cluster.rounds import Rounds
+from karvan.cluster.saved_share import Restored
 from karvan.cluster.server_tables import ServerTables
 from karvan.cluster.underway import Underway
+from karvan.cluster.update_counts import UpdateCounts
 from karvan.protocol.parameter_server import passes_of
 from karvan.store.messages import floats
 from karvan.store.owner import Answered, Owner, Summed
@@ -81,7 +83,8 @@ class Batches:
         self._lock = threading.Lock()
         self._underway = Underway()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
-        self.restored = False  # whether lookups before this process's time are lost
+        self.restored: Restored | None = None  # lookups before this process's time are lost then
+        self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
         self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
         window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
         self._applied: Repeats[bool] = Repeats(window)  # pushes
@@ -167,9 +170,9 @@ class Batches:
         store, sequence = int(head["store"]), int(head["sequence"])
         batches = [int(batch) for batch in head["batches"]]
         name = (trainer, store, sequence)
-        if self.restored and any((trainer, store, batch) not in self._kept for batch in batches):
-            self._forget(trainer, head)
-            return Message({"lost": True})
+        if self.restored is not None and any((trainer, store, batch) not in self._kept for batch in batches):
+            self._forget(trainer, head)  # and nothing is applied; see update_counts.py
+            return Message({})
         if not self._was_applied(name):
             parts = self._take_parts(call, trainer, batches)
             with self._lock:
@@ -236,6 +239,7 @@ class Batches:
         with self._lock:
             self._applied.remember(_who(trainer, store), sequence, True)
             self._parts.pop(name, None)
+            self.updates.add(store, trainer)
             self.pushes += 1
 
     def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:

@@ -123,10 +123,10 @@ class Embedding:
     def forget(self, number: int) -> None:
         """See `Puller.forget`: the trainer says when."""
 
-    def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> list[int]:
+    def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
         """Send sums by key, by pass and server, and wait until they have been applied.
 
-        Gives the servers by which they were not, because these have begun anew since the lookup.
+        They are not by servers that have restarted since the lookup, which count what they contain.
         """
         names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
         told = {**{name: head[name] for name in names}, "done": self._speaker.take_done(int(head["store"]))}
@@ -135,7 +135,8 @@ class Embedding:
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
             # Not behind lookups, which wait for those of other trainers, who may wait for this push.
             replies.append(self._speaker.servers.peer(server, "push").begin("push", told, arrays))
-        return [server for server, reply in enumerate(replies) if reply.wait().head.get("lost")]
+        for reply in replies:
+            reply.wait()
 
     @property
     def scale(self) -> float:

@@ -1,11 +1,21 @@
-"""A parameter server's part in checkpoints: it writes its own share of every table, and reads it back."""
+"""A parameter server's part in checkpoints: it writes its own share of every table, and reads it back.
+
+A save has three calls: `capture` takes the tables as they are, `save` writes them into a folder that a
+trainer has made, `close_capture` releases them. A server that dies after the first and is replaced, and
+restored from the checkpoint before, is asked to `save` a capture that it does not have: it writes the rows
+that it was restored from (`SavedShare`). Files of the process that died may lie in the folder, and that
+process may even be alive and still writing; so a file is never opened that exists. A repeated save takes
+other names, the manifest has the names of the share that was completed last, and the trainer removes the
+rest.
+"""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
@@ -15,7 +25,16 @@ from karvan.checkpoint.pace import Pace
 from karvan.checkpoint.pending import Writers
 from karvan.checkpoint.ranges import share_of
 from karvan.checkpoint.shares import Source, put_table
+from karvan.cluster.saved_share import Restored, SavedShare
 from karvan.store import Capture, MemoryStore, TableSpec
+
+
+class _Held(NamedTuple):
+    """A capture, with what else a share has; `updates` are those that the rows contain."""
+
+    capture: Capture
+    extras: Mapping[str, Any]
+    updates: Mapping[str, Any]
 
 
 class Saving:
@@ -27,13 +46,19 @@ class Saving:
         self._server = server
         self._servers = servers
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Capture, dict[str, Any]]] = {}
+        self._open: dict[int, _Held] = {}
         self._versions: dict[int, dict[str, int]] = {}  # of captures that a delta may build on
 
     def capture(
-        self, number: int, tables: list[str], parts: dict[str, int], since: int | None, track: bool
+        self,
+        number: int,
+        tables: list[str],
+        parts: dict[str, int],
+        since: int | None,
+        track: bool,
+        updates: Mapping[str, Any],
     ) -> None:
-        """Hold the tables as they are now, under a number."""
+        """Hold the tables as they are now, under a number; `updates` are those that they contain."""
         versions = None
         if since is not None:
             if since not in self._versions:
@@ -44,22 +69,25 @@ class Saving:
             extras = {
                 name: own_extra(self._store.extra(name), self._server, self._servers) for name in tables
             }
-            self._open[number] = (capture, extras)
+            self._open[number] = _Held(capture, extras, updates)
             if track:
                 self._versions = {number: dict(capture.versions)}
 
-    def hold(self, number: int, tables: Mapping[str, Mapping[str, Any]]) -> None:
-        """For a server that began anew after a capture: what it has now stands for what was lost."""
+    def replace_lost(
+        self, number: int, tables: Mapping[str, Mapping[str, Any]], store: int, restored: Restored
+    ) -> None:
+        """For a server that was restored after a capture, and does not have it."""
         if number not in self._open:
-            parts = {name: int(told["parts"]) for name, told in tables.items()}
-            self.capture(number, list(tables), parts, None, False)
+            share = SavedShare(restored, self._specs, tables, self._server, self._servers)
+            extras = {name: share.extra(name) for name in tables}
+            self._open[number] = _Held(share, extras, restored.updates.told(store))
 
     def close(self, number: int) -> None:
         """Let go of it."""
         with self._lock:
             held = self._open.pop(number, None)
         if held is not None:
-            held[0].close()
+            held.capture.close()
 
     def close_all(self) -> None:
         """Let go of everything."""
@@ -75,19 +103,19 @@ class Saving:
                 f"expected to see {folder}, which the trainer has made, got nothing: checkpoints must lie on "
                 "storage that all roles share."
             )
-        capture, extras = self._open[number]
+        held = self._open[number]
         pace, writers = Pace(), Writers()
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
-            writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
+            writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))
 
         try:
             made = {
-                name: put_table(self._source(name, told, capture, extras[name]), folder, put, pace)
+                name: put_table(self._source(name, told, held.capture, held.extras[name]), folder, put, pace)
                 for name, told in tables.items()
             }
             writers.finish()
-            return {name: told() for name, told in made.items()}
+            return {name: {**told(), "updates": held.updates} for name, told in made.items()}
         finally:
             writers.end()
 
@@ -115,3 +143,16 @@ class Saving:
                 extra = read_extras(path, checkpoint.manifest.tables[name].extras, share)
                 if extra:
                     self._store.load_extra(name, extra)
+
+
+def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace) -> FileEntry:
+    """Write a file by this name, or, where a save before this one has left one, by another."""
+    stem = name.removesuffix(".safetensors")
+    for attempt in itertools.count(1):
+        try:
+            return write_arrays(folder, name, arrays, pace)
+        except FileExistsError:
+            if attempt == 1000:
+                raise
+            name = f"{stem}.repeat-{attempt}.safetensors"
+    raise AssertionError("a loop without an end")

@@ -17,14 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from karvan.checkpoint import Checkpoints
+from karvan.checkpoint import Checkpoint, Checkpoints
 from karvan.cluster.batches import Batches
 from karvan.cluster.dense_service import DenseService, settings_of
 from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.role import Settings
+from karvan.cluster.saved_share import Restored
 from karvan.cluster.saving import Saving
 from karvan.cluster.server_folder import ServerFolder
 from karvan.cluster.server_tables import ServerTables
+from karvan.cluster.update_counts import UpdateCounts
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO
 from karvan.store.owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
@@ -76,6 +78,7 @@ class ParameterServer(Service):
             "close_capture": self._close_capture,
             "fill": self._fill,
             "restore": self._restore,
+            "updates": self._updates,
             "describe": self._describe,
             "check_folder": self._check_folder,
         }
@@ -134,18 +137,25 @@ class ParameterServer(Service):
     def _capture(self, call: Request) -> Message:
         head = call.head
         self._tables.check_tables(head["tables"])
+        assert self._batches is not None
         self._saving.capture(
-            int(head["capture"]), head["tables"], head["parts"], head["since"], bool(head["track"])
+            int(head["capture"]),
+            head["tables"],
+            head["parts"],
+            head["since"],
+            bool(head["track"]),
+            self._batches.updates.told(int(head["store"])),
         )
         return Message({})
 
     def _save(self, call: Request) -> Message:
         head = call.head
-        self._tables.check_tables(list(head["tables"]))
-        folder = self._folder.target(head["folder"], head["tables"])
-        if self._batches is not None and self._batches.restored:
-            self._saving.hold(int(head["capture"]), head["tables"])
-        return Message({"shares": self._saving.save(int(head["capture"]), folder, head["tables"])})
+        number, tables = int(head["capture"]), head["tables"]
+        self._tables.check_tables(list(tables))
+        folder = self._folder.target(head["folder"], tables)
+        if self._batches is not None and self._batches.restored is not None:
+            self._saving.replace_lost(number, tables, int(head["store"]), self._batches.restored)
+        return Message({"shares": self._saving.save(number, folder, tables)})
 
     def _check_folder(self, call: Request) -> Message:
         """Whether a run's checkpoints can be saved there; asked before training begins."""
@@ -163,17 +173,33 @@ class ParameterServer(Service):
         return Message({})
 
     def _restore(self, call: Request) -> Message:
-        """Another process had this place: take its rows as they were saved last, once."""
+        """Another process had this place: take its rows as they were saved last, once.
+
+        unless_tables: only if this server has no tables, for who does not know whether it has been replaced.
+        """
         folder = self._folder.check(call.head["folder"])
         with self._lock:
             batches = self._batches
             assert batches is not None
-            if not batches.restored:
-                batches.restored = True
-                self._take_saved(call.head["tables"], folder)
+            there = bool(self._tables.specs) and bool(call.head.get("unless_tables"))
+            if batches.restored is None and not there:
+                batches.restored = self._take_saved(call.head["tables"], folder)
+                # Its own: these are added to, and a save may ask for those of the checkpoint later.
+                batches.updates = self._updates_of(batches.restored.checkpoint)
         return Message({})
 
-    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    def _updates(self, call: Request) -> Message:
+        """How many updates of each trainer the tables of a store contain."""
+        assert self._batches is not None
+        return Message({"trainers": self._batches.updates.of(int(call.head["store"]))})
+
+    def _updates_of(self, checkpoint: Checkpoint | None) -> UpdateCounts:
+        counts = UpdateCounts(self._run)
+        if checkpoint is not None:
+            counts.restore(checkpoint.manifest, self._index, self._count)
+        return counts
+
+    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Restored:
         for name, told in tables.items():
             self._tables.add(told["spec"])
             if "initial" in told:
@@ -181,21 +207,21 @@ class ParameterServer(Service):
         newest = Checkpoints(folder).latest()
         if newest is None:
             _log.warning("%s begins anew without rows: nothing was saved yet.", self.name)
-            return
+            initial = {name: told.get("initial", []) for name, told in tables.items()}
+            empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
+            return Restored(None, empty, self._updates_of(None))
         _log.warning("%s begins anew with the rows of step %d.", self.name, newest.step)
         saved = newest.manifest.tables
-        self._saving.fill(
-            newest.path,
-            {
-                name: {
-                    "keep": saved[name].optimizer is not None and "initial" in told,
-                    "initial": told.get("initial", []),
-                    "extra": True,
-                }
-                for name, told in tables.items()
-                if name in saved
-            },
-        )
+        filled = {
+            name: {
+                "keep": name in saved and saved[name].optimizer is not None and "initial" in told,
+                "initial": told.get("initial", []),
+                "extra": True,
+            }
+            for name, told in tables.items()
+        }
+        self._saving.fill(newest.path, {name: told for name, told in filled.items() if name in saved})
+        return Restored(newest, filled, self._updates_of(newest))
 
     def _describe(self, call: Request) -> Message:
         """What it holds and has done, for people and benchmarks."""

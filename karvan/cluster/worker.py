@@ -9,8 +9,8 @@ A worker holds nothing that cannot be had again. One that replaces a dead one kn
 it says so (`needs`), is told, and does what the dead one may have done already. That is no harm, because the
 numbers of lookups and pushes are the trainer's, and servers do each once.
 
-A parameter server that has begun anew, and may take its rows as they were saved, is told to do so by whoever
-meets it first; workers tell their trainers of it, and of gradients that found nothing to be applied to.
+A parameter server that has restarted, and may take its rows as they were saved, is told to do so by whoever
+meets it first; workers tell their trainers of it.
 
 | variable | meaning | default |
 |---|---|---|
@@ -200,10 +200,10 @@ class EmbeddingWorker(Service):
             embedded.sum(array, told["given"], bool(head["complete"]))
             for embedded, told, array in zip(passes, head["passes"], call.arrays, strict=True)
         ]
-        lost = engine.push(head, sums)
+        engine.push(head, sums)
         self._let_go(head, speaker)
         self.backwards += 1
-        return Message({"lost": lost, "begun_anew": speaker.take_begun_anew()})
+        return Message({"begun_anew": speaker.take_begun_anew()})
 
     def _let_go(self, head: Mapping[str, Any], speaker: Speaker) -> None:
         speaker.forget(int(head["store"]), [int(batch) for batch in head["done"]])

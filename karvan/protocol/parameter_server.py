@@ -48,12 +48,14 @@ _ROWS = [
     ArrayKind("counts", "uint32", "n"),
     ArrayKind("last_steps", "uint32", "n"),
 ]
+_TRAINERS = MapOf(NUMBER, 2**20, Text(20))  # a number for each trainer
 _FILE = {"name": PATH, "bytes": _SIZE, "checksum": Text(100)}
 _SHARE = Fields(
     {
         "state": Integer(0, 2**32),
         "parts": ListOf(Fields({**_FILE, "rows": NUMBER, "erased": NUMBER, "first": Integer(0, 2**64)})),
         "extra": Nullable(Fields(_FILE)),
+        "updates": Fields({"run": Text(200), "store": NUMBER, "trainers": _TRAINERS}),
     }
 )
 
@@ -152,7 +154,6 @@ _TRAINING = table_of(
         "push",
         Fields(PUSH_FIELDS, {"mine": _MINE}),
         [ForEach(lambda head: len(passes_of(head)), [ArrayKind("gradients", wire_dtype, ANY)])],
-        answer=Fields({}, {"lost": Boolean()}),
         rule=_check_push,
     ),
 )
@@ -217,6 +218,7 @@ _SAVING = table_of(
                 "parts": MapOf(_PARTS, MOST_TABLES, TABLE),
                 "since": Nullable(NUMBER),
                 "track": Boolean(),
+                "store": NUMBER,
             }
         ),
         rule=_check_capture,
@@ -227,8 +229,16 @@ _SAVING = table_of(
             {
                 "capture": NUMBER,
                 "folder": PATH,
+                "store": NUMBER,
                 "tables": MapOf(
-                    Fields({"optimizer": Nullable(Text(200)), "parts": _PARTS, "delta": Boolean()}),
+                    Fields(
+                        {
+                            "optimizer": Nullable(Text(200)),
+                            "parts": _PARTS,
+                            "delta": Boolean(),
+                            "base": Nullable(Text(200)),
+                        }
+                    ),
                     MOST_TABLES,
                     TABLE,
                 ),
@@ -249,7 +259,12 @@ _SAVING = table_of(
         ),
     ),
     Call("check_folder", Fields({"folder": PATH})),
-    Call("restore", Fields({"tables": DECLARED, "folder": PATH}), rule=_check_restore),
+    Call(
+        "restore",
+        Fields({"tables": DECLARED, "folder": PATH}, {"unless_tables": Boolean()}),
+        rule=_check_restore,
+    ),
+    Call("updates", Fields({"store": NUMBER}), answer=Fields({"trainers": _TRAINERS})),
 )
 
 SERVER_CALLS = {

@@ -79,7 +79,14 @@ class Servers:
                     calls=SERVER_CALLS,
                     anew=partial(self._restore, server) if self._saved else None,
                 )
+                if self._saved and self._declared:  # it may have restarted before this line was used
+                    self._peers[key].begin("restore", {**self._restoring, "unless_tables": True})
             return self._peers[key]
+
+    @property
+    def reloads(self) -> bool:
+        """Whether a server that has restarted takes its rows as they were saved; otherwise it is an error."""
+        return bool(self._saved)
 
     def declare(self, table: str, **told: Any) -> None:
         """What a server that begins anew must know of a table."""
@@ -105,7 +112,11 @@ class Servers:
 
     def _restore(self, server: int, life: str) -> list[tuple[str, Mapping[str, Any]]]:
         self.note_loss(server, life)
-        return [("restore", {"tables": self._declared, "folder": self._saved})]
+        return [("restore", self._restoring)]
+
+    @property
+    def _restoring(self) -> dict[str, Any]:
+        return {"tables": self._declared, "folder": self._saved}
 
     def call(
         self,

@@ -354,8 +354,8 @@ class AwayStore(Store):
     ) -> list[dict[str, Any]]:
         """Have all holders write what was captured into a folder; returns what each tells of its tables.
 
-        tables: for each its `optimizer`, the number of `parts` and whether it is a `delta`. waiting is called
-        now and then meanwhile.
+        tables: for each its `optimizer`, the number of `parts`, whether it is a `delta`, and the id of the
+        `base` that it adds to. waiting is called now and then meanwhile.
         """
 
     @abstractmethod

@@ -57,7 +57,6 @@ class RemoteStore(RemoteTables):
 
     def __init__(self, connection: ranks.Connection) -> None:
         super().__init__(connection)
-        self._store = self._servers.new_store()
         self._workers = connection.workers
         self.wire = connection.settings.wire
         self._done: deque[int] = deque()  # lookups whose plans servers need not keep
@@ -65,7 +64,6 @@ class RemoteStore(RemoteTables):
         self._done_at: dict[int, deque[int]] = defaultdict(deque)  # … that workers made
         self._gone_at: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
         self._watched: weakref.WeakSet[Reference] = weakref.WeakSet()
-        self._sequence = 0  # of the last push
         self.keys_asked = 0  # distinct keys of batches so far
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
@@ -298,22 +296,13 @@ class RemoteStore(RemoteTables):
         told = {**head, "done": _taken(self._done)}
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
-            self._servers.peer(server).begin(
-                "push", told, arrays, then=partial(self._pushed, server, pending)
-            )
+            self._servers.peer(server).begin("push", told, arrays, then=partial(self._pushed, pending))
 
-    def _pushed(self, server: int, pending: _Acknowledged, reply: Reply) -> None:
-        """A server has applied gradients, or has not, because it was lost in between."""
+    def _pushed(self, pending: _Acknowledged, reply: Reply) -> None:
+        """A server has applied gradients, or has not, because it has restarted in between."""
         if reply.error is None:
             self.seconds["push"].append(reply.seconds)
-            self._count_update(server, lost=bool(reply.wait().head.get("lost")))
         pending.one(reply.error)
-
-    def _count_update(self, server: int, lost: bool) -> None:
-        if lost:
-            self.lost_updates += 1
-        else:
-            self._unsaved[server] += 1
 
     def _push_by(
         self,
@@ -340,18 +329,13 @@ class RemoteStore(RemoteTables):
             *(worker, "backward", "backward", told, [one.array for one in sent]),
             engine=self._engine(claims[0]),
             references=[claim.reference for claim in claims],
-            then=partial(self._pushed_by, pending, 0 in head["mine"]),
+            then=partial(self._pushed_by, pending),
         )
 
-    def _pushed_by(self, pending: _Acknowledged, counts: bool, answer: Message | Exception) -> None:
-        """A worker has had gradients applied; of several that have passes of a step one counts."""
+    def _pushed_by(self, pending: _Acknowledged, answer: Message | Exception) -> None:
+        """A worker has had gradients applied."""
         self._hear(answer)
-        if isinstance(answer, Exception):
-            pending.one(answer)
-            return
-        for server in range(self.count) if counts else ():
-            self._count_update(server, lost=server in answer.head["lost"])
-        pending.one(None)
+        pending.one(answer if isinstance(answer, Exception) else None)
 
     def _engine(self, claim: Claim) -> dict[str, Any]:
         return {

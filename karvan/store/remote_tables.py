@@ -44,8 +44,9 @@ class RemoteTables(AwayStore):
         self.window = Window(connection.settings.staleness)
         self._dims: dict[str, int] = {}
         self._mine = range(connection.rank, self.count, connection.world)
-        self.lost_updates = 0  # of servers that have begun anew with older rows
-        self._unsaved = [0] * self.count  # updates of each server that no checkpoint has
+        self._store = self._servers.new_store()
+        self._sequence = 0  # of the last push
+        self._sequences = [0] * connection.world  # of each trainer's, at the last capture
         self._servers.when_lost(self._note_loss)
 
     def dim(self, table: str) -> int:
@@ -68,12 +69,31 @@ class RemoteTables(AwayStore):
         return self._servers.call(method, head, of=self._mine)
 
     def _note_loss(self, server: int, life: str) -> None:
-        lost, self._unsaved[server] = self._unsaved[server], 0
-        self.lost_updates += lost
         _log.warning(
-            "Parameter server %d has begun anew with the rows that were saved last: %d updates are lost.",
+            "Parameter server %d has restarted with the rows that were saved last: updates since are lost.",
             server,
-            lost,
+        )
+
+    @property
+    def lost_updates(self) -> int:
+        """How many updates of all trainers are not in the rows, because servers have restarted.
+
+        A push to two servers is two updates. Servers count what they contain (`cluster/update_counts.py`).
+        Of other trainers it is known how many they had made at the last save; so the number is the same on
+        all trainers once a fit has ended with its save.
+        """
+        if not self._servers.reloads:
+            return 0
+        self.window.drain()
+        made = list(self._sequences)
+        made[self._connection.rank] = self._sequence
+        contained = [
+            answer.head["trainers"] for answer in self._servers.call("updates", {"store": self._store})
+        ]
+        return sum(
+            max(0, number - of_server.get(str(trainer), 0))
+            for of_server in contained
+            for trainer, number in enumerate(made)
         )
 
     def lookup(
@@ -239,11 +259,12 @@ class RemoteTables(AwayStore):
         """See `Store.capture`; a collective of all trainers. The servers hold it and write it down."""
         self.window.drain()
         lane = self._connection.here
-        lane.barrier()  # gradients of all trainers are there
+        self._sequences = lane.gather_json(self._sequence)  # and gradients of all trainers are there
         told: dict[str, Any] = {}
         if lane.rank == 0:
             number = secrets.randbits(52)
             head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
+            head["store"] = self._store
             before = None if since is None else max(since.values(), default=0)
             try:
                 # On the line on which the one before was closed, so that it is.
@@ -251,11 +272,12 @@ class RemoteTables(AwayStore):
                 told["number"] = number
             except Exception as error:  # to be raised on all
                 told["error"] = [type(error).__name__, str(error)]
+                self.close_capture(number)  # of the servers that have it
         told = lane.gather_json(told)[0]
         if "error" in told:
             kind, text = told["error"]
             raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
-        return _Captured(self, tables, told["number"], list(self._unsaved))
+        return _Captured(self, tables, told["number"])
 
     def save_away(
         self,
@@ -268,6 +290,7 @@ class RemoteTables(AwayStore):
         assert isinstance(capture, _Captured)
         head = {
             "capture": capture.number,
+            "store": self._store,
             "folder": folder,
             "tables": {n: dict(t) for n, t in tables.items()},
         }
@@ -278,10 +301,7 @@ class RemoteTables(AwayStore):
         while not all(reply.done for reply in replies):
             waiting()
             replies[0].pause(0.05)
-        shares = [reply.wait().head["shares"] for reply in replies]
-        for server in range(self.count):
-            self._unsaved[server] = max(0, self._unsaved[server] - capture.updates[server])
-        return shares
+        return [reply.wait().head["shares"] for reply in replies]
 
     def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
         """See `AwayStore.fill_away`."""
@@ -304,9 +324,8 @@ class RemoteTables(AwayStore):
 class _Captured(Capture):
     """What servers hold of one moment. They write it; nobody reads it here."""
 
-    def __init__(self, store: RemoteTables, tables: Sequence[str], number: int, updates: list[int]) -> None:
+    def __init__(self, store: RemoteTables, tables: Sequence[str], number: int) -> None:
         self._store = store
-        self.updates = updates  # of each server, since the checkpoint before
         self.number = number
         self.versions = dict.fromkeys(tables, number)
         self._open = True

@@ -35,18 +35,12 @@ class LaunchedJob:
         pause=0.02,
         extra="",
         program=HERE / "chaos_program.py",
+        write_data=None,
     ):
         self.folder = folder
         for name in ("data", "notes"):
             (folder / name).mkdir()
-        draw = np.random.default_rng(0)
-        for part, ids in enumerate(np.array_split(np.arange(ROWS), 4)):
-            columns = {
-                "record": ids,
-                "user": draw.integers(0, 50, len(ids)),
-                "label": draw.integers(0, 2, len(ids)).astype(np.float32),
-            }
-            pq.write_table(pa.table(columns), folder / "data" / f"{part}.parquet")
+        (write_data or _write_data)(folder / "data")
         arguments = [str(folder / "data"), str(folder / "notes"), str(pause)]
         (folder / "job.yaml").write_text(
             f"name: chaos\nentry: {program}\nmode: {mode}\nstaleness: {staleness}\n"
@@ -138,6 +132,17 @@ class LaunchedJob:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
         self.process.kill()
+
+
+def _write_data(folder):
+    draw = np.random.default_rng(0)
+    for part, ids in enumerate(np.array_split(np.arange(ROWS), 4)):
+        columns = {
+            "record": ids,
+            "user": draw.integers(0, 50, len(ids)),
+            "label": draw.integers(0, 2, len(ids)).astype(np.float32),
+        }
+        pq.write_table(pa.table(columns), folder / f"{part}.parquet")
 
 
 def mutual_tls(folder, host="127.0.0.1"):
