@@ -18,6 +18,7 @@ SERVER = "parameter-server"
 
 @pytest.fixture
 def cluster(tmp_path):
+    (tmp_path / "saved").mkdir()
     made = Cluster(2, 0, KARVAN_CHECKPOINTS=str(tmp_path / "saved"))
     made.wait()
     yield made
