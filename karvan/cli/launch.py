@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from karvan.cli.errors import DAMAGED, FAILED, OK, CommandError
+from karvan.cli.errors import DAMAGED, OK, TEMPORARY, CommandError
 from karvan.cli.output import help_of, print_table
 from karvan.cli.target import pairs
 from karvan.limits import require_limits
@@ -53,7 +53,8 @@ def launch(
 
     \b
     Exit codes: 0 all trainers are done, 1 too many deaths,
-    2 or 3 a role ended with it, 130 Ctrl-C, 143 SIGTERM.
+    2 or 3 a role ended with it, 75 a temporary failure outlasted
+    all restarts, 130 Ctrl-C, 143 SIGTERM.
     """
     if example:
         print(resources.files("karvan.launch").joinpath("example.yaml").read_text(), end="")
@@ -112,7 +113,7 @@ def _registry(spec: JobSpec) -> Registry:
     try:
         return Registry(spec.host, spec.registry_port, security, replicas=replicas)
     except ListenError as error:
-        raise CommandError(str(error), FAILED) from error
+        raise CommandError(str(error), TEMPORARY) from error
 
 
 @contextmanager

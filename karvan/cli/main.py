@@ -13,6 +13,7 @@ from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tel
 app = typer.Typer(
     name="karvan",
     epilog="Exit codes: 0 done, 1 the job failed, 2 wrong usage, 3 data or checkpoint missing or damaged, "
+    "75 a temporary failure, as of a full disk, "
     "130 Ctrl-C, 143 SIGTERM (both with a checkpoint saved).",
     add_completion=False,
     pretty_exceptions_enable=False,

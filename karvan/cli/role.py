@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from karvan.cli.errors import DAMAGED, FAILED, OK, USAGE, CommandError, code_of
+from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.cli.output import help_of
 from karvan.limits import require_limits
 
@@ -98,8 +98,9 @@ def _run(name: str) -> int:
         settings = Settings.from_environment(name)
         serve(make, settings)
     except ValueError as error:
-        raise CommandError(str(error), DAMAGED if code_of(error) == DAMAGED else USAGE) from error
+        code = code_of(error)
+        raise CommandError(str(error), code if code in (DAMAGED, TEMPORARY) else USAGE) from error
     except (WireError, RefusedError, ListenError) as error:
-        raise CommandError(str(error), FAILED) from error
+        raise CommandError(str(error), code_of(error)) from error
     end(OK)
     return OK

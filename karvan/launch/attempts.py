@@ -1,4 +1,8 @@
-"""Whether trying again is in vain: trainers that fail by themselves, from the same checkpoint each time."""
+"""Whether trying again is in vain: trainers that fail by themselves, from the same checkpoint each time.
+
+Only failures of the program count. An end by a signal, and one with code 75 (the place has failed: a disk is
+full, data or a server is away, another rank was lost), say nothing of it; `max_restarts` bounds those.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,11 @@ def commands_of(spec: JobSpec) -> Commands:
     for role in START_ORDER:
         section = spec.of_role(role)
         program = programs.get(role)
-        own = ("-m", "karvan", "role", role) if program is None else (str(program),)
+        own = (
+            ("-m", "karvan", "role", role)
+            if program is None
+            else ("-m", "karvan.launch.program", str(program))
+        )
         if section.replicas:
             made[role] = (sys.executable, *own, *section.args)
     return made

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from karvan.exit_codes import TEMPORARY
 from karvan.launch.roles import Role
 
 
@@ -71,7 +72,7 @@ def name_of(role: Role, index: int) -> str:
 def end_text(code: int) -> str:
     """How a process has ended."""
     if code >= 0:
-        return f"ended with code {code}"
+        return f"ended with code {code}" + (" (a temporary failure)" if code == TEMPORARY else "")
     import signal
 
     try:

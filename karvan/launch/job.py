@@ -10,9 +10,11 @@ what happens:
     a process is not healthy             it is killed, and so dies (`health.py`)
     a process ends with code 2 or 3      the job fails with this code: wrong usage, or data that is not there,
                                          will be the same next time
+    a process ends with code 75          as if it had died: the place has failed and not the program, by which
+                                         a disk is full, or data, a server or another rank is away
     trainers fail by themselves, three   the job fails with code 1: a program that is wrong will be wrong next
       times from the same checkpoint       time
-    too many deaths in a while           the job fails with code 1
+    too many deaths in a while           the job fails with code 1, or with 75 if that was the last one's
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
     Ctrl-Z                               all stop, and continue with `fg` (`suspending.py`)
@@ -31,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from karvan.clock import clock
+from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.launch.attempts import Attempts
 from karvan.launch.commands import Commands, commands_of
 from karvan.launch.engine import Engine, Process, end_text
@@ -43,13 +46,13 @@ from karvan.launch.restarts import RestartBudget
 from karvan.launch.roles import LOADER, SERVER, START_ORDER, TRAINER
 from karvan.launch.shutdown import Shutdown
 from karvan.launch.suspending import Suspension
+from karvan.launch.verdict import End, Verdict
 
 if TYPE_CHECKING:
     from karvan.launch.spec import JobSpec
 
-_FAILED = 1
 _OF_SIGNALS = 128  # exit codes from here on, and negative ones, are of processes that a signal has ended
-_NOT_RETRIED = (2, 3)  # wrong usage; data or a checkpoint that is not there or damaged
+_NOT_RETRIED = (USAGE, DAMAGED)
 
 
 class Registry(HealthSource, Protocol):
@@ -107,6 +110,7 @@ class Job:
         )
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
         self._attempts = Attempts(spec.checkpoints)
+        self._verdict = Verdict()
         self._outcome: Outcome | None = None
         self._rollback: float | None = None  # when it is due
 
@@ -140,10 +144,18 @@ class Job:
         if isinstance(event, ProcessEnded):
             member = self._members.note_end(event.process, event.code)
             if member is not None:
-                self._react(member, event.code)
+                self._judge(member, event.code)
         elif event is not None:
             self.logs.tell("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
             self._outcome = Outcome(128 + event.signal)
+
+    def _judge(self, member: ManagedProcess, code: int) -> None:
+        """React to the end of a process; of several trainers, to that of the one that says why."""
+        counts: End | None = (member, code)
+        if member.role == TRAINER and self._rollback is None:
+            counts = self._verdict.judge(member, code, self._members.any_running(TRAINER))
+        if counts is not None:
+            self._react(*counts)
 
     def _react(self, member: ManagedProcess, code: int) -> None:
         if code == 0 and member.role in (TRAINER, LOADER):
@@ -156,13 +168,15 @@ class Job:
             self._fail(member, code, f"{member.name} {end_text(code)}, which is not tried again.")
         elif self._is_in_vain(member, code):
             text = f"{member.name} {end_text(code)}, once more without a newer checkpoint."
-            self._fail(member, _FAILED, text)
+            self._fail(member, FAILED, text)
         elif not self._restarts.take():
-            self._fail(member, _FAILED, f"{member.name} {end_text(code)}, after {self._restarts}.")
+            failed = TEMPORARY if code == TEMPORARY else FAILED
+            self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
         elif member.role == TRAINER or (member.role == SERVER and self.spec.on_server_loss == "rollback"):
             self.logs.tell(f"{member.name} {end_text(code)}; all trainers {self._attempts.next_start}.")
             kill(self._members.of(TRAINER))
             self._rollback = self._restarts.due()
+            self._verdict.clear()
         else:
             self.logs.tell(f"{member.name} {end_text(code)}; it is started again.")
             member.due = self._restarts.due()
@@ -171,12 +185,13 @@ class Job:
         if not 0 < code < _OF_SIGNALS:
             self._attempts.forget()
             return False
-        return member.role == TRAINER and self._attempts.failed()
+        return code != TEMPORARY and member.role == TRAINER and self._attempts.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
-        tail = self.logs.tail(member.name)
-        if tail:
-            text = "\n".join([f"{text} Its last lines:", *tail])
+        if reason := self.logs.reason(member.name):
+            text = "\n".join(
+                [f"{text} {'It said:' if reason.is_error else 'Its last lines:'}", *reason.lines]
+            )
         self._outcome = Outcome(code, text)
         if member.role in (TRAINER, SERVER):  # without it the trainers have nothing left to save
             kill(self._members.of(TRAINER))
@@ -187,12 +202,16 @@ class Job:
         """Seconds until there is something to do even if nothing happens."""
         moments = [self._health.due]
         moments += [member.due for member in self._members if member.due is not None]
+        if self._verdict.due is not None:
+            moments.append(self._verdict.due)
         if self._rollback is not None and not self._members.any_running(TRAINER):
             moments.append(self._rollback)
         return min(moments) - clock.now()
 
     def _start_due(self) -> None:
         now = clock.now()
+        if (counts := self._verdict.overdue()) is not None:
+            self._react(*counts)
         if self._rollback is not None and self._rollback <= now and not self._members.any_running(TRAINER):
             self._roll_back()
         for member in self._members:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
 LAUNCHER = "launcher"
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 _TAIL = 10
+_ERROR = "error: "  # how commands and programs of a job begin the line that says why they end
+
+
+class Reason(NamedTuple):
+    """Lines that say why a process has ended; is_error: they are its error message and nothing else."""
+
+    lines: list[str]
+    is_error: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.lines)
 
 
 class Logs:
@@ -71,6 +82,12 @@ class Logs:
         """The last lines of a process."""
         with self._lock:
             return list(self._tails.get(name, ()))
+
+    def reason(self, name: str) -> Reason:
+        """What the last lines of a process say of its end: its `error: …` if it has one, or all of them."""
+        lines = self.tail(name)
+        found = [number for number, line in enumerate(lines) if line.startswith(_ERROR)]
+        return Reason(lines[found[-1] :], True) if found else Reason(lines, False)
 
     def close(self) -> None:
         """Close the files."""

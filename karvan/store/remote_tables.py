@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import ranks
+from karvan.outages import is_temporary
 from karvan.store.capture import Capture
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import Ahead, AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
 from karvan.store.window import Window
 from karvan.store.wording import rule_to_json, spec_to_json
-from karvan.wire import Message
+from karvan.wire import Message, WireError
 from karvan.wire.calls import expect_array
 
 _log = logging.getLogger("karvan.store")
@@ -271,11 +272,13 @@ class RemoteTables(AwayStore):
                 self._servers.call("capture", {**head, "since": before}, line="save")
                 told["number"] = number
             except Exception as error:  # to be raised on all
-                told["error"] = [type(error).__name__, str(error)]
                 self.close_capture(number)  # of the servers that have it
+                told["error"] = [type(error).__name__, str(error), is_temporary(error)]
         told = lane.gather_json(told)[0]
         if "error" in told:
-            kind, text = told["error"]
+            kind, text, temporary = told["error"]
+            if temporary:
+                raise WireError(text)
             raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
         return _Captured(self, tables, told["number"])
 

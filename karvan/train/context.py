@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.exit_codes import note_training
 from karvan.train import dataset
 from karvan.train.context_saves import ContextSaves
 from karvan.train.course import Course
@@ -320,6 +321,7 @@ class TrainContext(Kept):
         if step.course is not None:
             step.course.trained(step.group, step.course.samples(step.group))
         else:
+            note_training()
             self.counts.step += 1
             self.counts.samples += sum(fed.all_rows for fed in step.group)
 

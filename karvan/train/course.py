@@ -13,6 +13,7 @@ from itertools import islice
 from logging import getLogger
 from typing import Any
 
+from karvan.exit_codes import note_training
 from karvan.ranks import Connection
 from karvan.train.feed import Feed, feed
 from karvan.train.gathering import gather_state
@@ -138,6 +139,7 @@ class Course:
 
     def trained(self, group: list[Fed], samples: int) -> None:
         """A step was made of these batches, or left out."""
+        note_training()
         self._counts.step += 1
         self._counts.batches += len(group)
         self._counts.samples += samples

@@ -19,3 +19,5 @@ class RefusedError(RuntimeError):
 
 class ListenError(OSError):
     """A service cannot have the port it is to listen at."""
+
+    temporary = True

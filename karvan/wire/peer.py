@@ -426,7 +426,8 @@ class Peer:
             self.bytes_received += answer.bytes
         if "error" in answer.head:
             kind = TOLD.get(str(answer.head["error"]), RuntimeError)
-            reply.set(kind(f"{self.name}: {answer.head.get('text')}"))
+            text, cause = f"{self.name}: {answer.head.get('text')}", answer.head.get("errno")
+            reply.set(kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text))
         else:
             reply.set(self._checked(reply, answer))
 

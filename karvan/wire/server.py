@@ -39,7 +39,10 @@ _log = logging.getLogger("karvan.wire")
 # Errors of a service that its caller gets as the same ones; others become a RuntimeError.
 TOLD = {
     error.__name__: error
-    for error in (ValueError, KeyError, TypeError, RuntimeError, RefusedError, WireError, PeerLostError)
+    for error in (
+        *(ValueError, KeyError, TypeError, RuntimeError, OSError),
+        *(RefusedError, WireError, PeerLostError),
+    )
 }
 
 
@@ -205,11 +208,15 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     return pack(Message({"service": service.name}))
                 return pack(service.answer(call, connection.caller), most)
             except Exception as error:
-                kind = type(error).__name__
+                kind, cause = type(error).__name__, None
+                if kind not in TOLD and isinstance(error, OSError):
+                    kind = "OSError"
                 if kind not in TOLD:
                     _log.exception("%s failed at %r", service.name, call.head.get("method"))
                     kind = "RuntimeError"
-                return pack(Message({"error": kind, "text": _text(error)}))
+                if kind == "OSError":  # by its number the caller knows whether to try again
+                    cause = getattr(error, "errno", None)
+                return pack(Message({"error": kind, "text": _text(error), "errno": cause}))
 
         return connection.session.answer(number, received, do, within if type(within) is int else 0), number
 
@@ -239,6 +246,8 @@ def _refusal(error: Exception) -> Message:
 
 
 def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f" at {error.filename}" if error.filename else "")
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 

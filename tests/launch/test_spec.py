@@ -98,7 +98,7 @@ def test_check_shows_roles_and_commands_and_starts_nothing(run, tmp_path):
     assert code == 0
     assert "Job test: mode hybrid, staleness 4, wire float32" in out
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.strip()}
-    assert rows["trainer"] == f"2 {sys.executable} train.py --lr 0.001 true"
+    assert rows["trainer"] == f"2 {sys.executable} -m karvan.launch.program train.py --lr 0.001 true"
     assert rows["parameter-server"] == f"1 {sys.executable} -m karvan role parameter-server"
     assert rows["loader"] == f"3 {sys.executable} -m karvan role loader"
     assert "embedding-worker" not in rows
@@ -114,7 +114,7 @@ def test_loaders_run_a_program_of_the_job_if_it_has_one():
             "roles": {"loaders": {"replicas": 1, "args": [7]}},
         }
     )
-    assert commands_of(spec)["loader"] == (sys.executable, "l.py", "7")
+    assert commands_of(spec)["loader"] == (sys.executable, "-m", "karvan.launch.program", "l.py", "7")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_port_of_the_registry_that_is_taken_is_told_in_a_line(tmp_path, capsys
     (tmp_path / "job.yaml").write_text(f"name: a\nentry: {tmp_path / 'train.py'}\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["launch", str(tmp_path / "job.yaml"), "--set", f"registry_port={port}"]) == 1
+        assert main(["launch", str(tmp_path / "job.yaml"), "--set", f"registry_port={port}"]) == 75
     told = capsys.readouterr().err
     assert told.startswith(f"error: registry expected to listen at 127.0.0.1:{port}, got: ")
     assert "--debug" not in told

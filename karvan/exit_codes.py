@@ -1,0 +1,130 @@
+"""Exit codes of commands and of launched programs, and the one line that goes with an error.
+
+| code | meaning | a launched job |
+|---|---|---|
+| 0 | done | |
+| 1 | failed: an error in the model, in its file, or while it ran | restarts; ends after three in a row |
+| 2 | wrong usage: an unknown option, a wrong value, a config or a file that does not say what to do | ends |
+| 3 | data or a checkpoint is damaged, cannot be read, or is not there | ends |
+| 75 | temporary: the place failed (a full disk, data or a server that is away, a taken port) | restarts |
+| 130 | stopped by Ctrl-C; `train` has saved a checkpoint | |
+| 143 | stopped by SIGTERM; `train` has saved a checkpoint | |
+
+75 is `EX_TEMPFAIL` of sysexits.h. Classes are found by name in `sys.modules`: an error can only be of a class
+that somebody has imported, and `karvan version` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from karvan.outages import is_temporary
+
+if TYPE_CHECKING:
+    from karvan.settings import SettingsError
+
+OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 75, 130, 143
+_PACKAGE = str(Path(__file__).parent)
+_CHECKS = (ValueError, TypeError, KeyError)  # what wrong arguments are
+
+
+class _Training:
+    """Whether this process has made a training step."""
+
+    begun = False
+
+
+def note_training() -> None:
+    """A step was made: from here on, an error may depend on what was trained."""
+    _Training.begun = True
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of an error."""
+    if _is_of_data(error) or isinstance(error, OSError) or _is(error, "karvan.ranks", "RankError"):
+        if _is(error, "karvan.ranks", "RankError") or is_temporary(error):
+            return TEMPORARY
+        return DAMAGED if _is_of_data(error) or _is_missing(error) else FAILED
+    if _is_of_settings(error):
+        return DAMAGED if error.unreadable else USAGE
+    if _is(error, "karvan.train", "TerminatedError"):
+        return TERMINATED
+    return FAILED
+
+
+def code_of_program(error: BaseException) -> int:
+    """The exit code of a program that a job runs: wrong arguments before training are wrong each time."""
+    if is_ours(error):
+        code = code_of(error)
+        wrong = code == FAILED and isinstance(error, _CHECKS) and not _Training.begun
+        return USAGE if wrong else code
+    return TEMPORARY if is_temporary(error) else FAILED
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether Karvan has raised an error, of its own kinds or by a check; its text then says all."""
+    if type(error).__module__.partition(".")[0] == "karvan":
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    known = isinstance(error, (*_CHECKS, RuntimeError, OSError))
+    return known and bool(frames) and _is_of_package(frames[-1].filename)
+
+
+def text_of(error: BaseException, hint: str = "--debug") -> str:
+    """One or two lines for a person: what was expected, what was received, and where, if that helps.
+
+    hint: what shows more.
+    """
+    if code_of(error) in (DAMAGED, TEMPORARY) or _is_of_settings(error):
+        return plain(error)
+    kind = type(error).__name__
+    known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
+    text = plain(error) if known and plain(error) else f"{kind}: {plain(error)}".removesuffix(": ")
+    return f"{text}\n({kind} in {_place(error)}; {hint} shows how it came to that)"
+
+
+def plain(error: BaseException) -> str:
+    """The text of an error alone."""
+    if isinstance(error, KeyError) and error.args:  # str() of a KeyError puts quotes around its text
+        return str(error.args[0])
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}."
+    return str(error).strip()
+
+
+def _is_missing(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError | PermissionError)
+
+
+def _is_of_data(error: BaseException) -> bool:
+    return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
+
+
+def _is_of_settings(error: BaseException) -> TypeGuard[SettingsError]:
+    return _is(error, "karvan.settings", "SettingsError")
+
+
+def _is(error: BaseException, module: str, name: str) -> bool:
+    # Only if somebody has imported it can it be what was raised.
+    return module in sys.modules and isinstance(error, getattr(sys.modules[module], name, ()))
+
+
+def _is_of_package(filename: str) -> bool:
+    return filename.startswith(_PACKAGE)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    # Somebody's own file says more than the library that it called.
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame.filename
+        and not _is_of_package(frame.filename)
+        and not frame.filename.startswith("<frozen")
+    ]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}"

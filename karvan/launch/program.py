@@ -1,0 +1,87 @@
+"""Run a program of a job: `python -m karvan.launch.program FILE.py ARGUMENTS…`.
+
+The program sees what `python FILE.py ARGUMENTS…` would show it: `sys.argv`, its folder first in `sys.path`,
+and itself as `__main__`. What differs is how an error that nobody catches ends it:
+
+- An error of Karvan is one line, `error: …`, as commands have it; KARVAN_DEBUG=1 shows the traceback as well.
+- Any other error shows its traceback, without the frames of this module.
+- The exit code says whether it is worth trying again; see `karvan/exit_codes.py`.
+
+A rank that fails because another one has failed gets a RankError, whose line names the other; its code says
+temporary, so that the launcher waits for the code of the rank that failed first (`verdict.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import traceback
+import types
+
+from karvan import exit_codes
+
+_DEBUG = "KARVAN_DEBUG"
+
+
+def main() -> int:
+    """Run the program that the command line names; its exit code unless it calls sys.exit itself."""
+    if len(sys.argv) < 2:
+        print("error: Expected a FILE.py to run, got nothing.", file=sys.stderr)
+        return exit_codes.USAGE
+    path = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        print(f"error: {exit_codes.plain(error)}", file=sys.stderr)
+        return exit_codes.DAMAGED
+    try:
+        run(path, source)
+    except KeyboardInterrupt as error:
+        show_traceback(error)
+        return exit_codes.INTERRUPTED
+    except Exception as error:
+        show(error)
+        return exit_codes.code_of_program(error)
+    return exit_codes.OK
+
+
+def run(path: str, source: bytes) -> None:
+    """Run source as `__main__`."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    path = os.path.abspath(path)
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    module.__dict__["__cached__"] = None
+    module.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = module  # it stays, for atexit, pickles and processes that are spawned
+    exec(compile(source, path, "exec"), module.__dict__)
+
+
+def show(error: BaseException) -> None:
+    """Put an error on stderr, unless the program has a hook of its own for that."""
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return
+    ours = exit_codes.is_ours(error)
+    if not ours or os.environ.get(_DEBUG, "") not in ("", "0"):
+        show_traceback(error)
+    if ours:
+        print(f"error: {exit_codes.text_of(error, f'{_DEBUG}=1')}", file=sys.stderr, flush=True)
+
+
+def show_traceback(error: BaseException) -> None:
+    """As Python shows it, from the program's first frame on."""
+    own = error.__traceback__
+    while own is not None and own.tb_frame.f_code.co_filename == __file__:
+        own = own.tb_next
+    traceback.print_exception(type(error), error, own, file=sys.stderr)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Failures of the place are not counted as the program's own; those of the program are."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launch_helpers import Running, small_commands
+
+HERE = Path(__file__).parent
+TEMPORARY = 75
+
+
+class Ordered(Running):
+    """A job whose trainers end as they are ordered."""
+
+    def __init__(self, folder, orders, **more):
+        for index, order in enumerate(orders):
+            (folder / f"trainer-{index}.json").write_text(json.dumps(order))
+        command = (sys.executable, "-IS", str(HERE / "failing_program.py"), str(folder))
+        commands = {**small_commands(folder), "trainer": command}
+        super().__init__(
+            folder, {"trainers": len(orders)}, commands=commands, checkpoints=str(folder / "run"), **more
+        )
+
+    def starts(self, name):
+        return (self.folder / "started").read_text().splitlines().count(name)
+
+
+def test_temporary_failures_from_one_checkpoint_do_not_end_a_job(tmp_path):
+    with Ordered(tmp_path, [[{"code": TEMPORARY}] * 5 + [{"code": 0}]]) as job:
+        assert job.outcome().code == 0
+    assert job.starts("trainer-0") == 6
+    assert any(
+        "trainer-0 ended with code 75 (a temporary failure); all trainers" in each for each in job.lines
+    )
+
+
+def test_temporary_failures_between_failures_of_the_program_do_not_excuse_them(tmp_path):
+    codes = [1, TEMPORARY, 1, TEMPORARY, TEMPORARY, 1]
+    with Ordered(tmp_path, [[{"code": code} for code in codes]]) as job:
+        outcome = job.outcome()
+    assert outcome.code == 1
+    assert "once more without a newer checkpoint" in outcome.failure
+    assert job.starts("trainer-0") == len(codes)
+
+
+def test_the_number_of_restarts_bounds_temporary_failures_with_their_code(tmp_path):
+    order = [{"code": TEMPORARY, "line": "error: /run: No space left on device."}]
+    with Ordered(tmp_path, [order], max_restarts=4) as job:
+        outcome = job.outcome()
+    assert outcome.code == TEMPORARY
+    assert outcome.failure.splitlines() == [
+        "trainer-0 ended with code 75 (a temporary failure), after 4 restarts within 600 seconds. It said:",
+        "error: /run: No space left on device.",
+    ]
+    assert job.starts("trainer-0") == 5
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1), (3, 1)])
+def test_a_rank_that_merely_follows_does_not_hide_why_another_failed(tmp_path, code, starts):
+    """The follower ends first, as it often does, and the one that failed a moment later."""
+    follower = {"code": TEMPORARY, "line": "error: Rank 0 has failed."}
+    failing = {"code": code, "line": "error: the reason.", "seconds": 0.3}
+    with Ordered(tmp_path, [[failing], [follower]]) as job:
+        outcome = job.outcome()
+    assert outcome.code == code
+    assert outcome.failure.startswith("trainer-0 ended with code")
+    assert outcome.failure.endswith("It said:\nerror: the reason.")
+    assert job.starts("trainer-0") == starts
+
+
+def test_a_rank_that_ends_alone_for_the_place_is_restarted_with_the_others(tmp_path):
+    """The other rank neither ends nor says anything: after a moment the end of the first one counts."""
+    stays = [{"code": 0, "after": "never"}, {"code": 0}]
+    with Ordered(tmp_path, [[{"code": TEMPORARY}, {"code": 0}], stays]) as job:
+        assert job.outcome().code == 0
+    assert job.starts("trainer-0") == job.starts("trainer-1") == 2
+    assert any("trainer-0 ended with code 75" in each for each in job.lines)
