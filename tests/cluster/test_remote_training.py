@@ -159,7 +159,7 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
     with Processes(2) as cluster:
         for name, value in cluster.environment().items():
             monkeypatch.setenv(name, value)
-        ranks.connect("remote", timeout=30)
+        ranks.connect("remote", timeout=120)
         engine = kv.EmbeddingEngine({"user": kv.Table(4)})
         sparse = kv.optim.SGD(engine, lr=0.1)
         engine({"user": torch.arange(50)})["user"].sum().backward()
