@@ -1,7 +1,7 @@
 """A token is shown to services of one's own user only, where nothing but a port says who they are."""
 
+import ipaddress
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import pytest
 from neighbour import NOBODY, needs_root
 from wire_helpers import Counting
 
-from karvan.wire import Peer, Security, Server, WireError
+from karvan.wire import Peer, Security, Server, WireError, listener
 from karvan.wire.listener import check_listener
 
 TOKEN = Security(token="a-token-of-the-job")
@@ -19,7 +19,7 @@ import os, socket, sys
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
-with socket.create_server((sys.argv[1], 0), family=int(sys.argv[2])) as server:
+with socket.create_server((sys.argv[1], int(sys.argv[3])), family=int(sys.argv[2])) as server:
     print(server.getsockname()[1], flush=True)
     came, _ = server.accept()
     came.settimeout(5)
@@ -37,19 +37,16 @@ with socket.create_server((sys.argv[1], 0), family=int(sys.argv[2])) as server:
 class Impostor:
     """A process of another user that listens, and what callers have sent to it."""
 
-    def __init__(self, host="127.0.0.1"):
+    def __init__(self, host="127.0.0.1", port=0):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._process = subprocess.Popen(
-            [sys.executable, "-c", IMPOSTOR, host, str(int(family))], stdout=subprocess.PIPE
+            [sys.executable, "-c", IMPOSTOR, host, str(int(family)), str(port)], stdout=subprocess.PIPE
         )
         self.port = int(self._process.stdout.readline())
 
     def received(self):
         os.set_blocking(self._process.stdout.fileno(), False)
         return self._process.stdout.read() or b""
-
-    def wait(self, seconds):
-        return bool(select.select([self._process.stdout], [], [], seconds)[0])
 
     def __enter__(self):
         return self
@@ -74,8 +71,21 @@ def test_a_service_of_another_user_is_not_shown_the_token():
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_listeners_are_found_at_every_kind_of_address(host):
     target = "::1" if ":" in host else "127.0.0.1"
-    with Impostor(host) as impostor, pytest.raises(WireError, match=f"got one of uid {NOBODY}"):
-        check_listener(target, impostor.port)
+    with Impostor(host) as impostor:
+        with pytest.raises(WireError, match=f"got one of uid {NOBODY}"):
+            check_listener(target, impostor.port)
+        expected = [(ipaddress.ip_address(host), NOBODY)]
+        assert listener._ask_kernel(impostor.port) == listener._read_tables(impostor.port) == expected
+
+
+@needs_root
+def test_a_neighbour_at_another_address_of_the_same_port_does_not_disturb():
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        port = own.getsockname()[1]
+        with Impostor("::", port):
+            check_listener("127.0.0.1", port)
+            with pytest.raises(WireError, match=f"got one of uid {NOBODY}"):
+                check_listener("::1", port)
 
 
 def test_a_service_of_ones_own_is_served():
