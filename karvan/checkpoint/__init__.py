@@ -8,10 +8,11 @@ tensors, which is what `state_dict()`s are; the model's tables are saved besides
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.checkpoints import Checkpoints
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
 from karvan.checkpoint.pending import Pending
-from karvan.checkpoint.single import find, save, start
+from karvan.checkpoint.single import find, resume_at, save, start
+from karvan.checkpoint.survey import Survey, survey
 from karvan.checkpoint.warm import WarmStart, warm_start
 
 __all__ = [
@@ -19,17 +20,21 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Damage",
+    "DamagedCheckpointError",
     "HotKey",
     "KeyRow",
     "Pending",
     "Summary",
+    "Survey",
     "TableSummary",
     "WarmStart",
     "find",
+    "resume_at",
     "row",
     "save",
     "start",
     "summary",
+    "survey",
     "verify",
     "warm_start",
 ]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from karvan import ranks
 from karvan.checkpoint import manifest as manifests
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.extras import Extra, read_extras
-from karvan.checkpoint.files import FileEntry, problem_of, read_arrays
+from karvan.checkpoint.files import FileEntry, FileProblem, problem_of, read_arrays
 from karvan.checkpoint.manifest import Manifest, PartEntry, TableEntry
 from karvan.checkpoint.ranges import WHOLE, Range, share_of
 from karvan.checkpoint.reading import Layer, TableReader
@@ -34,6 +34,7 @@ class Damage(NamedTuple):
 
     path: Path
     problem: str
+    unread: bool = False  # the system did not let us read it: it may be whole
 
 
 class Checkpoint:
@@ -71,12 +72,14 @@ class Checkpoint:
             try:
                 below = Checkpoint(path)
             except CheckpointError as error:
-                raise CheckpointError(
+                lost = isinstance(error, DamagedCheckpointError) or not path.exists()
+                kind = DamagedCheckpointError if lost else CheckpointError
+                raise kind(
                     above.path, f"expected its base of step {base.step}, got an error: {error}"
                 ) from error
             received = (below.step, below.manifest.id, below.manifest.checksum)
             if received != (base.step, base.id, base.checksum) or below.step >= above.step:
-                raise CheckpointError.mismatch(
+                raise DamagedCheckpointError.mismatch(
                     above.path,
                     f"a base of step {base.step} with id {base.id} at {path}",
                     f"step {below.step} with id {below.manifest.id}",
@@ -96,7 +99,7 @@ class Checkpoint:
     ) -> list[Damage]:
         with ThreadPoolExecutor(min(4, cores())) as pool:
             problems = pool.map(lambda job: problem_of(job[0].path, job[1]), files)
-            damaged = {}
+            damaged: dict[Path, FileProblem] = {}
             for (one, file), problem in zip(files, problems, strict=True):
                 if problem:
                     damaged[one.path / file.name] = problem
@@ -109,8 +112,9 @@ class Checkpoint:
                 try:
                     check_part(one.path, table, part, one.kind == "delta")
                 except CheckpointError as error:
-                    damaged.setdefault(one.path / part.name, error.problem)
-        return [Damage(path, problem.removesuffix(".")) for path, problem in damaged.items()]
+                    unread = not isinstance(error, DamagedCheckpointError)
+                    damaged.setdefault(one.path / part.name, FileProblem(error.problem, unread))
+        return [Damage(path, text.removesuffix("."), unread) for path, (text, unread) in damaged.items()]
 
     def require_intact(self) -> None:
         """Raise if any file is damaged. Ranks share out the files and raise the same error."""
@@ -120,7 +124,10 @@ class Checkpoint:
             damaged = self._verify(self._files_of(lane.rank, lane.world))
             if damaged:
                 more = f" {len(damaged) - 1} more files are damaged." if len(damaged) > 1 else ""
-                raise CheckpointError(damaged[0].path, f"{damaged[0].problem}.{more}")
+                unread = [damage for damage in damaged if damage.unread]
+                kind = CheckpointError if unread else DamagedCheckpointError
+                first = (unread or damaged)[0]
+                raise kind(first.path, f"{first.problem}.{more}")
 
         together(lane, self.path, check, name_rank=False)
 
@@ -146,11 +153,12 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         """The tree of state, with tensors in memory of their own."""
         path = self.path / self.manifest.dense.name
-        tensors: dict[str, Tensor] = {name: as_tensor(array) for name, array in read_arrays(path).items()}
+        arrays = read_arrays(self.path, self.manifest.dense)
+        tensors: dict[str, Tensor] = {name: as_tensor(array) for name, array in arrays.items()}
         try:
             return dict(decode(self.manifest.state, tensors))
         except (KeyError, ValueError) as error:
-            raise CheckpointError.mismatch(path, "all tensors of the state", f"'{error}'") from error
+            raise DamagedCheckpointError.mismatch(path, "all tensors of the state", f"'{error}'") from error
 
     def parts(self, table: str, share: Range = WHOLE) -> Iterator[Rows]:
         """All rows of a table, one range of key hashes after the other, in the order of hashes.
@@ -195,7 +203,8 @@ class Checkpoint:
                     self._fill(name, handle, extras.pop(name))
             if lane.rank == 0:
                 for store, tables in away.items():
-                    store.fill_away(os.fspath(self.path.absolute()), tables)
+                    for path, problem in store.fill_away(os.fspath(self.path.absolute()), tables):
+                        raise DamagedCheckpointError(path, problem)
 
         together(lane, self.path, read)
         together(lane, self.path, fill)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
@@ -15,11 +16,17 @@ from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.folder import remove_folders, try_writing
 from karvan.checkpoint.manifest import Base
 from karvan.checkpoint.pending import Pending, Report
+from karvan.checkpoint.recovery import newest_step, resume
+from karvan.checkpoint.survey import step_of
 from karvan.checkpoint.tables import Model, tables_of
 from karvan.checkpoint.together import together
-from karvan.checkpoint.writing import Versions, Writing, check_target, explaining, taken
+from karvan.checkpoint.writing import Versions, Writing, explaining, taken
 from karvan.embedding import TableHandle
 from karvan.ranks import Lane
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PART_BYTES = 64 << 20
 
@@ -61,6 +68,7 @@ class Checkpoints:
         self.part_bytes = part_bytes
         self._pending: Pending | None = None
         self._last: _Last | None = None  # what a delta can build on
+        self._later_reported = False
 
     def __repr__(self) -> str:
         options = {"keep_last": self.keep_last, "keep_best": self.keep_best, "full_every": self.full_every}
@@ -96,8 +104,6 @@ class Checkpoints:
         def prepare() -> tuple[int, bool]:
             self.wait()
             tables.update(tables_of(model))
-            if lane.rank == 0:
-                check_target(target)
             return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
 
         said = together(lane, target, explaining(target, prepare))
@@ -137,7 +143,7 @@ class Checkpoints:
             deltas = last.deltas + 1 if last is not None and base is not None else 0
             self._last = _Last(made, tables, versions, deltas)
 
-        self._pending = writing.start(target, check, after, self._prune, report)
+        self._pending = writing.start(target, check, after, partial(self._prune, target), report)
         if block:
             self._pending.wait()
         return self._pending
@@ -183,6 +189,26 @@ class Checkpoints:
         """The newest checkpoint; None if there is none. One whose manifest is damaged is an error."""
         return one_chosen(self.folder, lambda: newest(self.folder))
 
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint, whole or damaged; None if there is none."""
+        return newest_step(self.folder)
+
+    def resume(self, model: Model, name: str | None = None) -> tuple[Checkpoint, dict[str, Any]] | None:
+        """Load the newest checkpoint that is whole, or the one of a name; gives it and its state, or None.
+
+        Damaged ones are a warning, and are renamed to damaged-step-…. If all are damaged, that is an error,
+        and nothing is renamed. With a name, such as "step-000000001000", only that one is loaded, and those
+        of later steps are renamed to abandoned-step-….
+        """
+        return self.resume_with(lambda checkpoint: checkpoint.load(model), name)
+
+    def resume_with(
+        self, load: Callable[[Checkpoint], T], name: str | None = None
+    ) -> tuple[Checkpoint, T] | None:
+        """As `resume`, with a function that loads; it is called again for an older checkpoint if it raises a
+        DamagedCheckpointError."""
+        return resume(self.folder, load, name)
+
     def best(self) -> Checkpoint | None:
         """The best checkpoint by `keep_best`, the newest of equal ones; None if none has the metric."""
         if self.keep_best is None:
@@ -190,9 +216,19 @@ class Checkpoints:
         metric, mode = self.keep_best
         return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
 
-    def _prune(self) -> None:
+    def _prune(self, made: Path) -> None:
+        later = [path.name for path in folders(self.folder) if step_of(path) > step_of(made)]
+        if later and not self._later_reported:
+            self._later_reported = True
+            _log.warning(
+                "%s has checkpoints of later steps than the one just saved, %s: %s. The next resume takes "
+                "the newest of them, unless they are moved away.",
+                self.folder,
+                made.name,
+                ", ".join(later),
+            )
         if self.keep_last is not None:
-            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best))
+            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, made))
 
 
 class _Last:
@@ -249,11 +285,14 @@ def _is(folder: Path, base: Base) -> bool:
 
 
 def _doomed(
-    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None
+    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, made: Path
 ) -> dict[Path, Path | None]:
-    """What is to go, the newest first, each with what it builds on."""
+    """What is to go, the newest first, each with what it builds on; `made`, just saved, stays."""
     there = readable(folder)
-    kept = there if keep_last is None else there[-keep_last:]
+    kept = [
+        *(there if keep_last is None else there[-keep_last:]),
+        *(one for one in there if one.path == made),
+    ]
     best = best_of(there, *keep_best) if keep_best else None
     needed: set[Path] = set()
     for one in [*kept, *([best] if best else [])]:

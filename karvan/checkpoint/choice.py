@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,19 +10,13 @@ from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.survey import is_step_name, step_folders
 from karvan.checkpoint.together import together
-
-_STEP = re.compile(r"^step-(\d{12,})$")
 
 
 def folders(folder: Path) -> list[Path]:
     """What looks like a checkpoint, oldest first."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    steps = {int(match[1]): name for name in names if (match := _STEP.match(name))}
-    return [folder / steps[step] for step in sorted(steps) if (folder / steps[step] / NAME).exists()]
+    return [path for path in step_folders(folder) if (path / NAME).exists()]
 
 
 def readable(folder: Path) -> list[Checkpoint]:
@@ -71,6 +63,13 @@ def find_alone(folder: Path) -> Checkpoint:
             folder, f"a checkpoint, with a {NAME}, or a run's folder with step-… inside", "neither"
         )
     return Checkpoint(folder)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a path is one checkpoint, not a run's folder, as rank 0 sees it."""
+    lane = ranks.current().here
+    named = is_step_name(folder.name)
+    return bool(together(lane, folder, lambda: named or (folder / NAME).exists(), name_rank=False)[0])
 
 
 def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,3 +21,11 @@ class CheckpointError(RuntimeError):
     def mismatch(cls, path: str | PathLike[str], expected: object, received: object) -> CheckpointError:
         """The usual text."""
         return cls(path, f"expected {expected}, got {received}.")
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not as it was written: files are missing or changed, here or in what it builds on.
+
+    An older checkpoint may be whole. A checkpoint that does not fit the model, or that the system does not
+    let us read, is a plain CheckpointError: an older one would not help.
+    """

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import DamagedCheckpointError
 from karvan.checkpoint.files import FileEntry, read_arrays
 from karvan.checkpoint.ranges import WHOLE, Range, share_of
 from karvan.store.owners import counters_of
@@ -56,13 +56,13 @@ def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -
     for rank, file in enumerate(files):
         if file is None or not (rank == 0 or share_of(rank, len(files)).overlaps(share)):
             continue
-        found = _read(folder / file.name)
+        found = _read(folder, file)
         counters, place = found.pop(_FILTER, None), found.pop(_PLACE, None)
         if counters is not None:
             begin, total = (0, len(counters)) if place is None else place.tolist()
             whole = made.setdefault(_FILTER, np.zeros(total, counters.dtype))
             if len(whole) != total or not 0 <= begin <= total - len(counters):
-                raise CheckpointError.mismatch(
+                raise DamagedCheckpointError.mismatch(
                     folder / file.name,
                     f"{len(counters)} out of {len(whole)} counters",
                     f"those from {begin} on of {total}",
@@ -74,8 +74,8 @@ def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -
     return made
 
 
-def _read(path: Path) -> Extra:
+def _read(folder: Path, file: FileEntry) -> Extra:
     return {
         name: array.data.view(_NUMPY[array.dtype]).reshape(array.shape)
-        for name, array in read_arrays(path).items()
+        for name, array in read_arrays(folder, file).items()
     }

@@ -7,11 +7,13 @@ straight to the file, and the checksum is taken on the way. Any safetensors read
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan._native import crc32
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.pace import Pace
+from karvan.outages import is_temporary
 
 Bytes = NDArray[np.uint8]
 
@@ -34,6 +37,12 @@ ITEM_BYTES = {
 _ALIGNMENT = 64
 _PIECE = 4 << 20  # bytes between two calls of the system: still in the cache when the checksum has seen them
 _MAX_HEADER = 100_000_000  # as in the safetensors library
+# What the system says of a file that is lost or broken. Other errors, such as a lack of permission or a
+# server that is away, say nothing about the file.
+_LOST = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG),
+    errno.ENODATA,
+)
 
 
 class Stored(NamedTuple):
@@ -131,23 +140,39 @@ def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
             left[0] = left[0][written:]
 
 
-def problem_of(folder: Path, entry: FileEntry) -> str | None:
+class FileProblem(NamedTuple):
+    """What is wrong with a file; `unread` if the system did not let us read it, so that it may be whole."""
+
+    text: str
+    unread: bool = False
+
+
+def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
     """What is wrong with a file, by its size and checksum; None if nothing is."""
     path = folder / entry.name
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != entry.bytes:
-                return f"expected {entry.bytes} bytes, got {size}"
+                return FileProblem(f"expected {entry.bytes} bytes, got {size}")
             crc = 0
             buffer = memoryview(bytearray(min(_PIECE, size)))
             while count := file.readinto(buffer):
                 crc = crc32(buffer[:count], crc)
     except OSError as error:
-        return f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
+        text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
+        return FileProblem(text, unread=error.errno not in _LOST)
     if checksum_text(crc) != entry.checksum:
-        return f"expected {entry.checksum}, got {checksum_text(crc)}"
+        return FileProblem(f"expected {entry.checksum}, got {checksum_text(crc)}")
     return None
+
+
+def unread_error(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that cannot be read."""
+    text = f"expected a file that can be read, got {error.strerror or error}."
+    if error.errno in _LOST:
+        return DamagedCheckpointError(path, text)
+    return CheckpointError(path, text, temporary=is_temporary(error))
 
 
 def read_header(path: Path) -> dict[str, Place]:
@@ -157,28 +182,32 @@ def read_header(path: Path) -> dict[str, Place]:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             if len(start) < 8:
-                raise CheckpointError.mismatch(path, "at least 8 bytes", len(start))
+                raise DamagedCheckpointError.mismatch(path, "at least 8 bytes", len(start))
             (length,) = struct.unpack("<Q", start)
             if length > min(_MAX_HEADER, size - 8):
-                raise CheckpointError.mismatch(path, f"a header within {size} bytes", f"one of {length}")
+                raise DamagedCheckpointError.mismatch(
+                    path, f"a header within {size} bytes", f"one of {length}"
+                )
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError.mismatch(path, "a file that can be read", error.strerror or error) from error
+        raise unread_error(path, error) from error
     try:
         header = json.loads(text)
     except ValueError as error:
-        raise CheckpointError.mismatch(path, "a header of JSON", f"'{error}'") from error
+        raise DamagedCheckpointError.mismatch(path, "a header of JSON", f"'{error}'") from error
     if not isinstance(header, dict):
-        raise CheckpointError.mismatch(path, "a header that is an object", f"a {type(header).__name__}")
+        raise DamagedCheckpointError.mismatch(
+            path, "a header that is an object", f"a {type(header).__name__}"
+        )
     header.pop("__metadata__", None)
     places = {name: _place(path, name, entry, 8 + length) for name, entry in header.items()}
     at = 8 + length
     for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].size)):
         if place.begin != at:
-            raise CheckpointError.mismatch(path, f"array '{name}' at byte {at}", place.begin)
+            raise DamagedCheckpointError.mismatch(path, f"array '{name}' at byte {at}", place.begin)
         at += place.size
     if at != size:
-        raise CheckpointError.mismatch(path, f"{at} bytes, as the header says", size)
+        raise DamagedCheckpointError.mismatch(path, f"{at} bytes, as the header says", size)
     return places
 
 
@@ -188,29 +217,44 @@ def _place(path: Path, name: str, entry: object, data: int) -> Place:
             sizes = tuple(n for n in shape if isinstance(n, int) and n >= 0)
             if dtype in ITEM_BYTES and len(sizes) == len(shape):
                 if end - begin != prod(sizes) * ITEM_BYTES[dtype] or begin < 0:
-                    raise CheckpointError.mismatch(
+                    raise DamagedCheckpointError.mismatch(
                         path, f"array '{name}' of {prod(sizes) * ITEM_BYTES[dtype]} bytes", end - begin
                     )
                 return Place(dtype, sizes, data + begin, end - begin)
-    raise CheckpointError.mismatch(path, f"array '{name}' with a known dtype, a shape and offsets", entry)
+    raise DamagedCheckpointError.mismatch(
+        path, f"array '{name}' with a known dtype, a shape and offsets", entry
+    )
 
 
-def read_arrays(path: Path) -> dict[str, Stored]:
-    """All arrays of a file, in memory of their own."""
-    places = read_header(path)
+def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
+    """All arrays of a file, in memory of their own, once its checksum is right."""
+    path = folder / entry.name
+    places = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
     found: dict[str, Stored] = {}
-    with path.open("rb", buffering=0) as file:
-        for name, place in places.items():
-            data = np.empty(place.size, np.uint8)
-            file.seek(place.begin)
-            view, at = data.data, 0
-            while at < place.size:
-                count = file.readinto(view[at:])
-                if not count:
-                    raise CheckpointError.mismatch(path, f"{place.size} bytes of array '{name}'", at)
-                at += count
-            found[name] = Stored(place.dtype, place.shape, data)
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            crc = crc32(_read_bytes(path, file, places[0][1].begin if places else size), 0)
+            for name, place in places:
+                data = _read_bytes(path, file, place.size)
+                crc = crc32(data, crc)
+                found[name] = Stored(place.dtype, place.shape, data)
+    except OSError as error:
+        raise unread_error(path, error) from error
+    if checksum_text(crc) != entry.checksum:
+        raise DamagedCheckpointError.mismatch(path, entry.checksum, checksum_text(crc))
     return found
+
+
+def _read_bytes(path: Path, file: FileIO, size: int) -> Bytes:
+    data = np.empty(size, np.uint8)
+    view, at = data.data, 0
+    while at < size:
+        count = file.readinto(view[at:])
+        if not count:
+            raise DamagedCheckpointError.mismatch(path, f"{size} more bytes", at)
+        at += count
+    return data
 
 
 def sync_folder(path: Path) -> None:

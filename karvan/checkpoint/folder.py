@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"^\..+\.tmp-\d+-[0-9a-f]{8}$")
 _LOCK = ".lock"  # in a hidden folder, while its writer lives
+DAMAGED, ABANDONED = "damaged", "abandoned"  # what the names of folders that were set aside begin with
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -45,13 +46,20 @@ class HiddenFolder:
             self.path.mkdir()
             self._lock: FileLock | None = take_lock(self.path / _LOCK)
 
-    def publish(self, check: Callable[[], None]) -> None:
-        """Put the folder in its place, unless `check` raises; what was there is hidden instead."""
+    def publish(self, check: Callable[[], None], replaces: Callable[[Path], bool] = lambda _: True) -> None:
+        """Put the folder in its place, unless `check` raises; what was there is hidden instead.
+
+        replaces: whether what is there may go; otherwise it is set aside.
+        """
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_folder(Path(folder))
         with folder_lock(self.target.parent):
             check()
             self._release()  # others look for leftovers only under the parent's lock
+            if os.path.lexists(self.target) and not replaces(self.target):
+                aside = _aside_name(self.target, DAMAGED)
+                self.target.rename(aside)
+                _log.warning("%s is no whole checkpoint; it was renamed to %s.", self.target, aside.name)
             if self.target.exists():
                 _exchange(self.path, self.target)
             else:
@@ -112,6 +120,36 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
                 _remove_tree(name)
     except OSError as error:
         _warn(f"What is old in {parent}", error)
+
+
+def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
+    """Rename folders of one parent to `KIND-…`; returns the new names. One that has to stay is a warning."""
+    asides: dict[Path, Path] = {}
+    parent = folders[0].parent
+    try:
+        with folder_lock(parent):
+            for folder in folders:
+                aside = _aside_name(folder, kind)
+                try:
+                    folder.rename(aside)
+                except FileNotFoundError:
+                    continue  # another process has removed it
+                asides[folder] = aside
+            sync_folder(parent)
+    except OSError as error:
+        left = ", ".join(folder.name for folder in folders if folder not in asides)
+        _log.warning("%s could not be set aside in %s: %s", left, parent, error)
+    return asides
+
+
+def _aside_name(folder: Path, kind: str) -> Path:
+    """A name beside a folder that nothing has."""
+    name = folder.with_name(f"{kind}-{folder.name}")
+    number = 2
+    while os.path.lexists(name):
+        name = folder.with_name(f"{kind}-{folder.name}-{number}")
+        number += 1
+    return name
 
 
 def _rename(folder: Path, name: Path) -> bool:

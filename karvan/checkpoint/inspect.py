@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.choice import find_alone
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.survey import Survey, survey
 from karvan.checkpoint.tree import tensor_names
 from karvan.store import Rows
 
@@ -59,6 +60,7 @@ class Summary:
     dense_tensors: int
     dense_bytes: int
     tables: list[TableSummary]
+    not_whole: list[Survey]  # what else a run's folder has: damaged, incomplete, abandoned
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,18 @@ class KeyRow:
 
 
 def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
-    """What a checkpoint, or a run's newest one, holds. Reads all rows; `verify` checks the files first."""
-    checkpoint = find_alone(Path(path))
+    """What a checkpoint, or a run's newest one that looks whole, holds. Reads all rows.
+
+    The files are checked as they are read.
+    """
+    folder = Path(path)
+    others = [] if (folder / NAME).exists() else survey(folder)
+    whole = [each.path for each in others if each.condition == "whole"]
+    not_whole = [each for each in others if each.condition != "whole"]
+    if not whole and not_whole:
+        told = "; ".join(f"{each.path.name} is {each.condition}: {each.problem}" for each in not_whole)
+        raise DamagedCheckpointError(folder, f"expected a whole checkpoint, got none: {told}.")
+    checkpoint = Checkpoint(whole[-1]) if whole else find_alone(folder)
     manifest = checkpoint.manifest
     return Summary(
         path=checkpoint.path,
@@ -92,6 +104,7 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
         dense_tensors=len(list(tensor_names(manifest.state))),
         dense_bytes=manifest.dense.bytes,
         tables=[_table(checkpoint, name, hottest) for name in manifest.tables],
+        not_whole=not_whole,
     )
 
 

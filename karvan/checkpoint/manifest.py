@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.files import FileEntry, checksum_text
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.files import FileEntry, checksum_text, unread_error
 from karvan.checkpoint.ranges import SPACE, Range, between, equal_cuts
 
 NAME = "manifest.json"
@@ -123,18 +123,20 @@ def read(folder: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        received = "none" if folder.is_dir() else "no such folder"
-        raise CheckpointError.mismatch(folder, f"a checkpoint, with a {NAME}", received) from error
+        kind, received = CheckpointError, "no such folder"
+        if folder.is_dir():
+            kind, received = DamagedCheckpointError, "none"
+        raise kind.mismatch(folder, f"a checkpoint, with a {NAME}", received) from error
     except OSError as error:
-        raise CheckpointError.mismatch(path, "a file that can be read", error.strerror or error) from error
+        raise unread_error(path, error) from error
     first = _FIRST_LINE.match(data)
     if not first:
-        raise CheckpointError.mismatch(
+        raise DamagedCheckpointError.mismatch(
             path, "a first line with a checksum, as Karvan writes it", repr(data[:40])
         )
     expected, received = first[1].decode(), checksum_text(zlib.crc32(data[first.end() :]))
     if expected != received:
-        raise CheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
+        raise DamagedCheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
     return parse(path, data)
 
 
@@ -143,7 +145,7 @@ def parse(path: Path, data: bytes) -> Manifest:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise CheckpointError.mismatch(path, "JSON", f"'{error}'") from error
+        raise DamagedCheckpointError.mismatch(path, "JSON", f"'{error}'") from error
     for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
         received = content.pop(key, None)
         if received != known:
@@ -155,7 +157,7 @@ def parse(path: Path, data: bytes) -> Manifest:
         manifest = Manifest(**content)
         _check(manifest)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise CheckpointError.mismatch(path, "the fields of a manifest", f"'{error}'") from error
+        raise DamagedCheckpointError.mismatch(path, "the fields of a manifest", f"'{error}'") from error
     return manifest
 
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.files import problem_of
+from karvan.checkpoint.errors import DamagedCheckpointError
 from karvan.checkpoint.manifest import TableEntry
 from karvan.checkpoint.ranges import WHOLE, Range
 from karvan.checkpoint.tables import join, overlay, read_part, select
@@ -35,7 +34,7 @@ class TableReader:
         for layer in layers[1:]:
             its = layer.entry
             if (its.dim, its.dtype, its.state) != (full.dim, full.dtype, full.state):
-                raise CheckpointError.mismatch(
+                raise DamagedCheckpointError.mismatch(
                     layer.folder,
                     f"table '{name}' as in its base: dim {full.dim}, {full.dtype}, {full.state} of state",
                     f"dim {its.dim}, {its.dtype}, {its.state} of state",
@@ -59,9 +58,6 @@ class TableReader:
         upper = int(hashes_of(keys)[0]) >> 32
         for folder, entry, delta in reversed(self._layers):
             part = entry.parts[bisect_right(entry.parts, upper, key=lambda one: one.first) - 1]
-            problem = problem_of(folder, part)
-            if problem:
-                raise CheckpointError(folder / part.name, f"{problem}.")
             rows, erased = read_part(folder, entry, part, delta=delta)
             if (found := rows.keys == keys).any():
                 return select(rows, found)

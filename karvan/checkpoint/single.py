@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from karvan import ranks
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoints import PART_BYTES
-from karvan.checkpoint.choice import chosen, find_alone
+from karvan.checkpoint.choice import chosen, find_alone, is_checkpoint
 from karvan.checkpoint.pending import Pending
+from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.tables import Model, tables_of
 from karvan.checkpoint.writing import Writing, check_target, taken
+
+T = TypeVar("T")
 
 
 def start(
@@ -48,6 +51,21 @@ def save(
 ) -> Checkpoint:
     """Save a full checkpoint and wait until it is complete."""
     return start(path, state, model, step=step, metrics=metrics, part_bytes=part_bytes).wait()
+
+
+def resume_at(
+    path: str | os.PathLike[str] | Checkpoint, load: Callable[[Checkpoint], T]
+) -> tuple[Checkpoint, T]:
+    """A checkpoint, or the newest whole one of a run's folder, and what `load` made of it; a collective."""
+    if isinstance(path, Checkpoint):
+        return path, load(path)
+    folder = Path(path)
+    if not is_checkpoint(folder):
+        resumed = resume(folder, load)
+        if resumed is not None:
+            return resumed
+    found = find(folder)
+    return found, load(found)
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from karvan import ids
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import DamagedCheckpointError
 from karvan.checkpoint.files import Stored, read_arrays, read_header, stored
 from karvan.checkpoint.manifest import PartEntry, TableEntry, row_bytes
 from karvan.embedding import EmbeddingEngine, TableHandle
@@ -94,7 +94,7 @@ def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
 def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> tuple[Rows, Keys]:
     """The rows of a part, and the keys that left."""
     check_part(folder, table, part, delta)
-    data = {name: array.data for name, array in read_arrays(folder / part.name).items()}
+    data = {name: array.data for name, array in read_arrays(folder, part).items()}
     if table.dtype == "bfloat16":
         vectors = (data["vectors"].view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     elif table.dtype == "float16":
@@ -127,9 +127,9 @@ def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) ->
     for name, (dtype, shape) in expected.items():
         received = places.get(name)
         if received is None:
-            raise CheckpointError.mismatch(path, f"an array '{name}'", ", ".join(places) or "no array")
+            raise DamagedCheckpointError.mismatch(path, f"an array '{name}'", ", ".join(places) or "no array")
         if (received.dtype, received.shape) != (dtype, shape):
-            raise CheckpointError.mismatch(
+            raise DamagedCheckpointError.mismatch(
                 path, f"'{name}' of {dtype} {shape}", f"{received.dtype} {received.shape}"
             )
 

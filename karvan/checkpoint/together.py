@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.outages import is_temporary
 from karvan.ranks import Lane, RankError
 
@@ -16,7 +16,8 @@ def together(
 ) -> list[Any]:
     """What `work` returned on every rank; it must be something that JSON can say.
 
-    If it raised on any rank, all raise a CheckpointError, which names the rank unless `name_rank` is off.
+    If it raised on any rank, all raise a CheckpointError, which names the rank unless `name_rank` is off. It
+    is of damage if that is all that any rank has found.
     A process that is alone just does the work.
     """
     if lane.world == 1:
@@ -29,18 +30,19 @@ def together(
     except Exception as error:
         own = error
     said = lane.gather_json({"value": value, "problem": own and _told(path, own)})
-    for rank, one in enumerate(said):
-        if one["problem"] is not None:
-            where, what, temporary = one["problem"]
-            # An error that all have agreed on names its rank already.
-            named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
-            # The text of a CheckpointError has its cause; of any other error people want the place as well.
-            agreed = CheckpointError(where, named, temporary=temporary)
-            raise agreed from None if isinstance(own, CheckpointError) else own
+    problems = [(rank, *one["problem"]) for rank, one in enumerate(said) if one["problem"] is not None]
+    # What an older checkpoint would not mend comes first.
+    for rank, where, what, temporary, damaged in sorted(problems, key=lambda problem: bool(problem[4])):
+        # An error that all have agreed on names its rank already.
+        named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
+        kind = DamagedCheckpointError if damaged else CheckpointError
+        # The text of a CheckpointError has its cause; of any other error people want the place as well.
+        agreed = kind(where, named, temporary=temporary)
+        raise agreed from None if isinstance(own, CheckpointError) else own
     return [one["value"] for one in said]
 
 
-def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool]:
+def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool, bool]:
     if isinstance(error, CheckpointError):
-        return error.path, error.problem, error.temporary
-    return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error)
+        return error.path, error.problem, error.temporary, isinstance(error, DamagedCheckpointError)
+    return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error), False

@@ -181,7 +181,7 @@ class Writing:
             data = self._manifest(folder, shares, dense[0])
             _remove_unnamed(folder, manifests.parse(folder / manifests.NAME, data))
             write_file(folder / manifests.NAME, [memoryview(data)], pace)
-            hidden.publish(check)
+            hidden.publish(check, _is_checkpoint)
             return data.decode()
 
         try:
@@ -285,6 +285,14 @@ def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:
             one.close()
         raise
     return made[0]
+
+
+def _is_checkpoint(target: Path) -> bool:
+    try:
+        manifests.read(target)
+    except CheckpointError:
+        return False
+    return True
 
 
 def check_target(target: Path) -> None:

@@ -32,6 +32,7 @@ def inspect(
 ) -> int:
     """Show the tables of a checkpoint: rows, bytes, norms and the hottest keys; or one key's row.
 
+    Of a run's folder, also which checkpoints are damaged, incomplete or set aside.
     With --verify every file is read and its checksum compared; the exit code is 3 if one is damaged.
 
     \b
@@ -100,6 +101,13 @@ def show_summary(seen: Summary) -> None:
         right=["rows", "dim", "bytes", "mean norm", "max norm"],
     )
     out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
+    if seen.not_whole:
+        print_table(
+            "Not whole, or set aside",
+            ["folder", "step", "condition", "problem"],
+            [[each.path.name, f"{each.step:,}", each.condition, each.problem] for each in seen.not_whole],
+            right=["step"],
+        )
 
 
 def _verify(path: Path, as_json: bool) -> int:

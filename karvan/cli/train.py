@@ -49,6 +49,13 @@ def train(
     resume: bool = typer.Option(
         True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
     ),
+    resume_from: str | None = typer.Option(
+        None,
+        "--resume-from",
+        metavar="step-…",
+        help="Continue from this checkpoint of the folder; later ones are set aside.",
+        show_default=False,
+    ),
     drop_unfinished: bool = typer.Option(
         False, "--drop-unfinished", help="Take new data although the data before was not trained to its end."
     ),
@@ -89,7 +96,13 @@ def train(
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
-    result = _fit(job, resume=resume, drop_unfinished=drop_unfinished, new_settings=new_settings, quiet=quiet)
+    result = _fit(
+        job,
+        resume=_choice(resume, resume_from),
+        drop_unfinished=drop_unfinished,
+        new_settings=new_settings,
+        quiet=quiet,
+    )
     if not quiet and job.trainer.saver.folder is not None:
         tell_how_to_plot(job.trainer.saver.folder)
     if as_json:
@@ -99,8 +112,24 @@ def train(
     return STOPPED.get(result.stopped or "", OK)
 
 
+def _choice(resume: bool, resume_from: str | None) -> bool | str:
+    from karvan.checkpoint.recovery import check_resume
+
+    if resume_from is None:
+        return resume
+    if not resume:
+        raise CommandError("--no-resume and --resume-from exclude each other: give one of them.")
+    try:
+        check_resume(resume_from)
+    except ValueError:
+        raise CommandError(
+            f"--resume-from expects the name of a checkpoint, such as step-000000001000, got '{resume_from}'."
+        ) from None
+    return resume_from
+
+
 def _fit(
-    job: kv.Job, *, resume: bool, drop_unfinished: bool, new_settings: bool, quiet: bool
+    job: kv.Job, *, resume: bool | str, drop_unfinished: bool, new_settings: bool, quiet: bool
 ) -> kv.train.FitResult:
     from karvan.train import NoProgress
     from karvan.train.dataset import UnfinishedError
@@ -108,11 +137,11 @@ def _fit(
     if job.eval_every is not None and job.eval_data is None:
         raise CommandError("--eval-every expects data to evaluate on, but the job has none.")
     saver = job.trainer.saver
-    newest = saver.latest()
-    if newest is not None and not resume:
+    newest = None if resume else saver.newest_step()
+    if newest is not None:
         raise CommandError(
             f"--no-resume expects a folder without checkpoints, but {saver.folder} has some, "
-            f"up to step {newest.step}."
+            f"up to step {newest}."
         )
     if quiet:
         job.trainer.progress = NoProgress()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.choice import newest
+from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.transforms import KEY, has_state, name_of
 from karvan.cluster.stream_line import Caller, Line
 from karvan.features import FeatureEngine
@@ -114,12 +114,9 @@ class SavedStatistics:
                 raise CheckpointError(self._path, f"its transform '{name}' is another: {error}") from error
 
     def _read(self) -> dict[str, Any]:
-        while (found := newest(Path(self._folder))) is not None:
-            gone = self._path == found.path
-            self._path = found.path
-            try:
-                return dict(found.state().get(KEY, {}))
-            except (CheckpointError, OSError):  # trainers may have removed it since, and have a newer one
-                if gone:
-                    raise
-        return {}
+        # Trainers set aside what is damaged when they resume.
+        found = resume(Path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
+        if found is None:
+            return {}
+        self._path = found[0].path
+        return found[1]

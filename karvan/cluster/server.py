@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from karvan.checkpoint import Checkpoint, Checkpoints
+from karvan.checkpoint import Checkpoint, DamagedCheckpointError
+from karvan.checkpoint.recovery import resume
 from karvan.cluster.batches import Batches
 from karvan.cluster.dense_service import DenseService, settings_of
 from karvan.cluster.generations import Generations, generations_of
@@ -169,8 +170,11 @@ class ParameterServer(Service):
     def _fill(self, call: Request) -> Message:
         for table, told in call.head["tables"].items():
             self._tables.check_state(table, told["initial"])
-        self._saving.fill(Path(call.head["path"]), call.head["tables"])
-        return Message({})
+        try:
+            self._saving.fill(Path(call.head["path"]), call.head["tables"])
+        except DamagedCheckpointError as error:  # trainers decide together which one to load instead
+            return Message({"damaged": [[error.path[-8192:], error.problem[:8192]]]})
+        return Message({"damaged": []})
 
     def _restore(self, call: Request) -> Message:
         """Another process had this place: take its rows as they were saved last, once.
@@ -204,23 +208,31 @@ class ParameterServer(Service):
             self._tables.add(told["spec"])
             if "initial" in told:
                 self._tables.set_state(name, told["initial"], fresh=False)
-        newest = Checkpoints(folder).latest()
-        if newest is None:
-            _log.warning("%s begins anew without rows: nothing was saved yet.", self.name)
+
+        def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
+            saved = newest.manifest.tables
+            filled = {
+                name: {
+                    "keep": name in saved and saved[name].optimizer is not None and "initial" in told,
+                    "initial": told.get("initial", []),
+                    "extra": True,
+                }
+                for name, told in tables.items()
+            }
+            for name in tables:  # a newer one may have been damaged behind some of its rows
+                self._tables.store.clear(name)
+            self._saving.fill(newest.path, {name: told for name, told in filled.items() if name in saved})
+            return filled
+
+        # Trainers set aside what is damaged when they resume.
+        resumed = resume(folder, fill, rename=False)
+        if resumed is None:
+            _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
             initial = {name: told.get("initial", []) for name, told in tables.items()}
             empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
             return Restored(None, empty, self._updates_of(None))
-        _log.warning("%s begins anew with the rows of step %d.", self.name, newest.step)
-        saved = newest.manifest.tables
-        filled = {
-            name: {
-                "keep": name in saved and saved[name].optimizer is not None and "initial" in told,
-                "initial": told.get("initial", []),
-                "extra": True,
-            }
-            for name, told in tables.items()
-        }
-        self._saving.fill(newest.path, {name: told for name, told in filled.items() if name in saved})
+        newest, filled = resumed
+        _log.warning("%s is restarted with the rows of step %d.", self.name, newest.step)
         return Restored(newest, filled, self._updates_of(newest))
 
     def _describe(self, call: Request) -> Message:

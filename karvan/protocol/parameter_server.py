@@ -30,7 +30,7 @@ from karvan.protocol.values import (
 )
 from karvan.wire.calls import ANY, ArrayKind, Call, ForEach, table_of
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text
+from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text, TupleOf
 from karvan.wire.message import Array
 
 SERVER_HELLO = Fields(
@@ -257,6 +257,7 @@ _SAVING = table_of(
                 ),
             }
         ),
+        answer=Fields({"damaged": ListOf(TupleOf(Text(8192), Text(8192)))}),  # files, and what is wrong
     ),
     Call("check_folder", Fields({"folder": PATH})),
     Call(

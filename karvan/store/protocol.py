@@ -359,8 +359,10 @@ class AwayStore(Store):
         """
 
     @abstractmethod
-    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have all holders empty these tables and read their rows from a checkpoint.
+    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Have all holders empty these tables and read their rows from a checkpoint; returns what is damaged.
+
+        Each damage is a file and what is wrong with it; the tables are half filled, then.
 
         tables: for each whether to `keep` the optimizer state that was saved, the `initial` state otherwise,
         and whether `extra` is to be read, too.

@@ -306,7 +306,7 @@ class RemoteTables(AwayStore):
             replies[0].pause(0.05)
         return [reply.wait().head["shares"] for reply in replies]
 
-    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """See `AwayStore.fill_away`."""
         self.window.drain()
         head = {"path": path, "tables": {name: dict(told) for name, told in tables.items()}}
@@ -314,8 +314,8 @@ class RemoteTables(AwayStore):
             self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)
             for server in range(self.count)
         ]
-        for reply in replies:
-            reply.wait()
+        answers = [reply.wait() for reply in replies]
+        return [(str(path), str(problem)) for each in answers for path, problem in each.head["damaged"]]
 
     def close_capture(self, number: int) -> None:
         """For a capture that is not needed any more."""

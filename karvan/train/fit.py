@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from karvan.checkpoint import Checkpoint
 from karvan.train import dataset, state
 from karvan.train.course import Course
 from karvan.train.evaluated import require_numbers
@@ -24,6 +25,7 @@ from karvan.train.preflight import check_fit
 from karvan.train.randomness import set_random_state
 from karvan.train.reporting import Reporter
 from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
+from karvan.train.resuming import check_choice, chosen
 from karvan.train.saving import Snapshot
 from karvan.train.stopping import Stopping
 from karvan.train.taking import Fed
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 class Begin(NamedTuple):
     """How a fit begins where there are checkpoints; see `Trainer.fit`."""
 
-    resume: bool = True
+    resume: bool | str = True
     drop_unfinished: bool = False
     data_name: str | None = None
     new_settings: bool = False
@@ -116,27 +118,16 @@ class Fit:
         trainer, counts = self._trainer, self._counts
         self._begun = time.monotonic()
         check_fit(trainer, self._goal)
-        newest = trainer.saver.latest()
-        if newest is not None and not self._how.resume:
-            raise ValueError(
-                f"resume is False, but {trainer.saver.folder} has checkpoints up to step {newest.step}: "
-                "expected a folder without, or resume=True."
-            )
+        check_choice(trainer.saver, self._how.resume)
         trainer.saver.require_writable()
         self._identity = dataset.identify(self._data, self._how.data_name, trainer.connection)
-        record = None if newest is None else dataset.record_of(newest)
-        other = newest is not None and dataset.is_other(
-            record, self._identity, newest, self._how.drop_unfinished
-        )
-        if record is not None:
-            self._past = record.history if other else record.past
-            self._before = dataset.trained_before(record, self._identity) if other else None
         self._transforms.use(self._data, self._goal.eval_data)
-        trainer.update.forget()
-        if newest is not None:
-            self._load(trainer.saver.load(newest, trainer.model), other)
-        else:
+        resumed = trainer.saver.resume(self._load_checkpoint, chosen(self._how.resume))
+        if resumed is None:
+            trainer.update.forget()
             self._begin_alone()
+        else:
+            self._load(*resumed[1])
         self._transforms.match_loaders()
         self._transforms.require_fitted(trainer.model)
         self._transforms.require_equal(trainer.connection.main, trainer.model)
@@ -146,8 +137,10 @@ class Fit:
         self._reporter = Reporter(trainer)
         trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes, counts))
         stack.callback(trainer.progress.end)
-        if newest is not None:
-            trainer.progress.say(dataset.announcement(newest, record, self._identity, other, self._before))
+        if resumed is not None:
+            found, (_, other) = resumed
+            record = dataset.record_of(found)
+            trainer.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
             if self._has_all():
                 trainer.progress.say(
                     dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
@@ -156,6 +149,20 @@ class Fit:
         stack.callback(trainer.logs.close)
         trainer.callbacks.on_fit_begin(trainer)
         self._stopping.ask_all()
+
+    def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
+        """Fill the tables from a checkpoint; its state, and whether it is of other data than this fit's.
+
+        It is called again with an older one if this one is damaged.
+        """
+        record = dataset.record_of(found)
+        other = dataset.is_other(record, self._identity, found, self._how.drop_unfinished)
+        self._past, self._before = (), None
+        if record is not None:
+            self._past = record.history if other else record.past
+            self._before = dataset.trained_before(record, self._identity) if other else None
+        self._trainer.update.forget()
+        return self._trainer.saver.load(found, self._trainer.model), other
 
     def _begin_alone(self) -> None:
         """Without a checkpoint: from 0, or behind what this Trainer has trained before."""

@@ -43,14 +43,14 @@ class Job:
     def fit(
         self,
         *,
-        resume: bool = True,
+        resume: bool | str = True,
         drop_unfinished: bool = False,
         new_settings: bool = False,
         on_new_run: Callable[[], None] = lambda: None,
     ) -> FitResult:
         """Train. `on_new_run` is called after the warm start of a run that has no checkpoint yet."""
         self.check()
-        if self.trainer.saver.latest() is None:
+        if self.trainer.saver.newest_step() is None:
             if self.warm_start is not None:
                 self._warm_start(self.warm_start)
             on_new_run()

@@ -139,6 +139,8 @@ class Kept:
     ) -> dict[str, Any]:
         """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
 
+        Of a run's folder the newest whole one is taken: a damaged one is a warning, and is renamed to
+        damaged-step-…. A damaged checkpoint that was named is an error.
         The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
         metrics and callbacks is left out. All ranks load together.
 
@@ -153,10 +155,13 @@ class Kept:
                 "load was called inside of a loop over a loader: expected it before or behind."
             )
         self._saves.wait()
-        found = checkpoint if isinstance(checkpoint, Checkpoint) else checkpoints.find(checkpoint)
-        other = data is not None and self._is_other(found, data, data_name, drop_unfinished)
-        self.update.forget()
-        saved = found.load(self.model)
+
+        def load(one: Checkpoint) -> tuple[dict[str, Any], bool]:
+            is_other = data is not None and self._is_other(one, data, data_name, drop_unfinished)
+            self.update.forget()
+            return one.load(self.model), is_other
+
+        found, (saved, other) = checkpoints.resume_at(checkpoint, load)
         state.restore_trained(self, saved)
         self.transforms.load(saved)
         set_random_state(state.random_of(self.connection, saved))

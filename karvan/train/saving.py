@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -28,6 +28,9 @@ class Snapshot(NamedTuple):
     state: Mapping[str, Any]
     model: nn.Module
     metrics: Mapping[str, float] | None
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,15 @@ class NoSaver:
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint, if there is one."""
+        return None
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint, whole or damaged; None if there is none."""
+        return None
+
+    def resume(self, load: Callable[[Checkpoint], T], name: str | None = None) -> tuple[Checkpoint, T] | None:
+        """The newest whole checkpoint, or the one of a name, and what `load` makes of it; None if there is
+        none. See `karvan/checkpoint/recovery.py`."""
         return None
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
@@ -137,6 +149,14 @@ class Saver(NoSaver):
     def latest(self) -> Checkpoint | None:
         """See `NoSaver.latest`."""
         return self._checkpoints.latest()
+
+    def newest_step(self) -> int | None:
+        """See `NoSaver.newest_step`."""
+        return self._checkpoints.newest_step()
+
+    def resume(self, load: Callable[[Checkpoint], T], name: str | None = None) -> tuple[Checkpoint, T] | None:
+        """See `NoSaver.resume`."""
+        return self._checkpoints.resume_with(load, name)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
         """See `NoSaver.load`. Tables that are as this process has saved them stay: deltas can follow then."""

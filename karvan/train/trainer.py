@@ -209,7 +209,7 @@ class Trainer:
         train_steps: int | None = None,
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
-        resume: bool = True,
+        resume: bool | str = True,
         drop_unfinished: bool = False,
         data_name: str | None = None,
         new_settings: bool = False,
@@ -227,7 +227,9 @@ class Trainer:
         model, optimizers, schedules and `step` as they were, epochs and train_steps from 0. Other data that
         was not trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of
         data has begun (`kv.stream()` instead of a Loader), which drop_unfinished starts again. resume=False
-        refuses checkpoints, and counts steps from 0, with the model as it is.
+        refuses checkpoints, and counts steps from 0, with the model as it is. A damaged checkpoint is a
+        warning, renamed to damaged-step-…, and the newest whole one is taken. "step-000000001000" takes that
+        checkpoint or none; those of later steps are renamed to abandoned-step-….
         data_name: what the data is called in checkpoints. Loaders know which data they read; a list or a
         torch DataLoader does not, and is taken as the checkpoint's unless it has a name.
         new_settings: a fit that continues from a checkpoint takes the learning rates and other settings of
@@ -246,7 +248,9 @@ class Trainer:
         The first is the one that the newest checkpoint left unfinished, if it did; `fit(window.loader)`
         continues in it.
         """
-        return remaining(self.saver.latest(), windows)
+        # Of a damaged checkpoint, `fit` would not continue: windows would be skipped.
+        resumed = self.saver.resume(Checkpoint.require_intact)
+        return remaining(None if resumed is None else resumed[0], windows)
 
     def fit_and_evaluate(self, data: Iterable[Any], eval_data: Iterable[Any], **options: Any) -> FitResult:
         """`fit` with evaluations; the last one's metrics are the result's `evaluation`."""

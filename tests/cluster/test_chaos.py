@@ -39,7 +39,7 @@ def test_a_lost_server_takes_its_rows_as_they_were_saved(tmp_path, workers):
         job.finish()
         times, _ = job.records()
         log = job.log.read_text()
-        assert "begins anew with the rows of step" in log, log
+        assert "is restarted with the rows of step" in log, log
         assert "Generation" not in log, log
         steps, _, lost = map(int, (tmp_path / "notes" / "done-0").read_text().split())
         assert steps == -(-ROWS // 16)

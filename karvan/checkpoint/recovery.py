@@ -1,0 +1,188 @@
+"""Resuming from the newest checkpoint that is whole, or from the one that was asked for.
+
+Checkpoints are tried from the newest to the oldest. One is whole if its manifest can be read, all its files
+and those of the chain it builds on are there with the right sizes, and the checksums of what is read match;
+so trying one is loading it. A damaged one is a warning, and the one before is loaded completely instead, on
+top of whatever was loaded before. Deltas that build on a damaged checkpoint are damaged as well: they are
+newer, so they were tried before it.
+
+Once a checkpoint was loaded, the damaged ones above it are renamed to `damaged-step-…`. If none is whole,
+that is an error and nothing is renamed. An error that is no damage, such as another model's tables or a file
+that the system does not let us read, ends the search: an older checkpoint would not help, or would lose steps
+for no reason.
+
+Who asks for one checkpoint gets that one or an error. Checkpoints of later steps would be taken by the next
+resume and mix with the new course of training, so they are renamed to `abandoned-step-…`.
+
+The ranks of a job do this together: rank 0 lists the folder and renames, every attempt succeeds on all ranks
+or fails on all of them with the same error, so all take the same decision. A rank that dies is a RankError on
+the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from karvan import ranks
+from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.folder import ABANDONED, DAMAGED, set_aside
+from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
+from karvan.checkpoint.together import together
+from karvan.ranks import Lane
+
+_log = logging.getLogger(__name__)
+_LISTINGS = 10  # of a folder in which another process prunes meanwhile
+
+T = TypeVar("T")
+
+
+class _PrunedError(Exception):
+    """Another process has removed the checkpoint that was to be loaded."""
+
+
+def check_resume(resume: object) -> None:
+    """Raise unless it is True, False or the name of a checkpoint."""
+    if isinstance(resume, bool) or (isinstance(resume, str) and is_step_name(resume)):
+        return
+    raise ValueError(
+        "resume expects True, False or the name of a checkpoint, such as 'step-000000001000', "
+        f"got {resume!r}."
+    )
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint of a folder, whole or not; None if there is none. A collective."""
+    lane = ranks.current().here
+
+    def look() -> list[int]:
+        return [step_of(path) for path in saved_folders(folder)[-1:]] if lane.rank == 0 else []
+
+    found: list[int] = together(lane, folder, look)[0]
+    return found[0] if found else None
+
+
+def resume(
+    folder: Path, load: Callable[[Checkpoint], T], name: str | None = None, *, rename: bool = True
+) -> tuple[Checkpoint, T] | None:
+    """The newest whole checkpoint, or the one of that name, and what `load` returned for it; a collective.
+
+    None if there is no checkpoint. `load` loads all that is needed, and is called again for an older one when
+    it raises a DamagedCheckpointError. rename: set aside what is damaged, or later than the named one.
+    """
+    lane = ranks.current().here
+    for _ in range(_LISTINGS):
+        names = _names(lane, folder)
+        if name is not None:
+            return _resume_named(lane, folder, load, name, names, rename)
+        try:
+            return _resume_newest(lane, folder, load, names, rename)
+        except _PrunedError:  # there is a newer one, then
+            continue
+    raise CheckpointError(folder, f"expected checkpoints that stay, got other ones {_LISTINGS} times.")
+
+
+def _names(lane: Lane, folder: Path) -> list[str]:
+    def look() -> list[str]:
+        return [path.name for path in saved_folders(folder)] if lane.rank == 0 else []
+
+    names: list[str] = together(lane, folder, look)[0]
+    return names
+
+
+def _resume_newest(
+    lane: Lane, folder: Path, load: Callable[[Checkpoint], T], names: Sequence[str], rename: bool
+) -> tuple[Checkpoint, T] | None:
+    damaged: list[Path] = []
+    first: DamagedCheckpointError | None = None
+    for each in reversed(names):
+        path = folder / each
+        try:
+            found = _open(lane, path)
+            result = load(found)
+        except CheckpointError as error:
+            if _has_gone(lane, path):
+                raise _PrunedError from error
+            if not isinstance(error, DamagedCheckpointError):
+                raise
+            damaged.append(path)
+            first = first or error
+            if lane.rank == 0:
+                _log.warning("The checkpoint %s is damaged: %s", each, error)
+            continue
+        if damaged and lane.rank == 0:
+            _report(found, damaged, set_aside(damaged, DAMAGED) if rename else {})
+        return found, result
+    if first is not None:
+        raise DamagedCheckpointError(
+            folder,
+            f"expected a whole checkpoint, got {len(damaged)} damaged: {_listed(damaged)}. The newest: "
+            f"{first} Nothing was changed. Restore a checkpoint from a backup, or train in another folder.",
+        ) from first
+    return None
+
+
+def _resume_named(
+    lane: Lane, folder: Path, load: Callable[[Checkpoint], T], name: str, names: Sequence[str], rename: bool
+) -> tuple[Checkpoint, T]:
+    others = ", ".join(each for each in names if each != name) or "none"
+    if name not in names:
+        raise CheckpointError(
+            folder, f"expected a checkpoint {name}, got none of that name; there are: {others}."
+        )
+    try:
+        found = _open(lane, folder / name)
+        result = load(found)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
+            error.path, f"{error.problem} So {name}, which was asked for, is damaged; others are: {others}."
+        ) from error
+    later = [folder / each for each in names if step_of(Path(each)) > found.step]
+    if later and rename and lane.rank == 0:
+        for path, aside in set_aside(later, ABANDONED).items():
+            _log.warning(
+                "Resuming from %s as asked; the later checkpoint %s was renamed to %s.",
+                name,
+                path.name,
+                aside.name,
+            )
+    return found, result
+
+
+def _open(lane: Lane, path: Path) -> Checkpoint:
+    """The checkpoint at a path; all ranks must see the same one."""
+    made: list[Checkpoint] = []
+
+    def read() -> str:
+        made.append(Checkpoint(path))
+        return made[0].manifest.id
+
+    if len(set(together(lane, path, read, name_rank=False))) > 1:
+        raise CheckpointError(
+            path,
+            "expected all ranks to see the same checkpoint, got different ones: checkpoints must lie on "
+            "storage that all ranks share.",
+        )
+    return made[0]
+
+
+def _has_gone(lane: Lane, path: Path) -> bool:
+    return not together(lane, path, lambda: lane.rank != 0 or path.exists())[0]
+
+
+def _report(found: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:
+    kept = ", ".join(aside.name for aside in asides.values())
+    _log.warning(
+        "Resuming from %s, the newest whole checkpoint; lost are the %d steps up to %s.%s",
+        found.path,
+        step_of(damaged[0]) - found.step,
+        damaged[0].name,
+        f" What is damaged was kept as {kept}." if kept else "",
+    )
+
+
+def _listed(paths: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in paths)

@@ -1,0 +1,115 @@
+"""What lies in a run's folder: checkpoints, folders that should be some, and those that were set aside.
+
+| name | what it is |
+|---|---|
+| `step-…` with a manifest | a checkpoint; whether its files are whole is known once they are read |
+| `step-…` without one | incomplete: something has damaged it, since a save puts a whole folder in its place |
+| `damaged-step-…` | was found damaged by a resume, or was in the way of a save |
+| `abandoned-step-…` | later than the checkpoint that a resume was told to take |
+
+What was set aside is never loaded, counted or pruned. Renaming it back brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.folder import ABANDONED, DAMAGED
+from karvan.checkpoint.manifest import NAME
+
+_log = logging.getLogger(__name__)
+
+_STEP = re.compile(r"^step-(\d{12,})$")
+_ASIDE = re.compile(rf"^({DAMAGED}|{ABANDONED})-step-(\d{{12,}})(-\d+)?$")
+_reported: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A folder among a run's, as its names and manifests tell."""
+
+    path: Path
+    step: int
+    condition: str  # whole (as far as manifests tell), damaged, incomplete or abandoned
+    problem: str = ""
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The folders named step-…, oldest first."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    steps = {int(match[1]): name for name in names if (match := _STEP.match(name))}
+    return [folder / steps[step] for step in sorted(steps) if (folder / steps[step]).is_dir()]
+
+
+def is_step_name(name: str) -> bool:
+    """Whether a name is that of a checkpoint in a run's folder."""
+    return _STEP.match(name) is not None
+
+
+def step_of(path: Path) -> int:
+    """The step that a folder's name says."""
+    return int(path.name.removeprefix("step-"))
+
+
+def saved_folders(folder: Path) -> list[Path]:
+    """The folders named step-… that hold something, oldest first; one that is empty is a warning, once."""
+    found = []
+    for path in step_folders(folder):
+        if (path / NAME).exists() or any(each.is_file() for each in path.rglob("*")):
+            found.append(path)
+        elif path.exists() and path not in _reported:
+            _reported.add(path)
+            _log.warning(
+                "%s is empty: expected a checkpoint, with a %s. It is skipped, and a save of its step moves "
+                "it aside.",
+                path,
+                NAME,
+            )
+    return found
+
+
+def survey(path: str | os.PathLike[str]) -> list[Survey]:
+    """All checkpoints of a run's folder, oldest first, then what was set aside.
+
+    Reads manifests and the sizes of files; `verify` reads all of the files.
+    """
+    folder = Path(path)
+    found = [_look(path) for path in step_folders(folder)]
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for name in names:
+        if match := _ASIDE.match(name):
+            found.append(Survey(folder / name, int(match[2]), match[1], "set aside"))
+    return found
+
+
+def _look(path: Path) -> Survey:
+    step = step_of(path)
+    if not (path / NAME).exists():
+        return Survey(path, step, "incomplete", f"no {NAME}")
+    try:
+        chain = Checkpoint(path).chain
+    except CheckpointError as error:
+        return Survey(path, step, DAMAGED, str(error))
+    for one in chain:
+        for file in one.manifest.files:
+            try:
+                size = (one.path / file.name).stat().st_size
+            except OSError as error:
+                return Survey(path, step, DAMAGED, f"{one.path / file.name}: {error.strerror}")
+            if size != file.bytes:
+                return Survey(
+                    path, step, DAMAGED, f"{one.path / file.name}: expected {file.bytes} bytes, got {size}"
+                )
+    return Survey(path, step, "whole")
