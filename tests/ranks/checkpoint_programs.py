@@ -191,3 +191,43 @@ def die(place, victim):
     if rank == victim:
         writing_module.write_arrays = write_or_die
     return {"error": error_of(lambda: checkpoints.save(2, {}, model, block=True)), "saved": saved}
+
+
+def recover(place):
+    """Rank 1's share of the newest checkpoint is damaged; returns what each rank resumes from."""
+    connection = ranks.connect("sharded")
+    rank, main, folder = connection.rank, connection.main, Path(place)
+    model = Model()
+    checkpoints = kv.Checkpoints(folder, keep_last=None, full_every=2, part_bytes=PART_BYTES)
+    saved = {}
+    for step in range(1, 5):
+        model.train_on(10 * step + rank)
+        checkpoints.save(step, {"step": step}, model, block=True)
+        saved[step] = model.content()
+    newest = checkpoints.latest()
+    if rank == 0:
+        file = newest.path / newest.manifest.tables["item"].parts[-1].name
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    main.barrier()
+    again = Model()
+    found, state = kv.Checkpoints(folder).resume(again)
+    chosen = error_of(lambda: kv.Checkpoints(folder).resume(again, "step-000000000009"))
+    other = folder if rank == 0 else folder / "elsewhere"
+    not_shared = error_of(lambda: kv.Checkpoints(other).resume(again))
+    main.barrier()
+    left = sorted(os.listdir(folder))
+    main.barrier()
+    if rank == 0:
+        for file in folder.glob("step-*/dense.safetensors"):
+            file.write_bytes(b"x")
+    main.barrier()
+    return {
+        "step": (found.step, state["step"]),
+        "rows": (again.content(), saved[found.step]),
+        "chosen": chosen,
+        "not shared": not_shared,
+        "left": left,
+        "none": error_of(lambda: kv.Checkpoints(folder).resume(again)),
+    }

@@ -173,3 +173,19 @@ def test_the_checkpoint_before_survives_the_death_of_a_rank_that_writes(tmp_path
         assert all(np.array_equal(a[mine], b) for a, b in zip(rows[name], saved, strict=True))
     kv.Checkpoints(folder, keep_last=None).save(3, {}, model, block=True)
     assert sorted(p.name for p in folder.iterdir()) == ["step-000000000001", "step-000000000003"]
+
+
+def test_all_ranks_resume_from_the_same_whole_checkpoint(tmp_path):
+    results = run(2, "checkpoint_programs:recover", place=str(tmp_path))
+    for seen in results:
+        assert seen["step"] == (3, 3)
+        assert same(*seen["rows"])
+        assert "step-000000000009, got none of that name; there are: step-000000000001" in seen["chosen"]
+        assert "CheckpointError" in seen["not shared"]
+        assert not seen["not shared"].startswith("Damaged")  # a checkpoint that a rank cannot see is whole
+        assert seen["left"] == [
+            "damaged-step-000000000004",
+            *(f"step-{step:012d}" for step in (1, 2, 3)),
+        ]
+        assert seen["none"].startswith("DamagedCheckpointError")
+    assert results[0]["none"] == results[1]["none"]
