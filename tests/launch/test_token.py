@@ -8,13 +8,18 @@ import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from launch_helpers import spec_of, wait_until
 from neighbour import needs_root, run_as_neighbour
 
 from karvan.launch.token import with_token
+from karvan.wire import Security
+from karvan.wire.directory import Directory
 
 # A trainer's program that notes its environment, and ends when it is told to.
 TRAINER = """
@@ -28,10 +33,11 @@ while not note.with_suffix(".end").exists():
 """
 
 ASK = """
-try:
-    print(Peer("registry", sys.argv[1], forgetful=True).call("members", deadline=60).head)
-except RefusedError as error:
-    print("refused:", error)
+for address in sys.argv[1:]:
+    try:
+        print(Peer("service", address).call("ping", deadline=60).head)
+    except RefusedError as error:
+        print(error)
 """
 
 
@@ -113,9 +119,17 @@ def test_a_killed_launcher_leaves_nothing_that_counts(tmp_path):
 
 @needs_root
 def test_another_user_cannot_talk_to_a_launched_job(tmp_path):
-    with Job(tmp_path) as job:
-        registry = job.environment()["KARVAN_REGISTRY"]
-        assert "refused: " in run_as_neighbour(ASK, registry)
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "data.parquet")
+    roles = f"  embedding_workers: 1\n  loaders: 1\ndata: {{train: {tmp_path / 'data.parquet'}}}\n"
+    with Job(tmp_path, roles) as job:
+        given = job.environment()
+        security = Security(token=Path(given["KARVAN_TOKEN_FILE"]).read_text().strip())
+        with closing(Directory(given["KARVAN_REGISTRY"], security)) as directory:
+            found = [directory.find(role, 0) for role in ("parameter-server", "embedding-worker", "loader")]
+        addresses = [given["KARVAN_REGISTRY"], *found]
+        said = run_as_neighbour(ASK, *addresses).splitlines()
+        assert len(said) == 4
+        assert all("refused: expected the job's token" in line for line in said)
 
 
 @needs_root
