@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
 #include <unordered_set>
 
 #include "threads/pool.h"
@@ -153,6 +154,12 @@ void Gradients::apply(const std::vector<const Rule*>& rules, const std::vector<u
 }
 
 std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts) {
+  if (parts.empty()) throw std::invalid_argument("Expected the gradients of some passes, got none.");
+  for (const Gradients* part : parts)
+    for (uint32_t s = 0; s < std::max(part->slots(), parts[0]->slots()); ++s)
+      if (part->slots() != parts[0]->slots() || part->tables_ != parts[0]->tables_ ||
+          (part->dims_[s] && parts[0]->dims_[s] && part->dims_[s] != parts[0]->dims_[s]))
+        throw std::invalid_argument("Expected gradients of the same tables, got those of others.");
   std::unique_ptr<Gradients> sum(new Gradients);
   sum->tables_ = parts[0]->tables_;
   sum->dims_ = parts[0]->dims_;

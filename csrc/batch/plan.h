@@ -55,6 +55,8 @@ class Plan {
   void unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const;
   void run(const std::vector<const float*>& vectors);
   uint32_t slots() const { return static_cast<uint32_t>(dims_.size()); }
+  uint32_t dim(uint32_t slot) const { return dims_[slot]; }
+  size_t features() const { return features_.size(); }
 
  private:
   friend class Gradients;

@@ -9,7 +9,6 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <map>
 #include <optional>
 #include <tuple>
 
@@ -18,6 +17,7 @@
 #include "batch/route.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
+#include "bindings/names.h"
 #include "table/table.h"
 #include "threads/pool.h"
 
@@ -30,13 +30,6 @@ namespace {
 using Keys = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-T named(const std::map<std::string, T>& names, const std::string& name, const char* what) {
-  auto found = names.find(name);
-  if (found == names.end()) throw std::invalid_argument(std::string("Unknown ") + what + " '" + name + "'.");
-  return found->second;
-}
 
 const std::map<std::string, VectorType> kTypes = {
     {"float32", VectorType::f32}, {"bfloat16", VectorType::bf16}, {"float16", VectorType::f16}};
@@ -52,17 +45,6 @@ const std::map<std::string, PoolArgs::Mode> kModes = {{"pooled", PoolArgs::Mode:
                                                       {"padded", PoolArgs::Mode::padded}};
 const std::map<std::string, Combiner> kCombiners = {
     {"sum", Combiner::sum}, {"mean", Combiner::mean}, {"sqrtn", Combiner::sqrtn}};
-template <class T>
-std::string name_of(const std::map<std::string, T>& names, T value) {
-  for (const auto& [name, known] : names)
-    if (known == value) return name;
-  throw std::logic_error("a value without a name");
-}
-
-const std::map<std::string, Rule::Kind> kRules = {
-    {"sgd", Rule::Kind::sgd},   {"momentum", Rule::Kind::momentum}, {"adagrad", Rule::Kind::adagrad},
-    {"adagrad_row", Rule::Kind::adagrad_row}, {"adam", Rule::Kind::adam}, {"adamw", Rule::Kind::adamw},
-    {"ftrl", Rule::Kind::ftrl}};
 
 // A batch operation: the interpreter goes on meanwhile, and no other operation runs.
 template <class F>
@@ -81,9 +63,16 @@ using FeatureTuple = std::tuple<std::string, std::string, uint32_t, std::string,
 
 Program make_program(const std::vector<FeatureTuple>& features, uint32_t slots) {
   Program program{std::make_shared<std::vector<FeatureSpec>>(), slots};
-  for (const auto& [name, table, slot, mode, combiner, stack, dim] : features)
+  std::vector<uint32_t> dims(slots, 0);
+  for (const auto& [name, table, slot, mode, combiner, stack, dim] : features) {
+    if (slot >= slots || dim == 0 || stack == 0 || (dims[slot] && dims[slot] != dim))
+      throw std::invalid_argument("Feature '" + name + "' of table '" + table + "': expected a slot below " +
+                                  std::to_string(slots) + " and the dim of its table, got slot " + std::to_string(slot) +
+                                  " and dim " + std::to_string(dim) + ".");
+    dims[slot] = dim;
     program.features->push_back({name, table, slot, named(kModes, mode, "mode"),
                                 named(kCombiners, combiner, "combiner"), stack, dim});
+  }
   return program;
 }
 
@@ -155,11 +144,9 @@ void load(Table& table, const Keys& keys, const Floats& vectors, const std::opti
   expect(table, "columns of vectors", vectors.shape(1), table.layout().dim);
   expect(table, "counts", counts.shape(0), n);
   expect(table, "last steps", last_steps.shape(0), n);
-  if (state) {
-    expect(table, "rows of state", state->shape(0), n);
-    expect(table, "floats of optimizer state", state->shape(1), table.layout().state);
-  }
+  if (state) expect(table, "rows of state", state->shape(0), n);
   operation([&] {
+    if (state) expect(table, "floats of optimizer state", state->shape(1), table.layout().state);
     table.load(reinterpret_cast<const uint64_t*>(keys.data()), n, vectors.data(), state ? state->data() : nullptr,
                counts.data(), last_steps.data());
   });
@@ -180,17 +167,32 @@ auto lookup(Table& table, const Keys& keys, const Counts& counts, bool training,
 
 void apply(Table& table, const std::vector<std::tuple<Keys, Floats, uint64_t>>& pushes, const Rule& rule,
            uint64_t step) {
-  expect(table, "floats of optimizer state", state_floats(rule.kind, table.layout().dim), table.layout().state);
   std::vector<Table::Push> raw;
   for (const auto& [keys, gradients, version] : pushes) {
     expect(table, "gradients", gradients.shape(0), keys.shape(0));
     expect(table, "columns of gradients", gradients.shape(1), table.layout().dim);
     raw.push_back({reinterpret_cast<const uint64_t*>(keys.data()), keys.shape(0), gradients.data(), version});
   }
-  operation([&] { table.apply(raw, rule, step); });
+  operation([&] {
+    expect(table, "floats of optimizer state", state_floats(rule.kind, table.layout().dim), table.layout().state);
+    table.apply(raw, rule, step);
+  });
+}
+
+void expect_slot(uint32_t slot, uint32_t slots) {
+  if (slot < slots) return;
+  throw std::out_of_range("Expected a slot below " + std::to_string(slots) + ", got " + std::to_string(slot) + ".");
+}
+
+void expect_count(const char* what, size_t got, size_t expected) {
+  if (got == expected) return;
+  throw std::invalid_argument("Expected " + std::to_string(expected) + " " + what + ", got " + std::to_string(got) + ".");
 }
 
 void run(Plan& plan, const std::vector<std::shared_ptr<Table>>& tables, bool training, uint32_t step, double now) {
+  expect_count("tables, one for each slot", tables.size(), plan.slots());
+  for (uint32_t s = 0; s < tables.size(); ++s)
+    if (plan.dim(s)) expect(*tables[s], "columns of its features", plan.dim(s), tables[s]->layout().dim);
   plan.run(tables, training, step);
   if (training)
     for (const auto& table : tables) table->maintain(step, now);
@@ -291,7 +293,12 @@ void bind_table(nb::module_& m) {
            "version"_a)
       .def("snapshot",
            [](Table& t, uint32_t part, uint32_t parts) {
-             return to_arrays(operation([&] { return t.snapshot(part, parts); }), t.layout());
+             RowLayout layout;
+             RowSet rows = operation([&] {
+               layout = t.layout();  // an optimizer that takes the table over changes it
+               return t.snapshot(part, parts);
+             });
+             return to_arrays(std::move(rows), layout);
            },
            "part"_a = 0, "parts"_a = 1)
       .def("load", &load, "keys"_a, "vectors"_a, "state"_a.none(), "counts"_a, "last_steps"_a)
@@ -330,25 +337,7 @@ void bind_table(nb::module_& m) {
 void bind_store(nb::module_& m) {
   bind_table(m);
   bind_capture(m);
-
-  nb::class_<Rule>(m, "Rule", "An optimizer's rule and its numbers for one step.")
-      .def("__init__", [](Rule* r, const std::string& kind) { new (r) Rule{.kind = named(kRules, kind, "rule")}; },
-           "kind"_a)
-      .def_prop_ro("kind", [](const Rule& r) { return name_of(kRules, r.kind); })
-      .def_rw("lr", &Rule::lr)
-      .def_rw("beta1", &Rule::beta1)
-      .def_rw("beta2", &Rule::beta2)
-      .def_rw("eps", &Rule::eps)
-      .def_rw("weight_decay", &Rule::weight_decay)
-      .def_rw("shrink", &Rule::shrink)
-      .def_rw("alpha", &Rule::alpha)
-      .def_rw("l1", &Rule::l1)
-      .def_rw("l2", &Rule::l2)
-      .def_rw("accumulate_last", &Rule::accumulate_last)
-      .def_rw("clip_value", &Rule::clip_value)
-      .def_rw("clip_norm", &Rule::clip_norm)
-      .def_rw("bound", &Rule::bound)
-      .def("state_floats", [](const Rule& r, uint32_t dim) { return state_floats(r.kind, dim); }, "dim"_a);
+  bind_rule(m);
 
   nb::class_<Program>(m, "Program", "The features of an engine: (name, table, slot, mode, combiner, stack, dim) each.")
       .def(nb::new_(&make_program), "features"_a, "slots"_a);
@@ -360,6 +349,7 @@ void bind_store(nb::module_& m) {
            "Divides each key's sum by the number of its positions.")
       .def("keys_and_values",
            [](const Gradients& g, uint32_t slot) {
+             expect_slot(slot, g.slots());
              const size_t n = g.unique_in(slot), dim = g.dim(slot);
              Array<uint64_t> keys(n);
              Array<float> values(n * dim);
@@ -377,14 +367,17 @@ void bind_store(nb::module_& m) {
                   "parts"_a)
       .def("apply",
            [](Gradients& g, const std::vector<std::optional<Rule>>& rules, const std::vector<uint64_t>& steps) {
+             expect_count("rules, one for each slot", rules.size(), g.slots());
+             expect_count("steps, one for each slot", steps.size(), g.slots());
              std::vector<const Rule*> raw;
-             for (uint32_t s = 0; s < rules.size(); ++s) {
-               raw.push_back(rules[s] ? &*rules[s] : nullptr);
-               if (const Table* table = g.table(s); table && rules[s])
-                 expect(*table, "floats of optimizer state", state_floats(rules[s]->kind, g.dim(s)),
-                        table->layout().state);
-             }
-             operation([&] { g.apply(raw, steps); });
+             for (const auto& rule : rules) raw.push_back(rule ? &*rule : nullptr);
+             operation([&] {
+               for (uint32_t s = 0; s < rules.size(); ++s)
+                 if (const Table* table = g.table(s); table && rules[s])
+                   expect(*table, "floats of optimizer state", state_floats(rules[s]->kind, table->layout().dim),
+                          table->layout().state);
+               g.apply(raw, steps);
+             });
            },
            "rules"_a, "steps"_a);
 
@@ -400,6 +393,7 @@ void bind_store(nb::module_& m) {
            "program"_a, "inputs"_a)
       .def("unique",
            [](const Plan& plan, uint32_t slot) {
+             expect_slot(slot, plan.slots());
              const size_t n = plan.unique_in(slot);
              Array<uint64_t> keys(n);
              Array<uint32_t> counts(n);
@@ -409,8 +403,10 @@ void bind_store(nb::module_& m) {
            "slot"_a)
       .def("pool_from",
            [](Plan& plan, const std::vector<Floats>& vectors) {
+             expect_count("arrays of vectors, one for each slot", vectors.size(), plan.slots());
              std::vector<const float*> raw;
              for (uint32_t s = 0; s < vectors.size(); ++s) {
+               if (plan.dim(s)) expect_count("columns of vectors", vectors[s].shape(1), plan.dim(s));
                if (vectors[s].shape(0) != plan.unique_in(s))
                  throw std::invalid_argument("Expected a vector for each of " + std::to_string(plan.unique_in(s)) +
                                              " keys, got " + std::to_string(vectors[s].shape(0)) + ".");
@@ -421,6 +417,8 @@ void bind_store(nb::module_& m) {
            "vectors"_a)
       .def("reduce",
            [](std::shared_ptr<Plan> plan, const std::vector<uint64_t>& addresses, const std::vector<uint64_t>& strides) {
+             expect_count("addresses, one for each feature", addresses.size(), plan->features());
+             expect_count("strides, one for each feature", strides.size(), plan->features());
              std::vector<OutputGradient> gradients;
              for (size_t f = 0; f < addresses.size(); ++f)
                gradients.push_back({reinterpret_cast<const float*>(addresses[f]), strides.at(f)});
