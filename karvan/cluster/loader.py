@@ -43,9 +43,9 @@ from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
 from karvan.cluster.loader_statistics import Statistics
 from karvan.cluster.packing import pack
 from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
+from karvan.protocol.loader import LOADER_CALLS, LOADER_HELLO
 from karvan.ragged import Batch
-from karvan.wire import Caller, Message, RefusedError, Service
-from karvan.wire.kinds import Plain
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _STAY = 30.0  # seconds
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
@@ -64,7 +64,7 @@ class Start:
 class LoaderService(Service):
     """Loader number `index` of `count`: trainers call `answer`, one thread that reads calls the rest."""
 
-    hello = Plain()
+    hello = LOADER_HELLO
 
     def __init__(
         self,
@@ -97,23 +97,31 @@ class LoaderService(Service):
         self._statistics = Statistics()  # of the transforms; final as soon as there is an identity
         self._over = False  # the program has no more epochs
         self._closed = False
+        self.endpoints = endpoints(
+            LOADER_CALLS,
+            {
+                "next": self._next,
+                "stay": self._stay,
+                "done": self._done,
+                "resend": self._resend,
+                "identity": self._tell_identity,
+                "statistics": self._tell_statistics,
+                "leave": self._leave,
+            },
+        )
 
     # What trainers call
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
         hello = caller.hello
-        try:
-            given, trainer, world = hello["generation"], int(hello["trainer"]), int(hello["trainers"])
-            place = (int(hello["loader"]), int(hello["loaders"]))
-            came = TrainerQueue.of(hello) if hello["kind"] != "control" else None
-            run = str(hello["run"])
-        except (KeyError, ValueError, TypeError) as error:
-            raise RefusedError("expected a trainer's hello, with its number and what it needs.") from error
+        given, trainer, world, run = (hello[name] for name in ("generation", "trainer", "trainers", "run"))
+        place = hello["loader"], hello["loaders"]
+        came = TrainerQueue.of(hello) if hello["kind"] != "control" else None
         if place != (self._index, self._count):
             mine, asked = (f"{index} of {count}" for index, count in ((self._index, self._count), place))
             raise RefusedError(f"expected to be asked for as loader {mine}, got {asked}.")
-        if not 0 <= trainer < world:
+        if trainer >= world:
             raise RefusedError(f"expected a trainer from 0 to {world - 1}, got {trainer}.")
         generation = self._generations.check(given)
         with self._changed:
@@ -140,39 +148,33 @@ class LoaderService(Service):
             self._trainers[trainer] = came
         self._changed.notify_all()
 
-    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
-        """See `Service.answer`."""
-        method = call.head.get("method")
-        try:
-            match method:
-                case "next":
-                    return self._next(int(call.head["epoch"]), caller)
-                case "stay":
-                    with self._changed:
-                        trainer = self._of(caller)
-                        self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
-                    return Message({})
-                case "done":
-                    self._sent.done(int(caller.hello["trainer"]), call.head["references"])
-                    return Message({})
-                case "resend":
-                    self._sent.resend(Reference(*call.head["reference"]), int(call.head["worker"]))
-                    return Message({})
-                case "identity":
-                    known = self._wait_for_program()
-                    return Message({"wait": True} if known is None else {"identity": known[0]})
-                case "statistics":
-                    whole = bool(call.head["whole"])
-                    begun = self._wait_for_program() is not None
-                    return self._statistics.message(whole) if begun else Message({"wait": True})
-                case "leave":
-                    with self._changed:
-                        self._of(caller).left = True
-                        self._changed.notify_all()
-                    return Message({})
-        except (KeyError, TypeError, ValueError) as error:
-            raise RefusedError(f"expected a well-formed call of {method!r}, got: {error}.") from error
-        return super().answer(call, caller)
+    def _stay(self, call: Request) -> Message:
+        with self._changed:
+            trainer = self._of(call.caller)
+            self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
+        return Message({})
+
+    def _done(self, call: Request) -> Message:
+        self._sent.done(call.caller.hello["trainer"], call.head["references"])
+        return Message({})
+
+    def _resend(self, call: Request) -> Message:
+        self._sent.resend(Reference(*call.head["reference"]), call.head["worker"])
+        return Message({})
+
+    def _tell_identity(self, call: Request) -> Message:
+        known = self._wait_for_program()
+        return Message({"wait": True} if known is None else {"identity": known[0]})
+
+    def _tell_statistics(self, call: Request) -> Message:
+        begun = self._wait_for_program() is not None
+        return self._statistics.message(call.head["whole"]) if begun else Message({"wait": True})
+
+    def _leave(self, call: Request) -> Message:
+        with self._changed:
+            self._of(call.caller).left = True
+            self._changed.notify_all()
+        return Message({})
 
     def _wait_for_program(self) -> tuple[dict[str, Any] | None] | None:
         """The identity of the data in a tuple, as soon as the program begins; None if that takes longer."""
@@ -182,7 +184,8 @@ class LoaderService(Service):
                 raise RuntimeError(self._error)
             return self._identity
 
-    def _next(self, epoch: int, caller: Caller) -> Message:
+    def _next(self, call: Request) -> Message:
+        epoch, caller = call.head["epoch"], call.caller
         with self._changed:
             trainer = self._of(caller)
             trainer.asked = max(trainer.asked, epoch)
@@ -198,7 +201,7 @@ class LoaderService(Service):
             return item.message
 
     def _of(self, caller: Caller) -> TrainerQueue:
-        trainer = self._trainers.get(int(caller.hello["trainer"]))
+        trainer = self._trainers.get(caller.hello["trainer"])
         if trainer is None or trainer.run != caller.hello["run"]:
             raise RefusedError("expected a call of the newest trainers, got one of those before.")
         return trainer

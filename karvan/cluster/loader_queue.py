@@ -49,16 +49,16 @@ class TrainerQueue:
     @classmethod
     def of(cls, hello: Mapping[str, Any]) -> TrainerQueue:
         """That of a trainer which says what it needs."""
-        epoch, end = int(hello["epoch"]), hello["end"]
+        epoch, end = hello["epoch"], hello["end"]
         made = cls(
-            str(hello["run"]),
-            [str(name) for name in hello["ids"]],
-            (epoch, int(hello["next"])),
-            frozenset((epoch, int(index)) for index in hello["taken"]),
-            [Known((epoch, int(index)), position) for index, position in hello["positions"]],
+            hello["run"],
+            hello["ids"],
+            (epoch, hello["next"]),
+            frozenset((epoch, index) for index in hello["taken"]),
+            [Known((epoch, index), position) for index, position in hello["positions"]],
         )
         if end is not None:
-            made.end(epoch, int(end[0]), end[1])
+            made.end(epoch, *end)
             made.positions.append(Known(made.filled, end[1]))
         return made
 

@@ -104,6 +104,8 @@ class Saving:
                 "storage that all roles share."
             )
         held = self._open[number]
+        if missing := [name for name in tables if name not in held.extras]:
+            raise ValueError(f"expected tables that were captured, got '{missing[0]}'.")
         pace, writers = Pace(), Writers()
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:

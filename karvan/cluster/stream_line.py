@@ -13,6 +13,7 @@ from typing import Any
 
 from karvan.clock import clock
 from karvan.cluster.stream_place import Base, Known, base_of, loader_state
+from karvan.protocol.loader import LOADER_CALLS
 from karvan.wire import Message, Peer, RefusedError, Reply, Security, WireError
 
 _LEAVE_WITHIN = 2.0  # seconds
@@ -198,6 +199,7 @@ class Line:
                 hello=partial(self._hello, kind, caller),
                 deadline=caller.timeout,
                 forgetful=True,
+                calls=LOADER_CALLS,
             )
         return self._peers[kind]
 

@@ -33,11 +33,11 @@ from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.kept_ids import KeptIds
 from karvan.cluster.packing import unpack
 from karvan.cluster.role import Settings
+from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.ragged import Ragged
 from karvan.ranks.servers import Servers, find_servers
 from karvan.store.wording import to_wire
-from karvan.wire import Caller, Message, RefusedError, Service
-from karvan.wire.kinds import Plain
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
@@ -45,7 +45,7 @@ _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 class EmbeddingWorker(Service):
     """Worker number `index`; expire and most: see `KeptIds`."""
 
-    hello = Plain()
+    hello = WORKER_HELLO
 
     def __init__(
         self,
@@ -65,19 +65,28 @@ class EmbeddingWorker(Service):
         self._speakers: dict[int, Speaker] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
+        self.endpoints = endpoints(
+            WORKER_CALLS,
+            {
+                "put": self._put,
+                "forget": self._forget,
+                "describe": self._describe,
+                "engine": self._engine,
+                "claim": self._claim,
+                "backward": self._backward,
+            },
+        )
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`: loaders may say anything, a trainer says what a parameter server wants."""
         hello = caller.hello
         if "run" not in hello:
             return {"worker": self._index}
-        try:
-            given, run, trainer = hello["generation"], str(hello["run"]), int(hello["trainer"])
-            place = int(hello["worker"])
-        except (KeyError, ValueError, TypeError) as error:
-            raise RefusedError("expected a trainer's hello, with its generation, run and number.") from error
+        given, run, trainer, place = hello["generation"], hello["run"], hello["trainer"], hello["worker"]
         if place != self._index:
             raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
+        if trainer >= hello["trainers"]:
+            raise RefusedError(f"expected a trainer from 0 to {hello['trainers'] - 1}, got {trainer}.")
         generation = self._generations.check(given)
         with self._lock:
             if generation < self._generation:
@@ -98,70 +107,54 @@ class EmbeddingWorker(Service):
         self._speakers = {}
         self._ids.forget_claimed()
 
-    def answer(self, call: Message, caller: Caller) -> Message:  # type: ignore[misc]
-        """See `Service.answer`."""
-        method = call.head.get("method")
-        try:
-            match method:
-                case "put":
-                    return self._put(call)
-                case "forget":
-                    self._ids.forget(_names(call.head["references"]))
-                    return Message({})
-                case "describe":
-                    return Message(self._describe())
-                case "engine":
-                    return self._engine(call, self._speaker(caller))
-                case "claim":
-                    return self._claim(call, self._speaker(caller))
-                case "backward":
-                    return self._backward(call, self._speaker(caller))
-        except (KeyError, TypeError, IndexError) as error:
-            raise RefusedError(
-                f"expected a well-formed call of {method!r}, got one without {error}."
-            ) from error
-        return super().answer(call, caller)
-
     def _speaker(self, caller: Caller) -> Speaker:
         with self._lock:
             hello = caller.hello
             if "run" not in hello or hello["run"] != self._run:
                 raise RefusedError("expected a trainer of the job's newest run, got somebody else.")
-            return self._speakers[int(hello["trainer"])]
+            return self._speakers[hello["trainer"]]
 
-    def _put(self, call: Message) -> Message:
-        name = call.head["reference"]
-        if not isinstance(name, str) or not 0 < len(name) <= 200:
-            raise RefusedError(f"expected a reference of 1 to 200 characters, got {str(name)[:200]!r}.")
-        ids = unpack(call)
+    def _put(self, call: Request) -> Message:
+        ids = unpack(Message(call.head, call.arrays))
         for feature, entry in ids.items():
             values = entry.values if isinstance(entry, Ragged) else entry
             if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
                 raise RefusedError(f"expected ids of 64 bits for '{feature}', got something else.")
             if isinstance(entry, Ragged):
                 entry.validate()
-        return Message({"kept": self._ids.put(name, ids)})
+                if values.dim() != 1:
+                    raise RefusedError(f"expected ids of one dimension for '{feature}', got {values.dim()}.")
+                if entry.weights is not None and not entry.weights.is_floating_point():
+                    raise RefusedError(
+                        f"expected weights that are floats for '{feature}', got {entry.weights.dtype}."
+                    )
+        return Message({"kept": self._ids.put(call.head["reference"], ids)})
 
-    def _engine(self, call: Message, speaker: Speaker) -> Message:
-        head = call.head
-        speaker.declare(head["tables"], int(head["declarations"]))
-        speaker.engines[str(head["engine"])] = Embedding(speaker, head["features"], str(head["wire"]))
+    def _forget(self, call: Request) -> Message:
+        self._ids.forget(call.head["references"])
         return Message({})
 
-    def _claim(self, call: Message, speaker: Speaker) -> Message:
-        head = call.head
+    def _engine(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
+        made = Embedding(speaker, head["features"], head["wire"])
+        speaker.declare(head["tables"], head["declarations"])
+        speaker.engines[head["engine"]] = made
+        return Message({})
+
+    def _claim(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
         self._let_go(head, speaker)
         engine = _engine_of(head, speaker)
         if engine is None:
             return _needs_engine()
-        name = str(head["reference"])
+        name = head["reference"]
         ids = self._ids.claim(name)
         if ids is None:
             return self._needs_ids(name)
-        embedded = engine.begin(ids, int(head["store"]), int(head["batch"]), head)
+        embedded = engine.begin(ids, head["store"], head["batch"], head)
         outs = embedded.finish()
-        if bool(head["training"]):
-            speaker.keep(int(head["store"]), int(head["batch"]), embedded)
+        if head["training"]:
+            speaker.keep(head["store"], head["batch"], embedded)
         self.claims += 1
         laid, offsets = [], [np.empty(0, np.int64)]
         for one in embedded.inputs:
@@ -173,23 +166,20 @@ class EmbeddingWorker(Service):
         told = {"laid": laid, "begun_anew": speaker.take_begun_anew()}
         return Message(told, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
 
-    def _backward(self, call: Message, speaker: Speaker) -> Message:
-        head = call.head
+    def _backward(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
         engine = _engine_of(head, speaker)
         if engine is None:
             return _needs_engine()
-        store = int(head["store"])
-        batches = [int(head["batches"][place]) for place in head["mine"]]
-        if not len(batches) == len(head["passes"]) == len(call.arrays):
-            raise RefusedError(
-                f"expected gradients of {len(batches)} passes, got {len(call.arrays)} arrays "
-                f"and {len(head['passes'])} descriptions."
-            )
+        if head["wire"] != engine.wire:
+            raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head['wire']}.")
+        store = head["store"]
+        batches = [head["batches"][place] for place in head["mine"]]
         passes: list[Embedded] = []
         for batch, told in zip(batches, head["passes"], strict=True):
             embedded = speaker.kept(store, batch)
             if embedded is None:
-                name = str(told["reference"])
+                name = told["reference"]
                 ids = self._ids.claim(name)
                 if ids is None:
                     return self._needs_ids(name)
@@ -197,7 +187,7 @@ class EmbeddingWorker(Service):
                 speaker.keep(store, batch, embedded)
             passes.append(embedded)
         sums = [
-            embedded.sum(array, told["given"], bool(head["complete"]))
+            embedded.sum(array, told["given"], head["complete"])
             for embedded, told, array in zip(passes, head["passes"], call.arrays, strict=True)
         ]
         engine.push(head, sums)
@@ -206,24 +196,26 @@ class EmbeddingWorker(Service):
         return Message({"begun_anew": speaker.take_begun_anew()})
 
     def _let_go(self, head: Mapping[str, Any], speaker: Speaker) -> None:
-        speaker.forget(int(head["store"]), [int(batch) for batch in head["done"]])
-        self._ids.forget(_names(head["gone"]))
+        speaker.forget(head["store"], head["done"])
+        self._ids.forget(head["gone"])
 
     def _needs_ids(self, name: str) -> Message:
         text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."
         return Message({"needs": "ids", "reference": name, "text": text})
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self, call: Request) -> Message:
         """What it holds and has done, for people and tests."""
-        return {
-            "waiting": self._ids.waiting,
-            "kept": len(self._ids),
-            "received": self._ids.received,
-            "expired": self._ids.expired,
-            "claims": self.claims,
-            "backwards": self.backwards,
-            "plans": sum(len(speaker) for speaker in self._speakers.values()),
-        }
+        return Message(
+            {
+                "waiting": self._ids.waiting,
+                "kept": len(self._ids),
+                "received": self._ids.received,
+                "expired": self._ids.expired,
+                "claims": self.claims,
+                "backwards": self.backwards,
+                "plans": sum(len(speaker) for speaker in list(self._speakers.values())),
+            }
+        )
 
     def close(self) -> None:
         """See `Service.close`."""
@@ -235,10 +227,10 @@ def _servers_for(hello: Mapping[str, Any]) -> Servers:
     """The parameter servers, as a trainer would talk to them."""
     told = {name: value for name, value in hello.items() if name not in ("worker", "line")}
     try:
-        servers = find_servers(None, told, _SERVER_WITHIN, bool(hello.get("reload")))
+        servers = find_servers(None, told, _SERVER_WITHIN, hello.get("reload", False))
     except (RuntimeError, ValueError) as error:
         raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
-    if len(servers) != int(hello["servers"]):
+    if len(servers) != hello["servers"]:
         raise RefusedError(
             f"expected a trainer with {len(servers)} parameter servers, got one with {hello['servers']}."
         )
@@ -247,18 +239,12 @@ def _servers_for(hello: Mapping[str, Any]) -> Servers:
 
 def _engine_of(head: Mapping[str, Any], speaker: Speaker) -> Embedding | None:
     """The engine, unless the trainer has more to tell of it."""
-    known = speaker.declarations >= int(head["declarations"])
+    known = speaker.declarations >= head["declarations"]
     return speaker.engines.get(head["engine"]) if known else None
 
 
 def _needs_engine() -> Message:
     return Message({"needs": "engine", "text": "expected to know the trainer's engine."})
-
-
-def _names(told: Any) -> list[str]:
-    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
-        raise RefusedError("expected a list of references' names.")
-    return told
 
 
 def make(settings: Settings) -> Service:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from karvan.clock import clock
 from karvan.cluster.packing import pack
+from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.ragged import Ragged
 from karvan.wire import Peer, Security, WireError
 from karvan.wire.directory import directory_from_environment
@@ -40,6 +41,7 @@ class WorkerClient:
             hello={"loader": True},
             deadline=deadline,
             forgetful=True,
+            calls=WORKER_CALLS,
         )
 
     def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from karvan.clock import clock
+from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.wire import Array, Message, Peer, Security
 from karvan.wire.directory import find_role
 
@@ -133,6 +134,7 @@ class Workers:
                     hello={**self._hello, "worker": worker, "line": line},
                     deadline=self._timeout,
                     forgetful=True,
+                    calls=WORKER_CALLS,
                 )
             return self._peers[worker, line]
 

@@ -24,7 +24,8 @@ from karvan.store.laid import Laid
 from karvan.store.lookup import Lookup
 from karvan.store.protocol import Program
 from karvan.store.wording import from_wire, to_wire
-from karvan.wire import Array, Message
+from karvan.wire import Array, Message, RefusedError
+from karvan.wire.calls import expect_array
 
 
 class Claimer(Protocol):
@@ -81,6 +82,7 @@ class Claim(Lookup):
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors, offsets = answer.arrays
+        self._check(answer)
         flat = from_wire(vectors, self._store.wire)
         at = at_offset = 0
         for feature, (rows, ids, length, has_offsets) in zip(
@@ -96,6 +98,24 @@ class Claim(Lookup):
             at += out.numel()
             self._outs.append(out)
             self.laid.append(laid)
+
+    def _check(self, answer: Message) -> None:
+        """The arrays are as large as the layouts say, and offsets lead to the ids that there are."""
+        vectors, offsets = answer.arrays
+        laid = answer.head["laid"]
+        if len(laid) != len(self.program.features):
+            raise RefusedError(f"expected {len(self.program.features)} features, got {len(laid)}.")
+        size = at = 0
+        for feature, (rows, ids, length, has_offsets) in zip(self.program.features, laid, strict=True):
+            size += _cells(feature[2], Laid(rows, ids, length, None)) * feature[5]
+            if has_offsets:
+                begins = offsets[at : at + rows + 1]
+                at += rows + 1
+                ends = len(begins) == rows + 1 and begins[0] == 0 and begins[-1] == ids
+                if not ends or (np.diff(begins) < 0).any():
+                    raise RefusedError(f"expected offsets of {rows} rows and {ids} ids for '{feature[0]}'.")
+        expect_array(vectors, "vectors", "float32" if self._store.wire == "float32" else "uint16", size)
+        expect_array(offsets, "offsets", "int64", at)
 
     def take(self) -> list[tuple[Tensor, Laid]]:
         """See `AwayLookup.take`."""

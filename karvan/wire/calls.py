@@ -97,7 +97,7 @@ class Call:
 
     rule: what several parts of a call must fulfil together; called with the checked head and the arrays.
     answer: the head of the answer; answers: its arrays, whose functions see the answer's head first and the
-    call's head behind it.
+    call's head behind it; answer_rule: as `rule`, for the answer.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Call:
     answer: Kind = _NOTHING
     answers: Sequence[Declared] = ()
     rule: Callable[[Head, Sequence[Array]], None] | None = None
+    answer_rule: Callable[[Head, Sequence[Array]], None] | None = None
 
     def check(self, call: Message) -> dict[str, Any]:
         """The head of a call, checked, without what is the wire's own; a RefusedError says what is wrong."""
@@ -123,6 +124,8 @@ class Call:
         try:
             head: dict[str, Any] = self.answer.check(_without(answer.head, _OF_ANSWERS), "the answer")
             _check_arrays(self.answers, answer.arrays, ChainMap(head, dict(asked)))
+            if self.answer_rule is not None:
+                self.answer_rule(head, answer.arrays)
         except RefusedError as error:
             raise RefusedError(f"the answer to {self.name}: {error}") from None
         return Message(head, answer.arrays)

@@ -109,12 +109,12 @@ def test_what_is_no_batch_of_ids_is_refused(start):
         with pytest.raises(RefusedError):
             peer.call("put", {"reference": "a", **head}, [np.zeros(3, np.int64)])
     for name in (None, "", 7, "x" * 201):
-        with pytest.raises(RefusedError, match="expected a reference"):
+        with pytest.raises(RefusedError, match="expected reference to be text"):
             peer.call("put", {**pack(IDS).head, "reference": name}, pack(IDS).arrays)
-    with pytest.raises(RefusedError, match="list of references"):
+    with pytest.raises(RefusedError, match="expected references to be a list"):
         peer.call("forget", {"references": "a"})
     for method in ("claim", "backward", "engine"):
-        with pytest.raises(RefusedError, match="newest run"):
+        with pytest.raises(RefusedError, match=f"{method}: expected the head with"):
             peer.call(method, {})
     with pytest.raises(RefusedError, match="does not know the call"):
         peer.call("dance", {})
@@ -124,13 +124,23 @@ def test_what_is_no_batch_of_ids_is_refused(start):
 
 def test_trainers_say_who_they_are(start):
     _, address = start()
-    for hello, text in (
-        ({"run": "a"}, "a trainer's hello"),
-        ({"run": "a", "generation": 0, "trainer": 0, "worker": 3}, "asked for as worker 0, got 3"),
-        ({"run": "a", "generation": 0, "trainer": 0, "worker": 0, "servers": 1}, "got none"),
+    hello = {
+        "run": "a",
+        "generation": 0,
+        "trainer": 0,
+        "trainers": 1,
+        "divisor": 1,
+        "worker": 0,
+        "servers": 1,
+    }
+    for said, text in (
+        ({"run": "a"}, "expected the hello with 'generation'"),
+        ({**hello, "worker": 3}, "asked for as worker 0, got 3"),
+        ({**hello, "trainer": 7}, "a trainer from 0 to 0, got 7"),
+        (hello, "got none"),
     ):
         with pytest.raises(RefusedError, match=text):
-            Peer("worker", address, hello=hello).call("claim", {})
+            Peer("worker", address, hello=said).call("claim", {})
 
 
 def test_a_reference_travels_with_the_batch():

@@ -1,0 +1,144 @@
+"""The calls of an embedding worker: loaders put ids, trainers claim batches and send gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from karvan.protocol.batches import BATCH, check_batch
+from karvan.protocol.parameter_server import PUSH_FIELDS, check_passes
+from karvan.protocol.values import (
+    DECLARED,
+    MOST_DIM,
+    NOW,
+    NUMBER,
+    STEP,
+    TABLE,
+    TRAINER_HELLO,
+    TRAINER_OPTIONS,
+    WIRE,
+    expect_declared_names,
+    expect_distinct,
+    wire_dtype,
+)
+from karvan.wire.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, OptionalArrays, table_of
+from karvan.wire.errors import RefusedError
+from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, OneOf, Text, TupleOf, Variant
+from karvan.wire.message import Array
+
+_PLACE = Integer(0, 2**20)
+
+WORKER_HELLO = Variant(
+    "run",
+    Fields(
+        {**TRAINER_HELLO, "worker": _PLACE, "servers": Integer(1, 2**20), "divisor": Integer(1, 2**20)},
+        {name: kind for name, kind in TRAINER_OPTIONS.items() if name != "divisor"},
+    ),
+    Fields({}, {"loader": Boolean()}),  # who brings ids need not say more
+)
+
+_REFERENCE = Text(200)
+_REFERENCES = ListOf(_REFERENCE)
+_ENGINE = Text(64)
+# Name of the table, dim, combiner, length, rounds and size of a hash stack.
+_FEATURE = TupleOf(
+    TABLE,
+    Integer(1, MOST_DIM),
+    OneOf("sum", "mean", "sqrtn", "sequence", "tile", "ragged"),
+    Nullable(Integer(1, 2**20)),
+    Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
+)
+_SIZE = Integer(0, 2**48)
+_LAID = ListOf(TupleOf(_SIZE, _SIZE, _SIZE, Boolean()), 65535)  # rows, ids, length, whether it has offsets
+_RESTARTED = ListOf(TupleOf(_PLACE, Text(64)))  # servers, and the names of their new lives
+_NEEDS = Fields({"needs": OneOf("engine", "ids"), "text": Text(2000)}, {"reference": _REFERENCE})
+
+
+def _is_given(told: Mapping[str, Any]) -> bool:
+    return "needs" not in told
+
+
+def _check_engine(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    expect_declared_names(head["tables"])
+    dims: dict[str, int] = {}
+    for feature, (table, dim, *_) in head["features"].items():
+        if dims.setdefault(table, dim) != dim:
+            raise RefusedError(
+                f"expected one dim for table '{table}', got {dims[table]}, and {dim} for feature '{feature}'."
+            )
+
+
+def _check_backward(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    check_passes(head)
+    if len(head["passes"]) != len(head["mine"]):
+        raise RefusedError(f"expected descriptions of {len(head['mine'])} passes, got {len(head['passes'])}.")
+    for told in head["passes"]:
+        expect_distinct("the features of a pass", told["given"])
+
+
+WORKER_CALLS = table_of(
+    Call(
+        "put",
+        Fields({"reference": _REFERENCE, "batch": BATCH}),
+        [DescribedArrays()],
+        answer=Fields({"kept": Boolean()}),
+        rule=check_batch,
+    ),
+    Call("forget", Fields({"references": _REFERENCES})),
+    Call("describe", answer=MapOf(NUMBER)),
+    Call(
+        "engine",
+        Fields(
+            {
+                "engine": _ENGINE,
+                "features": MapOf(_FEATURE, 65535, TABLE),
+                "wire": WIRE,
+                "tables": DECLARED,
+                "declarations": NUMBER,
+            }
+        ),
+        rule=_check_engine,
+    ),
+    Call(
+        "claim",
+        Fields(
+            {
+                "engine": _ENGINE,
+                "store": NUMBER,
+                "batch": NUMBER,
+                "reference": _REFERENCE,
+                "training": Boolean(),
+                "step": STEP,
+                "now": NOW,
+                "done": ListOf(NUMBER),
+                "gone": _REFERENCES,
+                "declarations": NUMBER,
+            }
+        ),
+        answer=Variant("needs", _NEEDS, Fields({"laid": _LAID, "begun_anew": _RESTARTED})),
+        answers=[
+            OptionalArrays(
+                _is_given,
+                [ArrayKind("vectors", ("float32", "uint16"), ANY), ArrayKind("offsets", "int64", ANY)],
+            )
+        ],
+    ),
+    Call(
+        "backward",
+        Fields(
+            {
+                **PUSH_FIELDS,
+                "mine": ListOf(Integer(0, 1023), 1024),
+                "engine": _ENGINE,
+                "passes": ListOf(
+                    Fields({"reference": _REFERENCE, "given": ListOf(Integer(0, 65534), 65535)}), 1024
+                ),
+                "gone": _REFERENCES,
+                "declarations": NUMBER,
+            }
+        ),
+        [ForEach(lambda head: len(head["mine"]), [ArrayKind("gradients", wire_dtype, ANY)])],
+        answer=Variant("needs", _NEEDS, Fields({"begun_anew": _RESTARTED})),
+        rule=_check_backward,
+    ),
+)

@@ -1,0 +1,91 @@
+"""The calls of a loader; `karvan/cluster/loader.py` has the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from karvan.protocol.batches import BATCH, NAME, check_batch
+from karvan.protocol.values import NUMBER, TRAINER_HELLO
+from karvan.wire.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, table_of
+from karvan.wire.kinds import (
+    Boolean,
+    Fields,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    OneOf,
+    Plain,
+    Text,
+    TupleOf,
+    Variant,
+)
+from karvan.wire.message import Array
+
+_PLACE = Integer(0, 2**20)
+_POSITION = Plain()  # of a source: it makes it, and reads it
+_KNOWN = TupleOf(NUMBER, _POSITION)  # an index, and the position before it
+_DIGEST = Text(64)
+_REFERENCE = TupleOf(NUMBER, NUMBER, NUMBER)  # generation, epoch and number
+
+LOADER_HELLO = Fields(
+    {
+        **TRAINER_HELLO,
+        "kind": OneOf("batches", "watch", "control"),
+        "loader": _PLACE,
+        "loaders": Integer(1, 2**20),
+        "ids": ListOf(NAME, 2**16),
+        "epoch": NUMBER,
+        "next": NUMBER,
+        "taken": ListOf(NUMBER),
+        "end": Nullable(_KNOWN),
+        "positions": ListOf(_KNOWN),
+    }
+)
+
+_WAIT = Fields({"wait": ListOf(_PLACE)})  # trainers that are missing
+_WAITING = Fields({"wait": Boolean()})
+_END = Fields({"epoch": NUMBER, "end": NUMBER, "position": _POSITION})
+_BATCH = Fields(
+    {
+        "batch": BATCH,
+        "epoch": NUMBER,
+        "index": NUMBER,
+        "position": _POSITION,
+        "meta": Plain(),
+        "rows": Integer(0, 2**48),
+    },
+    {"statistics": _DIGEST, "reference": _REFERENCE, "worker": _PLACE},
+)
+
+
+def _check_next(told: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    check_batch(told if "batch" in told else {"batch": {}}, arrays)
+
+
+def _states(told: Mapping[str, Any]) -> int:
+    """The whole states come behind their digests, if they were asked for."""
+    return len(told["statistics"]) if told["whole"] and "statistics" in told else 0
+
+
+LOADER_CALLS = table_of(
+    Call(
+        "next",
+        Fields({"epoch": NUMBER}),
+        answer=Variant("wait", _WAIT, Variant("end", _END, _BATCH)),
+        answers=[DescribedArrays()],
+        answer_rule=_check_next,
+    ),
+    Call("stay"),
+    Call("done", Fields({"references": ListOf(_REFERENCE)})),
+    Call("resend", Fields({"reference": _REFERENCE, "worker": _PLACE})),
+    Call("identity", answer=Variant("wait", _WAITING, Fields({"identity": Nullable(MapOf(Plain()))}))),
+    Call(
+        "statistics",
+        Fields({"whole": Boolean()}),
+        answer=Variant("wait", _WAITING, Fields({"statistics": MapOf(_DIGEST, 1024, NAME)})),
+        answers=[ForEach(_states, [ArrayKind("states", "uint8", ANY)])],
+    ),
+    Call("leave"),
+)
