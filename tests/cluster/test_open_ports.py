@@ -1,5 +1,6 @@
 """Every socket on which a process of a launched job listens is known, and on the job's host."""
 
+import socket
 import time
 from collections import Counter
 
@@ -26,7 +27,7 @@ def check_ports(job, host):
     text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
     assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
     assert {each.host for each in found} == {host}, text
-    served = Counter(role_of.get(each.process) for each in found if connects("127.0.0.1", each.port))
+    served = Counter(role_of.get(each.process) for each in found if connects(host, each.port))
     assert served == {"launcher": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
 
 
@@ -48,3 +49,17 @@ def test_every_listening_socket_of_a_job_with_mutual_tls_is_known(tmp_path, mode
             note.unlink(missing_ok=True)
         wait_for_steps(job, 2)
         check_ports(job, "127.0.0.1")
+
+
+@pytest.mark.slow
+def test_all_of_a_job_with_an_address_of_the_machine_listens_there(tmp_path):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outwards:
+        try:
+            outwards.connect(("198.51.100.1", 9))  # sends nothing: the kernel chooses an address of its own
+        except OSError:
+            pytest.skip("this machine has no address besides loopback")
+        host = outwards.getsockname()[0]
+    secured = mutual_tls(tmp_path, host)
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, extra=secured) as job:
+        wait_for_steps(job, 2)
+        check_ports(job, host)

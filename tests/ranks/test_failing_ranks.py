@@ -11,7 +11,7 @@ def ended(folder, function, **arguments):
     """How both processes end, what they have said, and their numbers."""
     processes = start(2, function, folder, **arguments)
     try:
-        codes = [process.wait(50) for process in processes]
+        codes = [process.wait(150) for process in processes]
     finally:
         for process in processes:
             process.kill()
