@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from karvan.activity import activity
 from karvan.threads import cores
 
 # Of one core, for each core there is. A step waits for the slowest of its threads, so a save that takes a
@@ -32,6 +33,7 @@ class Pace:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Around a piece of work."""
+        activity.advance()
         if self._in_a_hurry():
             yield
             return

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from karvan.activity import activity
 from karvan.checkpoint.errors import DamagedCheckpointError
 from karvan.checkpoint.manifest import TableEntry
 from karvan.checkpoint.ranges import WHOLE, Range
@@ -50,6 +51,7 @@ class TableReader:
             _, rows = full.within(wanted)
             for delta in deltas:
                 rows = overlay(rows, *delta.within(wanted))
+            activity.advance()
             yield rows
 
     def row(self, key: int) -> Rows | None:

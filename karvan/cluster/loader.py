@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.activity import TRAINERS, activity
 from karvan.cluster.generations import Generations
 from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
 from karvan.cluster.loader_statistics import Statistics
@@ -65,6 +66,8 @@ class LoaderService(Service):
     """Loader number `index` of `count`: trainers call `answer`, one thread that reads calls the rest."""
 
     hello = LOADER_HELLO
+
+    progresses = False  # batches are, see `send`
 
     def __init__(
         self,
@@ -260,7 +263,7 @@ class LoaderService(Service):
         if self._identity is None:
             self.identify(None)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
+            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._wanted() is not None)
             target = self._wanted()
             if self._closed or target is None:
                 return None
@@ -280,7 +283,7 @@ class LoaderService(Service):
         if self._identity is None:
             self.identify(None)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._wanted() is not None)
+            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._wanted() is not None)
             self._cursor = (0, 0)
 
     def behind(self) -> bool:
@@ -302,9 +305,8 @@ class LoaderService(Service):
             owner = number % self._world
             wanted = self._trainers[owner].wants(place)
             if wanted:
-                self._changed.wait_for(
-                    lambda: self._stopped() or len(self._trainers[owner].items) < self._bound
-                )
+                room = lambda: self._stopped() or len(self._trainers[owner].items) < self._bound  # noqa: E731
+                activity.wait_for(self._changed, TRAINERS, room)
                 if self._stopped():
                     return False
             generation, names = self._generation, self._trainers[owner].ids
@@ -329,6 +331,7 @@ class LoaderService(Service):
             self._cursor = (epoch, index + 1)
             self._positions.append(Known(self._cursor, position))
             self._changed.notify_all()
+        activity.advance()
         return True
 
     def end(self, position: Any = None) -> bool:
@@ -373,8 +376,10 @@ class LoaderService(Service):
     def wait_until_left(self) -> bool:
         """Wait until all trainers have left; False if they need something again."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or self._all(lambda one: one.left) or (self._world and self._behind())
+            activity.wait_for(
+                self._changed,
+                TRAINERS,
+                lambda: self._closed or self._all(lambda one: one.left) or (self._world and self._behind()),
             )
             return self._closed or not self._behind()
 

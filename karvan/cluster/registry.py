@@ -3,7 +3,8 @@
 A role's process has a `Membership` (`karvan.wire.membership`). It registers (role, index, address,
 generation) and then says every second that it lives; a registry that does not know it, because it has been
 restarted, asks it to register again. Nobody is asked: who dies stops talking, and counts as lost some seconds
-later. Who leaves says so and is forgotten.
+later. Who leaves says so and is forgotten. A heartbeat says as well what the process does
+(`karvan.activity`), for the launcher to find those that live but make no progress.
 
 A process that takes over a role and index replaces the one before, which learns it from its next sign of life
 and stays silent from then on. One that was started for an older generation of the job than the one whose
@@ -25,6 +26,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.cluster.rendezvous_methods import rendezvous_methods
 from karvan.cluster.rendezvous_store import RendezvousStore
@@ -48,6 +50,7 @@ class _Entry:
     generation: int
     pid: int
     seen: float
+    activity: ActivityReport | None = None  # of the last heartbeat
 
 
 class Registry(Service):
@@ -59,6 +62,7 @@ class Registry(Service):
     """
 
     name = "registry"
+    progresses = False  # whoever runs it has other work
 
     def __init__(
         self,
@@ -107,6 +111,11 @@ class Registry(Service):
         """All that came and did not leave."""
         with self._lock:
             return [self._member(*key, entry) for key, entry in sorted(self._entries.items())]
+
+    def activities(self) -> dict[tuple[str, int], ActivityReport]:
+        """What members said last of what they do, by role and index."""
+        with self._lock:
+            return {key: each.activity for key, each in self._entries.items() if each.activity is not None}
 
     def forget(self, role: str, index: int) -> None:
         """What is known of a process that has ended; another one will take its place."""
@@ -163,6 +172,7 @@ class Registry(Service):
             known = entry is not None and entry.process == request.head["process"]
             if entry is not None and known:
                 entry.seen = clock.now()
+                entry.activity = ActivityReport(**request.head["activity"])
             return Message({"known": known, "replaced": bool(entry and not known)})
 
     def _leave(self, request: Request) -> Message:

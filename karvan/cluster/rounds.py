@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from karvan.activity import TRAINERS, activity
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ class Rounds:
                 del self._open[name]
         if last:
             one.do(lambda: work([one.values[each] for each in range(self._trainers)]))
-        elif not one.done.wait(self._timeout):
+        elif not self._waited(one):
             missing = sorted(set(range(self._trainers)) - set(one.values))
             raise RuntimeError(
                 f"expected all {self._trainers} trainers within {self._timeout:.0f} s, "
@@ -39,6 +41,10 @@ class Rounds:
             )
         made: T = one.result()
         return made
+
+    def _waited(self, one: _Round) -> bool:
+        with activity.waiting(TRAINERS):
+            return one.done.wait(self._timeout)
 
     def end(self, reason: str) -> None:
         """Nobody will come any more; those who wait get the reason."""

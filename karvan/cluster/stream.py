@@ -16,12 +16,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 
 from karvan import ragged, ranks
+from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster import stream_place
 from karvan.cluster.loader_statistics import ask_loaders
@@ -314,6 +316,15 @@ class LoaderStream:
             return bool(line.waiting)
 
     def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+        if ready():
+            return
+        with ExitStack() as waits:
+            for line in lines:
+                if not line.ready():
+                    waits.enter_context(activity.waiting(f"loader-{line.loader}"))
+            self._wait_long(lines, ready)
+
+    def _wait_long(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
         begun = clock.now()
         told = False
         while not ready():

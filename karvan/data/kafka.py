@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.identity import Identity
 from karvan.data.records import DecodeBytes, bytes_rows
@@ -162,6 +163,7 @@ class KafkaReader:
         values: list[bytes] = []
         deadline: float | None = None
         while len(values) < self._size and not self._closed.is_set():
+            activity.advance()  # to wait for messages is no stall
             if self._until_end and not open_ends:
                 break
             if deadline is not None and time.monotonic() >= deadline:

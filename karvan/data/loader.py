@@ -14,6 +14,7 @@ from itertools import count
 from typing import Any
 
 from karvan import ranks
+from karvan.activity import activity
 from karvan.counts import check_counts, check_integers
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.jobs import jobs_of
@@ -198,6 +199,7 @@ class Loader:
         try:
             while (outcome := pipeline.next()).batch is not None:
                 self._count(outcome)
+                activity.advance()
                 yield outcome.batch
             self._count(outcome)
             self._finished = True

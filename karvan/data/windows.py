@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from karvan.activity import activity
 from karvan.data.errors import located
 from karvan.data.loader import Loader
 from karvan.data.paths import PathLike, exists, folders, join, resolve
@@ -76,6 +77,7 @@ class Windows:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
+            activity.advance()  # to wait for data that does not exist yet is no stall
             name = self._look()
             if name is not None or self._over:
                 return self._open(name)

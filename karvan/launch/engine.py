@@ -48,6 +48,9 @@ class Handle(Protocol):
     def kill(self) -> None:
         """End it at once, with all processes that it has started itself."""
 
+    def dump_stacks(self) -> None:
+        """Ask it, with SIGQUIT, to write the stacks of its threads; who has no handler dies of it."""
+
     def suspend(self) -> None:
         """Stop it where it is, with all processes that it has started itself, until `resume`."""
 

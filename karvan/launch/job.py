@@ -106,7 +106,12 @@ class Job:
         self._suspension = Suspension(self._members, self.logs, timing.pause)
         self._events = EventQueue(self._suspension.suspend)
         self._health = HealthCheck(
-            self._members, self.registry, self.logs, every=timing.check, settle=timing.settle
+            self._members,
+            self.registry,
+            self.logs,
+            every=timing.check,
+            settle=timing.settle,
+            stall_timeout=spec.stall_timeout,
         )
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
         self._attempts = Attempts(spec.checkpoints)
@@ -182,7 +187,7 @@ class Job:
             member.due = self._restarts.due()
 
     def _is_in_vain(self, member: ManagedProcess, code: int) -> bool:
-        if not 0 < code < _OF_SIGNALS:
+        if not 0 < code < _OF_SIGNALS and not member.stalled:
             self._attempts.forget()
             return False
         return code != TEMPORARY and member.role == TRAINER and self._attempts.failed()
@@ -239,7 +244,7 @@ class Job:
         )
         self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)
-        member.code, member.due, member.started = None, None, clock.now()
+        member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
         self.logs.begin(member.name)
         member.handle = self.engine.start(member.process, self._events.ended)
         self.logs.tell(f"Started {member.name}, process {member.handle.pid}.")

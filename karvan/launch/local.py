@@ -92,6 +92,12 @@ class LocalHandle:
             if self._code is None:
                 self._signal_group(signal.SIGKILL)
 
+    def dump_stacks(self) -> None:
+        """SIGQUIT to the process alone."""
+        with self._lock:
+            if self._code is None:
+                os.kill(self.pid, signal.SIGQUIT)
+
     def suspend(self) -> None:
         """SIGSTOP to the process and those that it has started."""
         with self._lock:

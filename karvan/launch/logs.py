@@ -42,6 +42,7 @@ class Logs:
         self._lock = threading.Lock()
         self._colours: dict[str, str] = {LAUNCHER: "bold"}
         self._tails: dict[str, deque[str]] = {}
+        self._counts: dict[str, int] = {}
         self._files: dict[str, TextIO] = {}
         self._folder = folder
         self._stream = sys.stdout if stream is None else stream
@@ -62,6 +63,7 @@ class Logs:
         """Write a line of a process."""
         with self._lock:
             self._tails.setdefault(name, deque(maxlen=_TAIL)).append(line)
+            self._counts[name] = self._counts.get(name, 0) + 1
             if self._folder is not None:
                 try:
                     self._file(self._folder, name).write(f"{line}\n")
@@ -72,6 +74,11 @@ class Logs:
                 self._show(name, line)
             except OSError:
                 self._leave_stream()
+
+    def lines(self, name: str) -> int:
+        """How many lines a process has written."""
+        with self._lock:
+            return self._counts.get(name, 0)
 
     def begin(self, name: str) -> None:
         """A process of that name is started: the last lines are its own from now on."""

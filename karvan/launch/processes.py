@@ -20,6 +20,7 @@ class ManagedProcess:
     code: int | None = None  # of its last process; None while that runs
     started: float = 0.0
     due: float | None = None  # when it is to be started again, alone
+    stalled: bool = False  # whether its process is killed because it makes no progress
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from karvan.launch.environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
 from karvan.launch.roles import LOADER, SERVER, TRAINER, WORKER, Role
-from karvan.settings import Count, CountOrZero, Integer, Positive, Section, read_settings
+from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
 
 
 def _as_text(given: Any) -> Any:
@@ -123,6 +123,7 @@ class JobSpec(Section):
     max_restarts: CountOrZero = 10
     restart_window: Positive = 600.0
     grace: Positive = 60.0
+    stall_timeout: PositiveOrZero = 1800.0
     logs: Path | None = None
     host: str = "127.0.0.1"
     registry_port: Port = 0

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from karvan import _native
+from karvan.activity import TRAINERS, activity
 from karvan.ranks.errors import RankError
 
 _LOOK = timedelta(seconds=0.1)  # between two looks whether this rank leaves
@@ -130,15 +131,16 @@ class GlooLane(Lane):
         self.operations += 1
         try:
             work = None if self._left else operation()
-            while work is not None and not work.is_completed():
-                if self._left:
-                    keep_forever(self._group)
-                    work = None
-                else:
-                    with suppress(RuntimeError):  # if it is not the time that is over, it comes once more
-                        work.wait(_LOOK)
-            if work is not None:
-                work.wait()
+            with activity.waiting(TRAINERS):
+                while work is not None and not work.is_completed():
+                    if self._left:
+                        keep_forever(self._group)
+                        work = None
+                    else:
+                        with suppress(RuntimeError):  # if it is not the time that is over, it comes once more
+                            work.wait(_LOOK)
+                if work is not None:
+                    work.wait()
         except (RuntimeError, ValueError) as error:
             raise self._explain(self, None, error) from error
         if work is None:
@@ -183,13 +185,14 @@ class BoardLane(Lane):
         self.operations += 1
         send, size = send.contiguous(), send.element_size()
         received = send.new_empty(sum(of))
-        outcome = self._board.exchange(
-            send.data_ptr(),
-            [n * size for n in to],
-            received.data_ptr(),
-            [n * size for n in of],
-            self._timeout,
-        )
+        with activity.waiting(TRAINERS):
+            outcome = self._board.exchange(
+                send.data_ptr(),
+                [n * size for n in to],
+                received.data_ptr(),
+                [n * size for n in of],
+                self._timeout,
+            )
         if outcome != "done":
             if outcome == "left":
                 raise _left(self)

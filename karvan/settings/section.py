@@ -22,6 +22,7 @@ def _no_bool(given: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Count = Annotated[Integer, Field(ge=1)]
 CountOrZero = Annotated[Integer, Field(ge=0)]
+PositiveOrZero = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from karvan.activity import activity
 from karvan.names import listed
 from karvan.ragged import NestedRagged, Ragged
 from karvan.ranks import Connection
@@ -64,7 +65,7 @@ class Evaluator:
         samples = 0
         seen = NonFinite("The loss")
         required = required_labels(data, self._loss, metrics.values())
-        with required, same_random_state_afterwards(), self._feed(data) as batches:
+        with activity.task("evaluate"), required, same_random_state_afterwards(), self._feed(data) as batches:
             for batch, output in self._outputs(batches):
                 rows = rows_of(batch)
                 with torch.no_grad():

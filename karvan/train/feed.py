@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
+from karvan.activity import activity
 from karvan.data.threads import start
 from karvan.ranks import Connection
 from karvan.train.rounds import Rounds, SharedTaker, never
@@ -84,6 +85,7 @@ class Feed(Iterator[Fed]):
             self.reason = self._taker.reason
             raise StopIteration
         self._last = fed.position
+        activity.advance()
         return fed
 
     def close(self) -> None:
@@ -149,6 +151,7 @@ class AheadFeed(Feed):
         if isinstance(item, BaseException):
             raise item
         self._last = item.position
+        activity.advance()
         return item
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
 from karvan.train import dataset, state
 from karvan.train.course import Course
@@ -79,6 +80,7 @@ class Fit:
         """Train."""
         trainer = self._trainer
         with ExitStack() as stack:
+            stack.enter_context(activity.task("fit"))
             stack.enter_context(trainer.signals)
             stack.enter_context(required_labels(self._data, trainer.loss, trainer.metrics.values()))
             self._begin(stack)
@@ -201,6 +203,7 @@ class Fit:
         self._course.trained(group, samples)
         self._trained += 1
         self._unsaved = True
+        activity.advance()
         if taken:
             self._skips.take()
             trainer.schedule.after_step()

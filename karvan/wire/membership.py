@@ -13,6 +13,7 @@ import socket
 import threading
 from typing import Any
 
+from karvan.activity import activity, dump_stacks_on_signal
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.peer import Peer
 from karvan.wire.registry_calls import REGISTRY_CALLS
@@ -56,6 +57,7 @@ class Membership:
             "pid": os.getpid(),
             "process": secrets.token_hex(8),
         }
+        self._dumps = dump_stacks_on_signal()
         self._peer = self._talk()
         self._ended = threading.Event()
         try:
@@ -85,14 +87,14 @@ class Membership:
             calls=REGISTRY_CALLS,
         )
 
-    def _call(self, method: str, deadline: float) -> dict[str, Any]:
-        return self._peer.call(method, self._who, deadline=deadline).head
+    def _call(self, method: str, deadline: float, **more: Any) -> dict[str, Any]:
+        return self._peer.call(method, {**self._who, **more}, deadline=deadline).head
 
     def _run(self) -> None:
         trouble = ""
         while not self._ended.wait(self._beat):
             try:
-                said = self._call("beat", _DEADLINE)
+                said = self._call("beat", _DEADLINE, activity=activity.report(self._dumps).as_head())
                 if said["replaced"]:
                     self.replaced = True
                     _log.warning("%s %s was replaced by another process.", *self._name())

@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from karvan.activity import activity
 from karvan.clock import clock
 from karvan.wire.calls import CallTable
 from karvan.wire.connection import Connection, short
@@ -59,7 +60,9 @@ class Reply:
     def wait(self) -> Message:
         """The answer; what went wrong at the peer, or on the way to it, is raised here."""
         self._peer.check_process()
-        self._done.wait()
+        if not self._done.is_set():
+            with activity.waiting(self._peer.role):
+                self._done.wait()
         if self._error is not None:
             raise _same(self._error)
         assert self._answer is not None
@@ -122,6 +125,7 @@ class Peer:
         calls: CallTable | None = None,
     ) -> None:
         self.name = name
+        self.role = "-".join(name.split())  # as launched jobs call their processes: parameter-server-0
         self._find = find if callable(find) else lambda: find
         self._security = security or Security()
         self._session = secrets.token_hex(16)

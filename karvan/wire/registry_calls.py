@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from karvan.activity import MOST_WAITS
 from karvan.wire.calls import Call, table_of
-from karvan.wire.kinds import Boolean, Fields, Float, Integer, ListOf, OneOf, Text
+from karvan.wire.kinds import Boolean, Fields, Float, Integer, ListOf, MapOf, OneOf, Text
 
 ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
 
@@ -13,16 +14,26 @@ _ADDRESS = Text(300)
 _PID = Integer(0, 2**31)
 
 # A member says all of it with each of its calls; `process` is a random name.
-_MEMBER = Fields(
+_WHO = {
+    "role": OneOf(*ROLES),
+    "index": INDEX,
+    "address": _ADDRESS,
+    "generation": GENERATION,
+    "pid": _PID,
+    "process": Text(64),
+}
+_MEMBER = Fields(_WHO)
+# What it does, see `karvan.activity.ActivityReport`.
+_ACTIVITY = Fields(
     {
-        "role": OneOf(*ROLES),
-        "index": INDEX,
-        "address": _ADDRESS,
-        "generation": GENERATION,
-        "pid": _PID,
-        "process": Text(64),
+        "progress": Integer(),
+        "idle": Float(0.0),
+        "task": Text(100, 0),
+        "waits": MapOf(Float(0.0), MOST_WAITS, Text(100)),
+        "dumps": Boolean(),
     }
 )
+_BEAT = Fields({**_WHO, "activity": _ACTIVITY})
 _LISTED = Fields(
     {
         "role": OneOf(*ROLES),
@@ -37,7 +48,7 @@ _LISTED = Fields(
 
 REGISTRY_CALLS = table_of(
     Call("register", _MEMBER),
-    Call("beat", _MEMBER, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
+    Call("beat", _BEAT, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
     Call("leave", _MEMBER),
     Call("generation", answer=Fields({"generation": GENERATION})),
     Call("members", answer=Fields({"members": ListOf(_LISTED)})),

@@ -21,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from karvan.activity import activity
 from karvan.clock import clock
 from karvan.wire.accepted import host_of, peer_address
 from karvan.wire.calls import said_by
@@ -218,7 +219,10 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     cause = getattr(error, "errno", None)
                 return pack(Message({"error": kind, "text": _text(error), "errno": cause}))
 
-        return connection.session.answer(number, received, do, within if type(within) is int else 0), number
+        answer = connection.session.answer(number, received, do, within if type(within) is int else 0)
+        if service.progresses:
+            activity.advance()
+        return answer, number
 
 
 def _do_not_wait_at_exit(server: _Flight) -> None:

@@ -54,12 +54,14 @@ def endpoints(calls: CallTable, methods: Mapping[str, Method]) -> dict[str, Endp
 class Service:
     """What a server answers with; its methods run on the threads of callers.
 
-    hello: what callers say when they come. endpoints: set by the service; see `endpoints`.
+    hello: what callers say when they come. endpoints: set by the service; see `endpoints`. progresses:
+    whether a call that was answered is progress (`karvan.activity`); some are answered with "wait".
     """
 
     name = "service"
     hello: ClassVar[Kind] = Fields({})
     endpoints: Mapping[str, Endpoint] = {}
+    progresses = True
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """Somebody connects, for the first time or again; returns what it should know. May refuse."""

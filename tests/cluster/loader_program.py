@@ -5,6 +5,7 @@ Records are numbers from 0 on, in a feature `id`. COUNTER is a file that grows b
 
 import logging
 import sys
+import threading
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ def failing(epoch):
     yield {"id": torch.arange(2)}
     yield {"id": torch.arange(2)}
     raise LookupError("there is no such shelf")
+
+
+def stuck(epoch):
+    yield {"id": torch.arange(2)}
+    threading.Event().wait()
 
 
 def of_all_kinds(epoch):
@@ -76,6 +82,8 @@ def main(mode, rows, batch_size, counter=""):
                 data.serve(failing)
             case "kinds":
                 data.serve(of_all_kinds)
+            case "stuck":
+                data.serve(stuck)
             case "unequal":
                 data.send({"a": torch.arange(2), "b": torch.arange(3)})
 

@@ -36,6 +36,9 @@ class Known:
     def begin_generation(self, generation):
         self.generations.append(generation)
 
+    def activities(self):
+        return {}
+
     def healthy(self, role, index):
         return False if f"{role}-{index}" in self.sick else None
 
@@ -151,11 +154,11 @@ class Launched(Place):
 
     program = HERE / "launcher_program.py"
 
-    def __init__(self, folder, text, **more):
+    def __init__(self, folder, text, args=(), **more):
         super().__init__(folder)
         (folder / "job.yaml").write_text(f"name: test\nentry: train.py\n{text}\n")
         self.process = subprocess.Popen(
-            [sys.executable, str(self.program), str(folder)],
+            [sys.executable, str(self.program), str(folder), *args],
             stdout=subprocess.PIPE,
             text=True,
             **more,

@@ -1,10 +1,15 @@
-"""A role that is a member of the registry and notes its heartbeats in FOLDER/events, besides its start."""
+"""A role that is a member of the registry and notes its start and heartbeats in FOLDER/events.
+
+It makes progress until there is a file FOLDER/stall-ROLE; a trainer waits for loader 0 if that stalls. A
+trainer ends with the code in FOLDER/end-trainer.
+"""
 
 import json
 import os
 import sys
-import threading
+import time
 
+from karvan.activity import activity
 from karvan.wire.membership import Membership
 
 folder = sys.argv[1]
@@ -17,13 +22,38 @@ def note(event):
         file.write(f"{line}\n".encode())
 
 
+def there(file):
+    return os.path.exists(f"{folder}/{file}")
+
+
 class Noted(Membership):
-    def _call(self, method, deadline):
-        said = super()._call(method, deadline)
+    def _call(self, method, deadline, **more):
+        said = super()._call(method, deadline, **more)
         note(method)
         return said
 
 
+def hang_for_ever(file):
+    note("stalled")
+    while there(file):
+        time.sleep(0.01)
+
+
+def work():
+    while not (role == "trainer" and there("end-trainer")):
+        if there(f"stall-{role}"):
+            hang_for_ever(f"stall-{role}")
+        elif role == "trainer" and there("stall-loader"):
+            with activity.waiting("loader-0"):
+                while there("stall-loader"):
+                    time.sleep(0.01)
+        activity.advance()
+        time.sleep(0.01)
+
+
 note("start")
 Noted(os.environ["KARVAN_REGISTRY"], role, index, "127.0.0.1:1", beat=0.1)
-threading.Event().wait()
+with activity.task("fit" if role == "trainer" else ""):
+    work()
+with open(f"{folder}/end-trainer") as order:
+    sys.exit(int(order.read()))

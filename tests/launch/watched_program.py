@@ -1,4 +1,7 @@
-"""A launcher whose loaders are members of a registry: `python watched_program.py FOLDER`."""
+"""A launcher whose loaders are members of a registry, and trainers, too, if wanted.
+
+python watched_program.py FOLDER [members]
+"""
 
 import sys
 from pathlib import Path
@@ -13,5 +16,6 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     spec = read_spec(place / "job.yaml", {})
     commands = small_commands(place)
-    commands["loader"] = (sys.executable, str(HERE / "member_program.py"), str(place))
+    for role in ("loader", "trainer") if "members" in sys.argv else ("loader",):
+        commands[role] = (sys.executable, str(HERE / "member_program.py"), str(place))
     sys.exit(supervise(spec, Registry(lost_after=3.0), commands, QUICK))

@@ -1,0 +1,139 @@
+"""Processes that live but make no progress: who is the culprit, what is said, and what happens to it."""
+
+import pytest
+from launch_helpers import HERE, Launched, wait_until
+
+from karvan.activity import ActivityReport
+from karvan.launch.stalls import SERVICE_TIMEOUT, find_stalls
+
+T = 100.0
+
+
+def doing(idle, task="", **waits):
+    names = {name.replace("_", "-"): seconds for name, seconds in waits.items()}
+    return ActivityReport(7, idle, task, names, dumps=True)
+
+
+def culprits(timeout=T, **reports):
+    activities = {}
+    for name, report in reports.items():
+        role, _, index = name.rpartition("_")
+        activities[role.replace("_", "-"), int(index)] = report
+    return [each.name for each in find_stalls(activities, timeout)]
+
+
+def test_a_trainer_that_does_nothing_in_a_fit_is_the_culprit():
+    assert culprits(trainer_0=doing(T, "fit")) == ["trainer-0"]
+    assert culprits(trainer_0=doing(T - 1, "fit")) == []
+
+
+def test_a_trainer_that_runs_code_of_its_own_is_left_alone():
+    assert culprits(trainer_0=doing(10 * T)) == []
+
+
+def test_a_loader_is_the_culprit_if_somebody_waits_for_it():
+    waiting = doing(T, "fit", loader_1=T)
+    assert culprits(trainer_0=waiting, loader_0=doing(T), loader_1=doing(T)) == ["loader-1"]
+    assert culprits(trainer_0=doing(0, "fit"), loader_0=doing(9 * T), loader_1=doing(9 * T)) == []
+    assert culprits(trainer_0=waiting, loader_1=doing(1)) == []
+
+
+def test_a_loader_that_waits_itself_is_not_the_culprit_but_whom_it_waits_for():
+    held_up = {
+        "trainer_0": doing(2 * T, "fit", loader_0=2 * T),
+        "loader_0": doing(2 * T, embedding_worker_0=T),
+        "embedding_worker_0": doing(2 * T),
+    }
+    assert culprits(**held_up) == ["embedding-worker-0"]
+    held_up["embedding_worker_0"] = doing(2 * T, parameter_server_1=T)
+    held_up["parameter_server_1"] = doing(2 * T)
+    assert culprits(**held_up) == ["parameter-server-1"]
+    held_up["parameter_server_1"] = doing(2 * T, trainers=T)
+    assert culprits(**held_up) == []
+
+
+def test_a_server_that_waits_for_trainers_points_at_the_one_that_does_not_come():
+    reports = {
+        "trainer_0": doing(T, "fit", parameter_server_0=T),
+        "parameter_server_0": doing(T, trainers=T),
+        "trainer_1": doing(T, "fit"),
+    }
+    assert culprits(**reports) == ["trainer-1"]
+
+
+def test_trainers_that_wait_for_one_of_them_are_not_culprits():
+    waiting = doing(T, "fit", trainers=T)
+    assert culprits(trainer_0=waiting, trainer_1=doing(T, "fit"), trainer_2=waiting) == ["trainer-1"]
+    assert culprits(trainer_0=waiting, trainer_1=waiting) == ["trainer-0", "trainer-1"]
+    assert culprits(trainer_0=waiting, trainer_1=doing(T)) == []  # user code, between fits
+
+
+def test_questions_that_are_answered_do_not_count_as_waits():
+    assert culprits(trainer_0=doing(T, "fit", parameter_server_0=0.1)) == ["trainer-0"]
+
+
+def test_roles_without_code_of_a_user_have_less_time():
+    reports = {"trainer_0": doing(SERVICE_TIMEOUT, "fit", parameter_server_0=SERVICE_TIMEOUT)}
+    assert culprits(7200, **reports, parameter_server_0=doing(SERVICE_TIMEOUT)) == ["parameter-server-0"]
+
+
+def test_a_stall_says_who_for_how_long_and_who_waits():
+    reports = {
+        ("loader", 0): doing(63),
+        ("trainer", 0): doing(62, "fit", loader_0=62),
+        ("trainer", 1): doing(62, "fit", loader_0=62),
+    }
+    [stall] = find_stalls(reports, 60)
+    assert str(stall) == "loader-0 has made no progress for 63 s, and trainer-0 and trainer-1 wait for it"
+
+
+class Stalling(Launched):
+    """A launcher with members that make no progress if they are told so."""
+
+    program = HERE / "watched_program.py"
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("trainer", "trainer-0 has made no progress for"),
+        ("loader", "loader-0 has made no progress for"),
+    ],
+)
+def test_a_stalled_process_shows_its_stacks_and_is_replaced(tmp_path, role, said):
+    text = f"roles: {{loaders: 1}}\nstall_timeout: 1.5\nlogs: {tmp_path}/logs"
+    with Stalling(tmp_path, text, args=["members"]) as job:
+        log = tmp_path / "logs" / f"{role}-0.log"
+        job.wait_for("start", "", 3)
+        job.order(f"stall-{role}")
+        job.wait_for("start", role, 2)
+        stacks = log.read_text()
+        assert "in hang_for_ever" in stacks
+        assert "most recent call first" in stacks
+        (tmp_path / f"stall-{role}").unlink()
+        job.order("end-trainer", 0)
+        lines = job.output()
+    assert job.process.returncode == 0
+    [line] = [each for each in lines if said in each]
+    assert ("trainer-0 waits for it" in line) == (role == "loader")
+    assert "Started parameter-server-0" in "\n".join(lines)
+    assert len(job.events("start", "parameter-server")) == 1
+    assert len(job.events("start", "loader")) == (2 if role == "loader" else 1)
+    assert len(job.events("start", "trainer")) == (2 if role == "trainer" else 1)
+
+
+@pytest.mark.slow
+def test_nobody_is_killed_for_a_stall_if_that_is_switched_off(tmp_path):
+    text = f"roles: {{loaders: 1}}\nstall_timeout: 0\nlogs: {tmp_path}/logs"
+    with Stalling(tmp_path, text, args=["members"]) as job:
+        job.wait_for("start", "", 3)
+        job.order("stall-trainer")
+        job.wait_for("stalled", "trainer")
+        beats = len(job.events("beat", "trainer"))
+        job.wait_for("beat", "trainer", beats + 30)  # three seconds
+        (tmp_path / "stall-trainer").unlink()
+        job.order("end-trainer", 0)
+        lines = job.output()
+    assert job.process.returncode == 0
+    assert not [each for each in lines if "no progress" in each]
+    wait_until(lambda: len(job.events("start", "trainer")) == 1)
