@@ -126,9 +126,9 @@ os.register_at_fork(after_in_child=activity._waits.clear)  # a fork has none of 
 def dump_stacks_on_signal() -> bool:
     """Have SIGQUIT write the stacks of all threads to stderr, even if the interpreter hangs; whether it does.
 
-    A handler that the program has set itself stays.
+    A handler that the program has set itself stays. A shell has its background jobs ignore the signal.
     """
-    if signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, None):
+    if signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN, None):
         return False
     with suppress(RuntimeError, OSError, ValueError):
         faulthandler.register(signal.SIGQUIT, _STDERR, all_threads=True, chain=False)

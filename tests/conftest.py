@@ -1,6 +1,7 @@
 """Hypothesis profiles, and a fixture that gives every test the thread count it found back."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -10,6 +11,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests run side by side: torch's threads, also those of programs that tests start, would be in each
     # other's way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # Shells have their background jobs ignore SIGINT. Programs that tests start, and send SIGINT to, would
+    # inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMMON = {
     "deadline": None,

@@ -29,6 +29,7 @@ having been silent meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,7 +37,7 @@ from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.launch.attempts import Attempts
 from karvan.launch.commands import Commands, commands_of
-from karvan.launch.engine import Engine, Process, end_text
+from karvan.launch.engine import Engine, Handle, Process, end_text
 from karvan.launch.environment import environment_of
 from karvan.launch.events import EventQueue, ProcessEnded, StopRequested
 from karvan.launch.health import HealthCheck, HealthSource
@@ -130,8 +131,7 @@ class Job:
     def run(self) -> Outcome:
         """Start everything, keep it going, stop it in order."""
         try:
-            for member in self._members:
-                self._start(member)
+            self._start(self._members)
             while self._outcome is None:
                 self._take(self._events.get(self._patience()))
                 self._suspension.check()
@@ -219,22 +219,28 @@ class Job:
             self._react(*counts)
         if self._rollback is not None and self._rollback <= now and not self._members.any_running(TRAINER):
             self._roll_back()
-        for member in self._members:
-            if member.due is not None and member.due <= now:
-                self._start(member)
+        self._start([each for each in self._members if each.due is not None and each.due <= now])
 
     def _roll_back(self) -> None:
         self._rollback = None
         self.generation += 1
         self.registry.begin_generation(self.generation)
         self.logs.tell(f"Generation {self.generation} begins.")
-        for member in self._members:
-            if (member.role in (SERVER, TRAINER) and not member.running) or (
-                member.role == LOADER and member.code == 0
-            ):
-                self._start(member)
+        self._start(
+            [
+                member
+                for member in self._members
+                if (member.role in (SERVER, TRAINER) and not member.running)
+                or (member.role == LOADER and member.code == 0)
+            ]
+        )
 
-    def _start(self, member: ManagedProcess) -> None:
+    def _start(self, members: Iterable[ManagedProcess]) -> None:
+        started = [(member, self._start_one(member)) for member in members]
+        for member, handle in started:
+            self.logs.tell(f"Started {member.name}, process {handle.pid}.")
+
+    def _start_one(self, member: ManagedProcess) -> Handle:
         environment = environment_of(
             self.spec,
             member.role,
@@ -246,5 +252,5 @@ class Job:
         member.process = Process(member.role, member.index, self._commands[member.role], environment)
         member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
         self.logs.begin(member.name)
-        member.handle = self.engine.start(member.process, self._events.ended)
-        self.logs.tell(f"Started {member.name}, process {member.handle.pid}.")
+        member.handle = handle = self.engine.start(member.process, self._events.ended)
+        return handle

@@ -1,12 +1,13 @@
 """The local engine: processes on this machine.
 
 Each process leads a session of its own. So Ctrl-C on the terminal reaches the launcher alone, which stops the
-others in order, and a kill reaches the processes that a role has started. When the launcher dies, the kernel
-kills the roles (`tied.py`).
+others in order. Between them is a keeper for each process (`keeper.py`), by which a kill reaches all that the
+process has started, and which ends all of them when the launcher dies.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from karvan.launch import tied
+from karvan.launch import keeper
 from karvan.launch.engine import Process
 from karvan.launch.environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
 
@@ -39,7 +40,9 @@ class LocalEngine:
 
 
 class LocalHandle:
-    """A process of this machine, with a thread that reads its output and one that waits for its end."""
+    """A process of this machine and its keeper, with a thread that reads the process's output and one that
+    waits for its end.
+    """
 
     def __init__(
         self,
@@ -51,25 +54,38 @@ class LocalHandle:
         self._process = process
         self._write = write
         self._ended = ended
-        self._lock = threading.Lock()  # signals are sent only while the number is surely that of the process
+        self._lock = threading.Lock()
+        self._pid: int | None = None
         self._code: int | None = None
+        self._started = threading.Event()
         self._told = threading.Event()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-IS", str(Path(tied.__file__)), str(os.getpid()), *process.command],
-            env={**environment, **process.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        control, self._control = os.pipe()
+        self._status, status = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-IS", str(Path(keeper.__file__)), str(control), str(status)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(control, status),
+            )
+        finally:
+            os.close(control)
+            os.close(status)
+        wanted = {"command": process.command, "environment": {**environment, **process.environment}}
         self._reader = threading.Thread(target=self._read, name=f"{process.name} output", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._watch, name=f"{process.name} end", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(json.dumps(wanted).encode(),), name=f"{process.name} end", daemon=True
+        ).start()
 
     @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._popen.pid
+    def pid(self) -> int | None:
+        """Its number, as soon as it has started; None if it could not be."""
+        self._started.wait()
+        return self._pid
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
@@ -82,50 +98,57 @@ class LocalHandle:
 
     def stop(self) -> None:
         """SIGTERM to the process alone, which knows best what to do with those that it has started."""
-        with self._lock:
-            if self._code is None:
-                os.kill(self.pid, signal.SIGTERM)
+        self._ask(b"t")
 
     def kill(self) -> None:
-        """SIGKILL to the process and those that it has started."""
-        with self._lock:
-            if self._code is None:
-                self._signal_group(signal.SIGKILL)
+        """SIGKILL to the process and all that it has started."""
+        self._ask(b"k")
 
     def dump_stacks(self) -> None:
         """SIGQUIT to the process alone."""
-        with self._lock:
-            if self._code is None:
-                os.kill(self.pid, signal.SIGQUIT)
+        self._ask(b"q")
 
     def suspend(self) -> None:
-        """SIGSTOP to the process and those that it has started."""
-        with self._lock:
-            if self._code is None:
-                self._signal_group(signal.SIGSTOP)
+        """SIGSTOP to the process and all that it has started."""
+        self._ask(b"s")
 
     def resume(self) -> None:
         """SIGCONT to them."""
-        with self._lock:
+        self._ask(b"c")
+
+    def _ask(self, request: bytes) -> None:
+        self._started.wait()
+        with self._lock, suppress(BrokenPipeError):
             if self._code is None:
-                self._signal_group(signal.SIGCONT)
+                os.write(self._control, request)
 
-    def _signal_group(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
-    def _watch(self) -> None:
-        # The process stays a zombie here, so that its number stays its own until the lock is taken.
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+    def _watch(self, wanted: bytes) -> None:
+        with suppress(BrokenPipeError):
+            _write_all(self._control, b"%08x" % len(wanted) + wanted)
+        code = -int(signal.SIGKILL)  # of a keeper that dies, and its process with it
+        with open(self._status) as status:
+            for line in status:
+                told = json.loads(line)
+                if "pid" in told:
+                    self._pid = told["pid"]
+                    self._started.set()
+                code = told.get("code", code)
+        self._started.set()
+        self._popen.wait()
         with self._lock:
-            self._signal_group(signal.SIGKILL)  # what it has left behind
-            self._code = self._popen.wait()
+            self._code = code
+            os.close(self._control)
         self._reader.join(_LAST_LINES)
         self._told.set()
-        self._ended(self._process, self._code)
+        self._ended(self._process, code)
 
     def _read(self) -> None:
         assert self._popen.stdout is not None
         with self._popen.stdout as output:
             while line := output.readline(_LONGEST_LINE):
                 self._write(self._process.name, line.decode(errors="replace").rstrip("\r\n"))
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]

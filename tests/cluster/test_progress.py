@@ -1,5 +1,7 @@
 """What heartbeats say of progress, tasks and waits, as the registry tells it."""
 
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -119,3 +121,26 @@ def test_a_trainer_says_which_loader_it_waits_for():
         wait_for(lambda: activity.report().waits.get("loader-0", 0) > 1)
         close_all([one])
         taking.join(60)
+
+
+STACKS = """
+import os, signal, sys
+if sys.argv[1] == "ignored":
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+if sys.argv[1] == "own":
+    signal.signal(signal.SIGQUIT, lambda *_: print("my own", file=sys.stderr))
+from karvan.activity import dump_stacks_on_signal
+print(dump_stacks_on_signal(), flush=True)
+def here():
+    os.kill(os.getpid(), signal.SIGQUIT)
+here()
+"""
+
+
+@pytest.mark.parametrize("before", ["default", "ignored", "own"])
+def test_stacks_are_shown_on_sigquit_unless_the_program_uses_it(before):
+    ended = subprocess.run([sys.executable, "-c", STACKS, before], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0
+    assert ended.stdout == f"{before != 'own'}\n"
+    assert ("in here" in ended.stderr) == (before != "own")
+    assert ("my own" in ended.stderr) == (before == "own")

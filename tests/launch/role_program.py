@@ -1,8 +1,9 @@
 """A role that does nothing but note what happens to it, in FOLDER/events.
 
 It ends with the code that FOLDER/end-ROLE has, if there is such a file. Files in FOLDER change what it does:
-`stubborn` lets it live on after SIGTERM, `parent` lets it start a child, `once` lets an order to end be for
-one process only.
+`stubborn` lets it live on after SIGTERM, `parent` lets it start a child, `family` three: one beside it, one
+in a session of its own, and a daemon whose parent has ended. `once` lets an order to end be for one process
+only.
 """
 
 import json
@@ -36,9 +37,26 @@ def asked(number, frame):
 
 
 signal.signal(signal.SIGTERM, asked)
+SLEEP = ["sleep", "1000"]
+
+
+def daemon():
+    """A process in a session of its own that has lost its parent."""
+    script = f"import subprocess; print(subprocess.Popen({SLEEP}, start_new_session=True, stdout=2).pid)"
+    return int(subprocess.run([sys.executable, "-IS", "-c", script], stdout=subprocess.PIPE).stdout)
+
+
+family = []
+if there("family"):
+    family = [subprocess.Popen(SLEEP, start_new_session=own).pid for own in (False, True)] + [daemon()]
 child = subprocess.Popen(["sleep", "1000"]).pid if there("parent") else None
 print(f"{name} was here", flush=True)
-note("start", child=child, env={key: value for key, value in os.environ.items() if key.startswith(NOTED)})
+note(
+    "start",
+    child=child,
+    family=family,
+    env={key: value for key, value in os.environ.items() if key.startswith(NOTED)},
+)
 while not there(f"end-{role}"):
     time.sleep(0.01)
 with open(f"{folder}/end-{role}") as order:
