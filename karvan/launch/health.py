@@ -96,11 +96,17 @@ class HealthCheck:
         running: dict[tuple[str, int], ManagedProcess] = {
             (each.role, each.index): each for each in self._members if each.running
         }
-        known = {key: report for key, report in activities.items() if key in running}
+        settled = clock.now() - self._settle
+        known = {
+            key: report
+            for key, report in activities.items()
+            if key in running and (report.progress or running[key].started <= settled)  # it may still start
+        }
         for stall in find_stalls(known, self._stall_timeout):
             member = running[stall.role, stall.index]
             if member.name not in self._condemned:
-                self._logs.tell(f"{stall}; its stacks follow, then it is killed (stall_timeout).")
+                stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"
+                self._logs.tell(f"{stall}; {stacks} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, activities)
 

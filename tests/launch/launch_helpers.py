@@ -28,6 +28,7 @@ class Known:
 
     def __init__(self):
         self.sick = set()
+        self.reports = {}
         self.generations = []
 
     def forget(self, role, index):
@@ -37,7 +38,7 @@ class Known:
         self.generations.append(generation)
 
     def activities(self):
-        return {}
+        return self.reports
 
     def healthy(self, role, index):
         return False if f"{role}-{index}" in self.sick else None

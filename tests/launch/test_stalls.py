@@ -1,9 +1,10 @@
 """Processes that live but make no progress: who is the culprit, what is said, and what happens to it."""
 
 import pytest
-from launch_helpers import HERE, Launched, wait_until
+from launch_helpers import HERE, Launched, Running, wait_until
 
 from karvan.activity import ActivityReport
+from karvan.launch.job import Timing
 from karvan.launch.stalls import SERVICE_TIMEOUT, find_stalls
 
 T = 100.0
@@ -85,6 +86,22 @@ def test_a_stall_says_who_for_how_long_and_who_waits():
     }
     [stall] = find_stalls(reports, 60)
     assert str(stall) == "loader-0 has made no progress for 63 s, and trainer-0 and trainer-1 wait for it"
+
+
+def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tmp_path):
+    with Running(tmp_path, {"loaders": 1}, Timing(check=0.01, settle=1000.0), stall_timeout=5) as job:
+        job.wait_for("start", "", 3)
+        waiting = ActivityReport(7, 9.0, "fit", {"loader-0": 9.0})
+        job.registry.reports = {("trainer", 0): waiting, ("loader", 0): ActivityReport(0, 9.0)}
+        job.kill("parameter-server-0")  # several checks later
+        job.wait_for("start", "parameter-server", 2)
+        assert len(job.events("start", "loader")) == 1
+        job.registry.reports = {("trainer", 0): waiting, ("loader", 0): ActivityReport(1, 9.0)}
+        wait_until(lambda: "launcher | loader-0 was killed by SIGKILL; it is started again." in job.lines)
+        job.registry.reports = {}
+        job.wait_for("start", "loader", 2)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
 
 
 class Stalling(Launched):
