@@ -16,7 +16,7 @@ PACKAGE = ROOT / "karvan"
 # An import may point to a layer above its own in this list, or stay within its part.
 LAYERS = [
     ("clock", "outages"),
-    ("exit_codes",),
+    ("exit_codes", "activity"),
     ("_native", "limits", "wire", "settings"),
     ("protocol",),
     ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
