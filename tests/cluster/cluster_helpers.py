@@ -66,7 +66,7 @@ class Processes:
 
     def wait(self):
         """Until all are there."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while sum(member.role == "parameter-server" for member in self.registry.members()) < self.count:
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -80,5 +80,5 @@ class Processes:
         for process in self.processes:
             process.terminate()
         for process in self.processes:
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         self.registry.close()
