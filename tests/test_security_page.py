@@ -25,3 +25,14 @@ def test_every_row_of_its_ports_and_files_names_a_test():
     assert len(parts) == 2
     assert len(rows) > 8
     assert [line for line in rows if not re.search(r"`tests/[\w/]+\.py", line.split("|")[-2])] == []
+
+
+def test_its_tables_have_no_gaps():
+    lines = (ROOT / "docs/security.md").read_text().splitlines()
+    starts = [
+        place
+        for place, line in enumerate(lines)
+        if line.startswith("|") and not lines[place - 1].startswith("|")
+    ]
+    assert starts
+    assert [lines[place] for place in starts if not lines[place + 1].startswith("|-")] == []
