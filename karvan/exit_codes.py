@@ -4,7 +4,7 @@
 |---|---|---|
 | 0 | done | |
 | 1 | failed: an error in the model, in its file, or while it ran | restarts; ends after three in a row |
-| 2 | wrong usage: an unknown option, a wrong value, a config or a file that does not say what to do | ends |
+| 2 | wrong usage: an unknown option, a wrong value, a config that says too little, a folder of another run | ends |
 | 3 | data or a checkpoint is damaged, cannot be read, or is not there | ends |
 | 75 | temporary: the place failed (a full disk, data or a server that is away, a taken port) | restarts |
 | 130 | stopped by Ctrl-C; `train` has saved a checkpoint | |
@@ -50,6 +50,8 @@ def code_of(error: BaseException) -> int:
         return DAMAGED if _is_of_data(error) or _is_missing(error) else FAILED
     if _is_of_settings(error):
         return DAMAGED if error.unreadable else USAGE
+    if _is_of_owner(error):
+        return USAGE
     if _is(error, "karvan.train", "TerminatedError"):
         return TERMINATED
     return FAILED
@@ -78,7 +80,7 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
 
     hint: what shows more.
     """
-    if code_of(error) in (DAMAGED, TEMPORARY) or _is_of_settings(error):
+    if code_of(error) in (DAMAGED, TEMPORARY) or _is_of_settings(error) or _is_of_owner(error):
         return plain(error)
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
@@ -105,6 +107,10 @@ def _is_of_data(error: BaseException) -> bool:
 
 def _is_of_settings(error: BaseException) -> TypeGuard[SettingsError]:
     return _is(error, "karvan.settings", "SettingsError")
+
+
+def _is_of_owner(error: BaseException) -> bool:
+    return _is(error, "karvan.owner", "OwnerError")
 
 
 def _is(error: BaseException, module: str, name: str) -> bool:

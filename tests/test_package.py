@@ -17,7 +17,7 @@ PACKAGE = ROOT / "karvan"
 LAYERS = [
     ("clock", "outages"),
     ("exit_codes", "activity"),
-    ("_native", "limits", "wire", "settings"),
+    ("_native", "limits", "wire", "settings", "owner"),
     ("protocol",),
     ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
     ("rows",),

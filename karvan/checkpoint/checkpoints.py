@@ -22,6 +22,7 @@ from karvan.checkpoint.tables import Model, tables_of
 from karvan.checkpoint.together import together
 from karvan.checkpoint.writing import Versions, Writing, explaining, taken
 from karvan.embedding import TableHandle
+from karvan.owner import check_owner
 from karvan.ranks import Lane
 
 _log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class Checkpoints:
         def prepare() -> tuple[int, bool]:
             self.wait()
             tables.update(tables_of(model))
+            if lane.rank == 0:
+                check_owner(self.folder)
             return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
 
         said = together(lane, target, explaining(target, prepare))
@@ -134,6 +137,7 @@ class Checkpoints:
         base, versions = writing.base, writing.versions
 
         def check() -> None:
+            check_owner(self.folder)  # a process that was paused while it wrote may have lost the folder
             if base is not None and not _is(self.folder, base):
                 raise CheckpointError(
                     target, f"expected its base {base.folder} to stay while it was written, but it has gone."

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from karvan.launch import job as jobs
     from karvan.launch.commands import Commands
     from karvan.launch.spec import JobSpec
+    from karvan.owner import Ownership
 
 
 def add_to(app: typer.Typer) -> None:
@@ -77,12 +78,16 @@ def launch(
     require_limits(sum(spec.of_role(role).replicas for role in commands))
     from karvan.launch.token import with_token
 
-    with with_token(spec) as spec, closing(_registry(spec)) as registry:
-        return supervise(spec, registry, commands)
+    with _owned(spec) as owner, with_token(spec) as spec, closing(_registry(spec)) as registry:
+        return supervise(spec, registry, commands, owner=owner)
 
 
 def supervise(
-    spec: JobSpec, registry: jobs.Registry, commands: Commands, timing: jobs.Timing | None = None
+    spec: JobSpec,
+    registry: jobs.Registry,
+    commands: Commands,
+    timing: jobs.Timing | None = None,
+    owner: Ownership | None = None,
 ) -> int:
     """Run a job with the local engine until it ends or a signal stops it; its exit code."""
     from karvan.launch.engine import name_of
@@ -92,14 +97,34 @@ def supervise(
 
     names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).replicas)]
     with closing(Logs(names, spec.logs)) as logs:
-        job = Job(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing())
+        lease = "" if owner is None else owner.id
+        job = Job(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing(), lease)
+        if owner is not None:
+            owner.on_lost(lambda: job.interrupt(signal.SIGTERM))
         with _signals_to(job):
             if spec.token_file is not None:
                 logs.tell(f"Registry at {registry.address}, token file {spec.token_file}.")
             outcome = job.run()
+    if owner is not None:
+        owner.check()
     if outcome.failure is not None:
         raise CommandError(outcome.failure, outcome.code)
     return outcome.code
+
+
+@contextmanager
+def _owned(spec: JobSpec) -> Iterator[Ownership | None]:
+    """The launcher owns the folder of checkpoints, for all processes of the job."""
+    from karvan.owner import own
+
+    if spec.checkpoints is None:
+        yield None
+        return
+    owner = own(spec.checkpoints)
+    try:
+        yield owner
+    finally:
+        owner.release()
 
 
 def _registry(spec: JobSpec) -> Registry:

@@ -12,6 +12,7 @@
 | KARVAN_TRAINERS, KARVAN_SERVERS, KARVAN_WORKERS, KARVAN_LOADERS | replicas of each role |
 | KARVAN_HOST, KARVAN_PORT | where to listen; port 0 is any free one |
 | KARVAN_CHECKPOINTS | the folder of checkpoints, if there is one |
+| KARVAN_OWNER | the id of the launcher's lease of that folder; its processes belong to it |
 | KARVAN_DATA | `data` of the job as JSON, if it has any |
 | KARVAN_THREADS | threads to use, if the role has a number; OMP_NUM_THREADS is the same then |
 | KARVAN_TOKEN_FILE | the file with the token that services ask for |
@@ -40,7 +41,7 @@ NAMES = tuple(
         *("JOB", "ROLE", "INDEX", "COUNT", "REGISTRY", "GENERATION", "MODE", "STALENESS", "WIRE"),
         *("LR_STALENESS", "GRADS_TO_WAIT", "TOLERANCE"),
         *("TRAINERS", "SERVERS", "WORKERS", "LOADERS", "HOST", "PORT", "CHECKPOINTS", "DATA", "THREADS"),
-        *("TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
+        *("OWNER", "TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
     )
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -54,8 +55,9 @@ def environment_of(
     *,
     registry: str,
     generation: int,
+    owner: str = "",
 ) -> dict[str, str]:
-    """The environment of one process."""
+    """The environment of one process; owner: the id of the launcher's lease."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
     values: dict[str, object] = {
@@ -78,6 +80,7 @@ def environment_of(
         "HOST": spec.host,
         "PORT": port + index if port else 0,
         "CHECKPOINTS": spec.checkpoints,
+        "OWNER": owner or None,
         "DATA": None if spec.data is None else json.dumps(spec.data, default=str),
         "THREADS": section.threads,
         "SERVER_LOSS": "reload" if spec.on_server_loss == "reload" else None,

@@ -98,6 +98,7 @@ class Job:
     logs: Logs
     commands: Commands | None = None
     timing: Timing = Timing()
+    owner: str = ""  # the id of the lease of its checkpoint folder
     generation: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -247,6 +248,7 @@ class Job:
             member.index,
             registry=self.registry.address,
             generation=self.generation,
+            owner=self.owner,
         )
         self.registry.forget(member.role, member.index)  # where its last process was
         member.process = Process(member.role, member.index, self._commands[member.role], environment)

@@ -139,7 +139,7 @@ class TrainContext(Kept):
             raise RuntimeError("This model is in a TrainContext already: expected one at a time.")
         check_trained(self.model, self.update, self.frozen, self.connection)
         _in_use.add(self.model)
-        self._entered = True
+        self._entered = self._saves.training = True
         self.update.forget()
         self.dense.begin()
         self.model.train()
@@ -150,6 +150,12 @@ class TrainContext(Kept):
     ) -> None:
         self._entered = False
         _in_use.discard(self.model)
+        try:
+            self._leave(error)
+        finally:
+            self._saves.release()
+
+    def _leave(self, error: BaseException | None) -> None:
         if (batches := self._iteration()) is not None:
             if error is not None and self._course is not None:
                 self._course.abandon(error)

@@ -1,8 +1,11 @@
 """The saves of a TrainContext: failures that the place causes are tolerated for a while.
 
-The program decides when to save, so the last save of a context is the one before it is left. If that failed,
-leaving the context repeats it, which gives the same checkpoint as long as nothing was trained since;
-otherwise leaving raises its error.
+The program decides when to save, so the last save of a context is the one before it is left. If that
+failed, leaving the context repeats it, which gives the same checkpoint as long as nothing was trained
+since; otherwise leaving raises its error.
+
+From the first save into a folder until the context is left, the folder belongs to this process
+(`karvan.owner`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from pathlib import Path
 from karvan import ranks
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.pending import Report, no_report
+from karvan.owner import Ownership
 from karvan.train.failed_saves import FailedSaves, is_outage
+from karvan.train.owned import own_together
 from karvan.train.saving import Snapshot
 
 
@@ -24,6 +29,8 @@ class ContextSaves:
         FailedSaves(tolerated, retry_seconds)  # checks them
         self._settings = (tolerated, retry_seconds)
         self._runs: dict[Path, _Run] = {}
+        self._owned: dict[Path, Ownership | None] = {}
+        self.training = False  # whether folders that are saved to belong to this process from then on
 
     def save(
         self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, wait: bool
@@ -34,6 +41,8 @@ class ContextSaves:
     def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
         path = Path(os.path.abspath(named))
+        if self.training and path not in self._owned:
+            self._owned[path] = own_together(path, ranks.current())
         known = self._runs.get(path)
         if known is None or (isinstance(folder, Checkpoints) and known.checkpoints is not folder):
             made = folder if isinstance(folder, Checkpoints) else Checkpoints(path)
@@ -44,6 +53,14 @@ class ContextSaves:
         """Wait until everything is written; raise what went wrong and was not tolerated."""
         for run in self._runs.values():
             run.wait()
+
+    def release(self) -> None:
+        """Others may have the folders."""
+        self.training = False
+        owned, self._owned = self._owned, {}
+        for one in owned.values():
+            if one is not None:
+                one.release()
 
     def finish(self, step: int) -> None:
         """Wait, and repeat a last save that failed; `step` is where training stands now."""

@@ -22,6 +22,7 @@ from karvan.train.goal import Goal
 from karvan.train.labels import required_labels
 from karvan.train.losses import named, nothing_of, total
 from karvan.train.nonfinite import Skips
+from karvan.train.owned import owned_folder
 from karvan.train.preflight import check_fit
 from karvan.train.randomness import set_random_state
 from karvan.train.reporting import Reporter
@@ -120,6 +121,7 @@ class Fit:
         trainer, counts = self._trainer, self._counts
         self._begun = time.monotonic()
         check_fit(trainer, self._goal)
+        stack.enter_context(owned_folder(trainer.saver.folder, trainer.connection))
         check_choice(trainer.saver, self._how.resume)
         trainer.saver.require_writable()
         self._identity = dataset.identify(self._data, self._how.data_name, trainer.connection)

@@ -1,0 +1,244 @@
+"""`Lease`: a file in a folder that says which process may write there, renewed while that process lives.
+
+Protocol:
+- Taking. The file is written under another name and linked to its own, which fails if there is one: of
+  several processes exactly one succeeds, also on network file systems.
+- Renewing. A thread overwrites the file in place, every sixth part of the lease's `seconds`. An owner whose
+  file was taken away in the meantime writes into a file that nobody reads any more, never into another's
+  lease.
+- Others. An owner whose process is gone (same machine) is replaced at once. One that runs is an
+  `OwnerError`. One of another machine, or that is stopped (SIGSTOP, Ctrl-Z), is watched: if the file
+  changes it lives; if it does not for `seconds`, measured by the watcher's own clock, it is replaced. Wall
+  clocks are never compared.
+- Replacing. The old file is renamed, which only one process can do, and read once more: if it is not the
+  one that was given up, it is put back.
+- Losing. An owner that was paused for longer than its lease finds another's id in the file, and raises
+  `LeaseLostError` before its next save.
+- Release. The file is removed. What a killed process leaves behind is replaced as above.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from karvan.clock import clock
+from karvan.owner.errors import LeaseLostError, OwnerError
+from karvan.owner.record import OwnerRecord
+
+_log = logging.getLogger(__name__)
+
+FILE = ".karvan-owner.json"
+_RENEWALS = 6  # of a lease within its seconds
+_LOOK_EVERY = 0.2  # seconds between two looks at a file that is being watched
+_MOST_BYTES = 16384
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)  # some file systems
+
+
+class Lease:
+    """A lease that this process holds until `release`."""
+
+    def __init__(self, folder: Path, seconds: float) -> None:
+        """Take it; an OwnerError if another process has it, perhaps after waiting for a renewal."""
+        self.path = folder / FILE
+        self.record = OwnerRecord.of_this_process(seconds)
+        self._lost: LeaseLostError | None = None
+        self._on_lost: list[Callable[[], None]] = []
+        self._released = threading.Event()
+        self._descriptor = -1
+        self._lock = threading.Lock()
+        while not self._link():
+            self._replace_other()
+        self._thread = threading.Thread(target=self._run, name="karvan-owner", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise a LeaseLostError if another process has taken the folder over."""
+        if self._lost is None:
+            with suppress(OSError):  # a place that fails is noticed by the save
+                self._lost = self._find_other()
+        if self._lost is not None:
+            raise LeaseLostError(*self._lost.args)
+
+    def on_lost(self, do: Callable[[], None]) -> None:
+        """Call this, on the thread that renews the lease, when another process has taken the folder over."""
+        self._on_lost.append(do)
+
+    def _find_other(self) -> LeaseLostError | None:
+        found = read_lease(self.path)
+        if found is None and not self._released.is_set():  # somebody has removed the file
+            with self._lock:
+                self._link()
+            found = read_lease(self.path)
+        return None if found is None or found.id == self.record.id else lost_error(self.path, found)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        self._released.set()
+        self._thread.join()
+        with suppress(OSError):
+            found = read_lease(self.path)
+            if found is not None and found.id == self.record.id:
+                self.path.unlink()
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _link(self) -> bool:
+        """Make the file if there is none; whether it is ours now."""
+        content = self.record.content()
+        hidden = self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.fchmod(descriptor, 0o644)  # so that whoever is refused can read by whom
+            os.write(descriptor, content)
+            os.fsync(descriptor)
+            try:
+                os.link(hidden, self.path)
+            except FileExistsError:
+                os.close(descriptor)
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                if not _create(self.path, content):
+                    os.close(descriptor)
+                    return False
+                os.close(descriptor)
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            os.close(descriptor)
+            raise
+        finally:
+            with suppress(OSError):
+                hidden.unlink()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
+        return True
+
+    def _replace_other(self) -> None:
+        """Wait until the file's owner is known to be gone, and take the file away."""
+        try:
+            content = _read(self.path)
+        except PermissionError:
+            raise OwnerError(
+                f"{self.path} cannot be read, so it is not known which run owns the folder: expected a file "
+                "that this user may read. Ask its owner, or use another folder."
+            ) from None
+        if content is None:
+            return
+        owner = OwnerRecord.parse(content)
+        state = "unknown" if owner is None else owner.state()
+        if owner is not None and state == "running":
+            raise refused_error(self.path, owner)
+        if owner is None or state != "gone":
+            self._watch(content, owner, state)
+        aside = self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        now = _read(aside)
+        if now is not None and now != content:  # another process was faster, and this is its lease
+            with suppress(OSError):
+                os.link(aside, self.path)
+        elif owner is not None:
+            reason = "is gone" if state == "gone" else f"did not renew its lease for {owner.seconds:g} s"
+            _log.warning("%s is taken over from %s, which %s.", self.path.parent, owner, reason)
+        with suppress(OSError):
+            aside.unlink()
+
+    def _watch(self, content: bytes, owner: OwnerRecord | None, state: str) -> None:
+        """Return if the file stays as it is for the time of its lease; raise if its owner renews it."""
+        seconds = self.record.seconds if owner is None else owner.seconds
+        whose = "an owner that cannot be read" if owner is None else str(owner)
+        why = "is stopped" if state == "stopped" else "cannot be asked whether it lives"
+        _log.warning(
+            "%s belongs to %s, which %s: waiting %g s for a renewal of its lease before taking over.",
+            self.path.parent,
+            whose,
+            why,
+            seconds,
+        )
+        begin = clock.now()
+        while clock.now() - begin < seconds:
+            time.sleep(min(_LOOK_EVERY, seconds / _RENEWALS))
+            now = _read(self.path)
+            if now is None:
+                return
+            if now != content:
+                found = OwnerRecord.parse(now)
+                if found is not None:
+                    raise refused_error(self.path, found)
+                content = now
+
+    def _run(self) -> None:
+        number = 0
+        while not self._released.wait(self.record.seconds / _RENEWALS):
+            number += 1
+            try:
+                self.check()
+                with self._lock:
+                    os.pwrite(self._descriptor, replace(self.record, renewals=number).content(), 0)
+            except LeaseLostError as error:
+                _log.error("%s", error)
+                for do in self._on_lost:
+                    do()
+                return
+            except (
+                OSError
+            ) as error:  # the place may come back, and the file stays as long as nobody takes over
+                _log.warning("The lease %s could not be renewed: %s", self.path, error)
+
+
+def read_lease(path: Path) -> OwnerRecord | None:
+    """Who owns a folder by its lease file; None if nobody does, or it cannot be read."""
+    content = _read(path)
+    return None if content is None else OwnerRecord.parse(content)
+
+
+def refused_error(path: Path, owner: OwnerRecord) -> OwnerError:
+    """The error of a second owner."""
+    return OwnerError(
+        f"{path.parent} belongs to a run that is training: {owner}. Expected one run per checkpoint folder: "
+        "stop that one first, or use another folder. A folder of a run that was killed is free by itself."
+    )
+
+
+def lost_error(path: Path, owner: OwnerRecord | None) -> LeaseLostError:
+    """The error of an owner that another has replaced."""
+    by = "another run" if owner is None else str(owner)
+    return LeaseLostError(
+        f"{path.parent} was taken over by {by} while this run did not renew its lease (it was paused, or its "
+        "machine was). This run stops and saves nothing more, so that there are never two writers."
+    )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except FileNotFoundError:
+        return None
+
+
+def _create(path: Path, content: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+    return True

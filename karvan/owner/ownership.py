@@ -1,0 +1,137 @@
+"""`own`: this process owns a folder for as long as it trains there.
+
+A process may own a folder several times over, one after another or nested, in any of its threads: it has
+one lease, which is released with the last use. Other processes are refused. The processes of a launched job
+belong to the launcher's lease: they find its id in KARVAN_OWNER, take none of their own for the job's
+folder, and check before a save that it is still the launcher's. With several ranks, rank 0 owns for all of
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from karvan.owner.lease import FILE, Lease, lost_error, read_lease
+
+_log = logging.getLogger(__name__)
+
+OWNER_VARIABLE = "KARVAN_OWNER"  # the id of the launcher's lease
+FOLDER_VARIABLE = "KARVAN_CHECKPOINTS"  # the folder that it is for
+SECONDS_VARIABLE = "KARVAN_LEASE_SECONDS"
+SECONDS = 60.0
+
+# A place that cannot be written to is reported by who saves there, in words of its own.
+_REPORTED_ELSEWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+
+
+class Ownership:
+    """A use of a folder; `release` ends it."""
+
+    def __init__(self, folder: Path, shared: _SharedLease | None) -> None:
+        self.folder = folder
+        self._shared = shared
+
+    @property
+    def id(self) -> str:
+        """Of the lease, for the processes of a job; empty without one."""
+        return "" if self._shared is None else self._shared.lease.record.id
+
+    def on_lost(self, do: Callable[[], None]) -> None:
+        """Call this, on another thread, when another run has taken the folder over."""
+        if self._shared is not None:
+            self._shared.lease.on_lost(do)
+
+    def check(self) -> None:
+        """Raise a LeaseLostError if another run has taken the folder over."""
+        check_owner(self.folder)
+
+    def release(self) -> None:
+        """End it; others may have the folder if this was the last use of it by this process."""
+        shared, self._shared = self._shared, None
+        if shared is None or os.getpid() != shared.process:
+            return
+        with _lock:
+            shared.uses -= 1
+            if shared.uses:
+                return
+            del _leases[shared.key]
+        shared.lease.release()
+
+
+class _SharedLease:
+    def __init__(self, key: Path, lease: Lease) -> None:
+        self.key = key
+        self.lease = lease
+        self.process = os.getpid()
+        self.uses = 1
+
+
+_lock = threading.Lock()
+_leases: dict[Path, _SharedLease] = {}
+
+
+def own(folder: str | os.PathLike[str]) -> Ownership:
+    """Own a folder, which is made if it is not there; an OwnerError if another run does."""
+    path = Path(folder)
+    key = Path(os.path.realpath(path))
+    if _is_of_the_launcher(key):
+        check_owner(path)
+        return Ownership(path, None)
+    with _lock:
+        known = _known(key)
+        if known is not None:
+            known.lease.check()
+            known.uses += 1
+            return Ownership(path, known)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds()))
+        except OSError as error:
+            if error.errno not in _REPORTED_ELSEWHERE:
+                _log.warning("No lease for %s, so another run is not kept from it: %s", path, error)
+            return Ownership(path, None)
+    return Ownership(path, shared)
+
+
+def check_owner(folder: str | os.PathLike[str]) -> None:
+    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and does no longer."""
+    path = Path(folder)
+    key = Path(os.path.realpath(path))
+    if _is_of_the_launcher(key):
+        found = None
+        with suppress(OSError):  # a place that fails is noticed by the save
+            found = read_lease(path / FILE)
+        if found is not None and found.id != os.environ[OWNER_VARIABLE]:
+            raise lost_error(path / FILE, found)
+        return
+    known = _known(key)
+    if known is not None:
+        known.lease.check()
+
+
+def lease_seconds() -> float:
+    """Seconds without a renewal after which others may take over."""
+    text = os.environ.get(SECONDS_VARIABLE, "")
+    try:
+        seconds = float(text) if text else SECONDS
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise ValueError(f"{SECONDS_VARIABLE} expects seconds from 1 to 86400, got {text!r}.")
+    return seconds
+
+
+def _known(key: Path) -> _SharedLease | None:
+    known = _leases.get(key)
+    return known if known is not None and known.process == os.getpid() else None
+
+
+def _is_of_the_launcher(key: Path) -> bool:
+    owner, folder = os.environ.get(OWNER_VARIABLE), os.environ.get(FOLDER_VARIABLE)
+    return bool(owner and folder) and Path(os.path.realpath(str(folder))) == key

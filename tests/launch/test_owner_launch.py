@@ -1,0 +1,103 @@
+"""Two launchers and one folder: the second is refused, a killed one is replaced."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+PROGRAM = """
+import os, pathlib, time
+from karvan.owner import own
+notes = pathlib.Path({notes!r})
+owner = own(os.environ["KARVAN_CHECKPOINTS"])
+(notes / f"started-{{os.getpid()}}").write_text(os.environ["KARVAN_OWNER"])
+while not (notes / "end").exists():
+    time.sleep(0.02)
+    owner.check()
+"""
+FILE = ".karvan-owner.json"
+LIMIT = 60  # seconds
+
+
+@pytest.fixture
+def job(tmp_path):
+    """The file of a job whose trainers wait for a note."""
+    (tmp_path / "entry.py").write_text(PROGRAM.format(notes=str(tmp_path)))
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"name: owned\nentry: {tmp_path / 'entry.py'}\ncheckpoints: {tmp_path / 'run'}\n"
+        "roles: {trainers: 2}\nmode: sync\n"
+    )
+    return path
+
+
+@contextmanager
+def launched(job, **environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "karvan", "launch", str(job)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition):
+    until = time.monotonic() + LIMIT
+    while not (found := condition()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+def started(job):
+    return [path.read_text() for path in job.parent.glob("started-*") if path.read_text()]
+
+
+def test_a_second_launcher_is_refused_with_code_2_and_a_killed_one_is_replaced(job):
+    with launched(job) as first:
+        wait_for(lambda: len(started(job)) == 2)
+        record = json.loads((job.parent / "run" / FILE).read_text())
+        assert record["pid"] == first.pid
+        assert set(started(job)) == {record["id"]}
+        with launched(job) as second:
+            output = second.communicate(timeout=LIMIT)[0]
+            assert second.returncode == 2
+        assert f"belongs to a run that is training: process {first.pid} " in output
+        assert record["taken"] in output
+        assert "Traceback" not in output
+        assert len(started(job)) == 2
+        first.kill()
+        first.wait()
+        with launched(job) as third:
+            wait_for(lambda: len(started(job)) == 4)
+            (job.parent / "end").touch()
+            output = third.communicate(timeout=LIMIT)[0]
+        assert third.returncode == 0, output
+        assert f"is taken over from process {first.pid} " in output
+    assert not (job.parent / "run" / FILE).exists()
+
+
+def test_a_launcher_that_was_stopped_for_longer_than_its_lease_ends_its_job(job):
+    with launched(job, KARVAN_LEASE_SECONDS="2") as first:
+        wait_for(lambda: len(started(job)) == 2)
+        first.send_signal(signal.SIGSTOP)
+        with launched(job) as second:
+            wait_for(lambda: len(started(job)) == 4)
+            first.send_signal(signal.SIGCONT)
+            output = first.communicate(timeout=LIMIT)[0]
+            assert first.returncode == 2, output
+            assert f"was taken over by process {second.pid} " in output
+            (job.parent / "end").touch()
+            output = second.communicate(timeout=LIMIT)[0]
+            assert second.returncode == 0, output
