@@ -4,7 +4,7 @@
 |---|---|---|
 | 0 | done | |
 | 1 | failed: an error in the model, in its file, or while it ran | restarts; ends after three in a row |
-| 2 | wrong usage: an unknown option, a wrong value, a config that says too little, a folder of another run | ends |
+| 2 | wrong usage: an unknown option or value, a config that says too little, a folder of another run | ends |
 | 3 | data or a checkpoint is damaged, cannot be read, or is not there | ends |
 | 75 | temporary: the place failed (a full disk, data or a server that is away, a taken port) | restarts |
 | 130 | stopped by Ctrl-C; `train` has saved a checkpoint | |

@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from ranks_helpers import run
 
 OWNER = Path(__file__).parents[1] / "owner" / "owner_program.py"
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused_or_none(tmp_path):
     with subprocess.Popen(
         [sys.executable, OWNER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
