@@ -80,7 +80,8 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
 
     hint: what shows more.
     """
-    if code_of(error) in (DAMAGED, TEMPORARY) or _is_of_settings(error) or _is_of_owner(error):
+    explained = _is_of_settings(error) or _is_of_owner(error) or _is(error, "karvan.limits", "LimitError")
+    if code_of(error) in (DAMAGED, TEMPORARY) or explained:
         return plain(error)
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)

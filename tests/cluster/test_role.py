@@ -106,7 +106,7 @@ def test_a_port_in_use_is_told_in_a_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Role("loader", "--port", port) as role:
-            assert role.wait() == 1
+            assert role.wait() == 75
             assert f"loader 0 expected to listen at 127.0.0.1:{port}" in role.err
             assert "Traceback" not in role.err
 

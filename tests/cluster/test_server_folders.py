@@ -27,7 +27,11 @@ HELLO = {
     "server": 0,
     "servers": 1,
 }
-SAVE = {"capture": 1, "tables": {"t": {"optimizer": None, "parts": 1, "delta": False}}}
+SAVE = {
+    "capture": 1,
+    "store": 0,
+    "tables": {"t": {"optimizer": None, "parts": 1, "delta": False, "base": None}},
+}
 
 
 @pytest.fixture
@@ -49,7 +53,8 @@ def connected(root):
             [np.array([3], np.int64), np.array([1], np.uint32)],
         )
         peer.call(
-            "capture", {"capture": 1, "tables": ["t"], "parts": {"t": 1}, "since": None, "track": False}
+            "capture",
+            {"capture": 1, "tables": ["t"], "parts": {"t": 1}, "since": None, "track": False, "store": 0},
         )
         yield peer
         peer.close()
@@ -177,7 +182,8 @@ peer = Peer("server", sys.argv[1], hello=json.loads(sys.argv[2]))
 spec, save = json.loads(sys.argv[3]), json.loads(sys.argv[4])
 try:
     peer.call("add_table", {"spec": spec}, deadline=60)
-    peer.call("capture", {"capture": 1, "tables": ["t"], "parts": {"t": 1}, "since": None, "track": False})
+    of = {"tables": ["t"], "parts": {"t": 1}, "store": 0}
+    peer.call("capture", {"capture": 1, "since": None, "track": False, **of})
     peer.call("save", save)
     print("saved")
 except (RefusedError, ValueError) as error:

@@ -252,6 +252,14 @@ class Kept(NoSaver):
         self.step, self.manifest = saved["step"], SimpleNamespace(state=saved["state"])
         return self
 
+    def newest_step(self):
+        found = self.latest()
+        return None if found is None else found.step
+
+    def resume(self, load, name=None):
+        found = self.latest()
+        return None if found is None else (found, load(found))
+
     def load(self, checkpoint, model):
         parts = [torch.load(path, weights_only=False) for path in sorted(self.path.glob("*.pt"))]
         for part in parts:
