@@ -36,3 +36,7 @@ def test_its_tables_have_no_gaps():
     ]
     assert starts
     assert [lines[place] for place in starts if not lines[place + 1].startswith("|-")] == []
+
+
+def test_nothing_of_it_is_left_to_write():
+    assert "<!--" not in (ROOT / "docs/security.md").read_text()
