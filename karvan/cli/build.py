@@ -248,6 +248,7 @@ def _read(
             seed=data.seed,
             workers=data.workers,
             transform=transform,
+            retry_seconds=data.retry_seconds,
         )
     except kv.data.DataError:
         raise

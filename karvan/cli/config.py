@@ -94,6 +94,7 @@ class Data(Section):
     format: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     workers: Count = 2
+    retry_seconds: Annotated[float, Field(ge=0)] = 60.0
 
 
 class Table(Section):

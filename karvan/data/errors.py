@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import pyarrow as pa
 
+from karvan.outages import is_temporary
+
 # What pyarrow and the file systems raise for bytes they cannot make sense of.
 _FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)
 
@@ -17,10 +19,19 @@ _GOOGLE = re.compile(r"google::cloud::Status\((.*?) error_info=\{.*")
 
 
 class DataError(ValueError):
-    """Data that cannot be read as asked; names the file, the place in it and the column as far as known."""
+    """Data that cannot be read as asked; names the file, the place in it and the column as far as known.
+
+    `temporary`: where the data is cannot be reached, and the same data may be read later.
+    """
 
     def __init__(
-        self, detail: str, *, path: str | None = None, place: str | None = None, column: str | None = None
+        self,
+        detail: str,
+        *,
+        path: str | None = None,
+        place: str | None = None,
+        column: str | None = None,
+        temporary: bool = False,
     ) -> None:
         where = [path, place, None if column is None else f"column '{column}'"]
         told = ", ".join(part for part in where if part is not None)
@@ -29,6 +40,7 @@ class DataError(ValueError):
         self.path = path
         self.place = place
         self.column = column
+        self.temporary = temporary
 
 
 @contextmanager
@@ -41,10 +53,15 @@ def located(path: str | None = None, place: str | None = None, column: str | Non
         if error.path is not None or (path is None and not adds_column):
             raise
         raise DataError(
-            error.detail, path=path, place=error.place or place, column=error.column or column
+            error.detail,
+            path=path,
+            place=error.place or place,
+            column=error.column or column,
+            temporary=error.temporary,
         ) from (error.__cause__ or error)
     except _FOREIGN as error:
-        raise DataError(reason(error), path=path, place=place, column=column) from error
+        away = is_temporary(error)
+        raise DataError(reason(error), path=path, place=place, column=column, temporary=away) from error
 
 
 def reason(error: BaseException) -> str:

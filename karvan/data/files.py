@@ -27,6 +27,7 @@ from pyarrow import fs, types
 from karvan.data.errors import DataError, located
 from karvan.data.fingerprint import fingerprint_files
 from karvan.data.paths import Files
+from karvan.data.retry.place import FilePlace
 from karvan.data.source import Part, Split
 from karvan.data.whole import whole_numbers
 from karvan.data.widening import common_type
@@ -60,6 +61,7 @@ class FileSource(ABC):
 
     def __init__(self, files: Files, columns: Sequence[str] | None = None) -> None:
         self._files = files
+        self.place = FilePlace(files)
         self._columns = None if columns is None else list(columns)
         self._layouts: dict[str, Layout] = {}
         self._schema: pa.Schema | None = None
@@ -80,9 +82,13 @@ class FileSource(ABC):
         paths = self._files.paths
         names = self.names
         unknown = [path for path in paths if path not in self._layouts]
+
+        def inspect(path: str) -> None:  # what is known stays, even if another file cannot be reached
+            self._layouts[path] = self._inspect_file(path)
+
         if unknown:
             with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
-                self._layouts.update(zip(unknown, pool.map(self._inspect_file, unknown), strict=True))
+                list(pool.map(inspect, unknown))
         for path in paths:
             with located(path):
                 for name in names:
@@ -208,7 +214,7 @@ class FileSource(ABC):
 
     def _blamed(self, error: DataError, path: str, layout: Layout, group: int) -> DataError:
         """The error of a group again, with the column that cannot be read by itself."""
-        if error.column is not None or error.__cause__ is None:
+        if error.column is not None or error.__cause__ is None or error.temporary:
             return error
         found: list[DataError] = []
         for name in self.schema.names:

@@ -23,6 +23,7 @@ from karvan.data.pipeline import Closed, Outcome, Pipeline
 from karvan.data.position import Division, Place, Position, check_settings, state_of
 from karvan.data.rank_shares import Shares, share_records, skip
 from karvan.data.reading import Job
+from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
 from karvan.data.shuffle import Plan
 from karvan.data.source import Source
 from karvan.data.splits import MOST_RECORDS_PER_SPLIT, check_rank
@@ -54,6 +55,9 @@ class Loader:
     `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
     The shares of ranks are equal to within one record. Data is divided by splits of `split_records`; a source
     whose records are decoded in groups says their usual size by an attribute `group_records`.
+
+    A source that is away (connections that fail, errors of a disk, a file system that was unmounted) is tried
+    again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Loader:
         prefetch: int = 4,
         transform: Transform | None = None,
         split_records: int | None = None,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         check_counts(1, batch_size=batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
         check_counts(1, workers=workers, prefetch=prefetch, split_records=split_records)
@@ -84,8 +89,10 @@ class Loader:
         self._source = source
         self._steps = Steps(decode, transform)
         self._checks = ValueChecks(decode, transform)
+        self._retry_seconds = check_retry_seconds(retry_seconds)
+        self._retrying: RetryingSource | None = None  # of the current iteration
         self._plan = Plan(
-            source.parts(),
+            retrying(source.parts, Patience(retry_seconds)),
             shuffle=shuffle,
             seed=seed,
             split_records=split_records,
@@ -176,6 +183,7 @@ class Loader:
             workers=self._workers,
             prefetch=self._prefetch,
             transform=self.transform if transformed else None,
+            retry_seconds=self._retry_seconds,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -185,8 +193,9 @@ class Loader:
             self._until += self._epochs
         self._finished = False
         self._warn_if_empty()
+        self._retrying = RetryingSource(self._source, self._retry_seconds)
         pipeline = self._pipeline = Pipeline(
-            self._checks.over(self._source),
+            self._checks.over(self._retrying),
             self._jobs(self._shares, self._place),
             self._steps,
             batch_size=self._batch_size,
@@ -231,6 +240,9 @@ class Loader:
 
     def close(self) -> None:
         """End the current iteration and its threads; the position stays."""
+        if self._retrying is not None:
+            self._retrying.close()
+            self._retrying = None
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
@@ -276,7 +288,7 @@ class Loader:
     def identity(self) -> Identity:
         """What tells this data from other data; the same on all ranks, whatever the order."""
         if self._identity is None:
-            self._identity = identity_of(self._source)
+            self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
 
     def call_data(self, name: str) -> None:

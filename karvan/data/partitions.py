@@ -37,6 +37,7 @@ class PartitionedSource:
 
     def __init__(self, source: FileSource, files: Files, columns: Mapping[str, pa.Array]) -> None:
         self._source = source
+        self.place = source.place
         self._columns = dict(columns)
         self._places = {path: place for place, path in enumerate(files.paths)}
 

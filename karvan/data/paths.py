@@ -19,6 +19,8 @@ import pyarrow as pa
 from pyarrow import fs
 
 from karvan.data.errors import DataError, located, reason
+from karvan.data.folders import list_folder
+from karvan.outages import is_temporary
 
 PathLike = str | os.PathLike[str]
 
@@ -98,7 +100,11 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
         system, inside = _fsspec(text, head)
     except OSError as error:
         hint = _HINTS.get(scheme, "")
-        raise DataError(f"The file system cannot be opened: {reason(error)}{hint}", path=text) from error
+        raise DataError(
+            f"The file system cannot be opened: {reason(error)}{hint}",
+            path=text,
+            temporary=is_temporary(error),
+        ) from error
     return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
 
 
@@ -145,7 +151,7 @@ class _Listing:
     def inside(self, folder: str) -> Iterable[tuple[str, bool]]:
         """Names, and whether each is a folder; none for a folder that is not there."""
         if self._system.type_name != "gcs":
-            listed = self._system.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+            listed = list_folder(self._system, folder, missing_ok=True)
             return [(info.base_name, info.type == fs.FileType.Directory) for info in listed]
         if folder not in self._below:
             self._below[folder] = set()
@@ -174,7 +180,9 @@ def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
     try:
         system, inside = fsspec.core.url_to_fs(head)
     except (ImportError, ValueError, OSError) as error:
-        raise DataError(f"The file system cannot be opened: {reason(error)}", path=text) from error
+        raise DataError(
+            f"The file system cannot be opened: {reason(error)}", path=text, temporary=is_temporary(error)
+        ) from error
     return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
 
 
@@ -198,7 +206,7 @@ def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
 
 def _inside(system: fs.FileSystem, folder: str) -> list[str]:
     base = folder.rstrip("/")
-    listed = system.get_file_info(fs.FileSelector(folder, recursive=True))
+    listed = list_folder(system, folder, recursive=True)
     names = [info.path for info in listed if info.type == fs.FileType.File]
     return sorted(name for name in names if not _hidden(name[len(base) :]))
 

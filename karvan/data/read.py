@@ -16,6 +16,7 @@ from karvan.data.files import FileSource
 from karvan.data.formats import open_files
 from karvan.data.frames import open_frame
 from karvan.data.loader import Loader
+from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.data.steps import Transform
 from karvan.names import listed
@@ -41,6 +42,7 @@ def read(
     prefetch: int = 4,
     transform: Transform | None = None,
     split_records: int | None = None,
+    retry_seconds: float = RETRY_SECONDS,
 ) -> Loader:
     """Read batches from files, from a frame or arrays in memory, or from a `Source`.
 
@@ -54,7 +56,9 @@ def read(
     """
     wanted = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
     if _is_path(data):
-        source: Source = open_files(data, format, wanted, filesystem, **(options or {}))
+        source: Source = retrying(
+            lambda: open_files(data, format, wanted, filesystem, **(options or {})), Patience(retry_seconds)
+        )
     else:
         given = {"format": format, "filesystem": filesystem, "options": options}
         for name, value in given.items():
@@ -64,11 +68,12 @@ def read(
     for column in columns or ():
         if isinstance(source, FileSource) and isinstance(column, Fixed) and column.dtype is not None:
             source.declare_numbers(column.name, column.dtype.is_floating_point)
-    asked: Sequence[Column | str] = source.schema.names if columns is None else columns
+    schema = retrying(lambda: source.schema, Patience(retry_seconds))
+    asked: Sequence[Column | str] = schema.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    decode = Decoder([_inferred(source.schema, c) if isinstance(c, str) else c for c in asked], labels)
-    decode.check(source.schema)
+    decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in asked], labels)
+    decode.check(schema)
     return Loader(
         source,
         decode,
@@ -84,6 +89,7 @@ def read(
         prefetch=prefetch,
         transform=transform,
         split_records=split_records,
+        retry_seconds=retry_seconds,
     )
 
 
