@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -26,7 +27,10 @@ from karvan.activity import activity
 from karvan.data.errors import DataError
 from karvan.data.identity import Identity
 from karvan.data.records import DecodeBytes, bytes_rows
+from karvan.data.retry.broker import BrokerOutage
+from karvan.data.retry.patience import RETRY_SECONDS
 
+_ASK_SECONDS = 5.0  # for an answer of brokers that may be away
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
 
 
@@ -35,7 +39,9 @@ class KafkaReader:
 
     `config` is librdkafka's. Without a position reading begins at `start`, "earliest" or "latest". With
     `until_end` it ends with the last message that was there when it began; otherwise at `close()`, which may
-    be called from another thread. Messages without a value (deletions in compacted topics) are passed over.
+    be called from another thread. Brokers that are away are waited for, with a warning, for `retry_seconds`;
+    then a `DataError` that is `temporary` is raised. Messages without a value (deletions in compacted topics)
+    are passed over.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class KafkaReader:
         start: str = "earliest",
         until_end: bool = False,
         timeout: float = 30.0,
+        retry_seconds: float = RETRY_SECONDS,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -69,6 +76,14 @@ class KafkaReader:
         self._until_end, self._rank, self._world = until_end, rank, world
         self._offsets: dict[str, int] = {}
         self._closed = Event()
+        self._outage = BrokerOutage(confluent_kafka, ", ".join(self._topics), retry_seconds)
+        also = config.get("error_cb")
+
+        def note(error: Any) -> None:
+            self._outage.note(error)
+            if also is not None:
+                also(error)
+
         # The library asks for a group id, which is never used: partitions are assigned, nothing is committed.
         self._consumer = confluent_kafka.Consumer(
             {
@@ -78,6 +93,7 @@ class KafkaReader:
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
                 "enable.partition.eof": True,
+                "error_cb": note,
             }
         )
 
@@ -135,10 +151,11 @@ class KafkaReader:
         for topic, number in partitions:
             name = f"{topic}/{number}"
             partition = self._kafka.TopicPartition(topic, number)
-            try:
-                low, high = self._consumer.get_watermark_offsets(partition, timeout=self._timeout)
-            except self._kafka.KafkaException as error:
-                raise DataError(f"The offsets cannot be asked for: {error}", path=name) from error
+            low, high = self._outage.ask(
+                partial(self._consumer.get_watermark_offsets, partition, timeout=self._timeout),
+                name,
+                "The offsets cannot be asked for",
+            )
             offset = self._offsets.setdefault(name, low if self._start == "earliest" else high)
             if not low <= offset <= high:
                 raise DataError(
@@ -150,10 +167,11 @@ class KafkaReader:
         return ends
 
     def _partitions_of(self, topic: str) -> list[int]:
-        try:
-            found = self._consumer.list_topics(topic, timeout=self._timeout).topics[topic]
-        except self._kafka.KafkaException as error:
-            raise DataError(f"Kafka cannot be asked for its topics: {error}", path=topic) from error
+        found = self._outage.ask(
+            lambda: self._consumer.list_topics(topic, timeout=self._timeout).topics[topic],
+            topic,
+            "Kafka cannot be asked for its topics",
+        )
         if found.error is not None or not found.partitions:
             raise DataError(f"There is no such topic: {found.error}.", path=topic)
         return list(found.partitions)
@@ -168,7 +186,12 @@ class KafkaReader:
                 break
             if deadline is not None and time.monotonic() >= deadline:
                 break
+            self._outage.check(lambda: self._consumer.list_topics(self._topics[0], timeout=_ASK_SECONDS))
             for message in self._consumer.consume(self._size - len(values), timeout=_POLL_SECONDS):
+                if (problem := message.error()) is not None and self._outage.is_away(problem):
+                    self._outage.note(problem)
+                    continue
+                self._outage.heard()
                 name = f"{message.topic()}/{message.partition()}"
                 error, value, offset = message.error(), message.value(), message.offset()
                 assert offset is not None

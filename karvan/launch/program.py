@@ -64,7 +64,9 @@ def run(path: str, source: bytes) -> None:
 
 def show(error: BaseException) -> None:
     """Put an error on stderr, unless the program has a hook of its own for that."""
-    if sys.excepthook is not sys.__excepthook__:
+    # torch.distributed sets one that shows the traceback of each rank.
+    of_torch = str(getattr(sys.excepthook, "__module__", "")).startswith("torch.")
+    if sys.excepthook is not sys.__excepthook__ and not of_torch:
         sys.excepthook(type(error), error, error.__traceback__)
         return
     ours = exit_codes.is_ours(error)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from karvan import ranks
+from karvan.activity import activity
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.choice import folders
 from karvan.checkpoint.pending import log_failure
@@ -115,6 +116,7 @@ class FailedSaves:
                     self.retry_seconds,
                     newest_text(folder),
                 )
+            activity.advance()  # to wait is no stall: there is an end to it
             time.sleep(min(delay, left))
             delay = min(2 * delay, _LONGEST_DELAY)
         self.succeeded()

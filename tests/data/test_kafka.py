@@ -1,7 +1,12 @@
 """Kafka, against the cluster that librdkafka keeps inside of its own process for tests."""
 
 import json
+import signal
+import subprocess
+import sys
+import threading
 import zlib
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -110,4 +115,54 @@ def test_options_and_brokers_are_checked(cluster):
     with pytest.raises(ValueError, match="rank < world"):
         KafkaReader("x", cluster.config, rank=1)
     with pytest.raises(DataError, match="x: Kafka cannot be asked for its topics"):
-        list(KafkaReader("x", {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}, timeout=0.2))
+        list(
+            KafkaReader(
+                "x", {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}, timeout=0.2, retry_seconds=0
+            )
+        )
+
+
+_BROKER = """
+import json, sys
+from test_kafka import Cluster
+cluster = Cluster()
+cluster.send("away", [f"m{i}".encode() for i in range(200)])
+print(json.dumps(cluster.config), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def broker():
+    """A broker in another process, and what is needed to reach it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BROKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    yield process, json.loads(process.stdout.readline())
+    process.kill()
+    process.wait()
+
+
+def test_a_broker_that_is_away_is_an_error_that_says_temporary(broker, caplog):
+    process, config = broker
+    reader = KafkaReader("away", config, size=10, retry_seconds=1)
+    batches = iter(reader)
+    seen = texts([next(batches)])
+    process.kill()
+    with pytest.raises(DataError, match="Kafka was away for 1 seconds") as caught:
+        seen.extend(text for batch in batches for text in texts([batch]))
+    assert caught.value.temporary
+    assert len(seen) == len(set(seen)) == sum(reader.state_dict()["offsets"].values())
+    assert "It is tried again for up to 1 seconds." in caplog.text
+
+
+def test_a_broker_that_is_away_when_reading_begins_is_asked_again(broker):
+    process, config = broker
+    process.send_signal(signal.SIGSTOP)
+    threading.Timer(1.0, process.send_signal, [signal.SIGCONT]).start()
+    reader = KafkaReader("away", config, size=64, until_end=True, timeout=0.3)
+    assert sorted(texts(reader)) == sorted(f"m{i}" for i in range(200))

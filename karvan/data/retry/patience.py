@@ -11,6 +11,8 @@ import math
 import threading
 import time
 
+from karvan.activity import activity
+
 _log = logging.getLogger("karvan.data")
 
 RETRY_SECONDS = 60.0
@@ -48,6 +50,7 @@ class Patience:
         if left <= 0 or self._ended.is_set():
             return False
         self._warn(error, now)
+        activity.advance()  # to wait is no stall, as long as there is an end to it
         pause = min(_FIRST_PAUSE * 2.0 ** min(attempt, 20), _LONGEST_PAUSE, left)
         return not self._ended.wait(pause)
 
