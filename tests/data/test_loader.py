@@ -197,7 +197,7 @@ class BrokenSource(TableSource):
 @pytest.mark.parametrize("split_records", [2, 10, 100])
 def test_an_error_of_the_source_arrives_in_its_place_and_keeps_the_position(workers, split_records):
     source = BrokenSource(60, bad=41)
-    loader = Loader(source, decode, 8, workers=workers, split_records=split_records)
+    loader = Loader(source, decode, 8, workers=workers, split_records=split_records, retry_seconds=0)
     got = []
     with pytest.raises(BrokenPipeError, match="record is broken"):
         collect(loader, got)
