@@ -4,7 +4,8 @@ import pytest
 from ranks_helpers import run
 
 
-@pytest.mark.parametrize("transport", ["memory", pytest.param("network", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["memory", "network"])
 def test_nobody_connects_to_gloo_once_ranks_are_connected(transport):
     for rank, found in enumerate(run(2, "port_programs:strangers", transport=transport)):
         ports = ["program"] if rank else ["program", "store"]  # torch's own store, at MASTER_PORT of rank 0
