@@ -37,7 +37,7 @@ def check_ports(job, host):
 
 
 def test_every_listening_socket_of_a_job_is_known(tmp_path):
-    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1) as job:
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0) as job:
         wait_for_steps(job, 2)
         check_ports(job, "127.0.0.1")
 
@@ -45,10 +45,12 @@ def test_every_listening_socket_of_a_job_is_known(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hybrid", "async"])
 def test_every_listening_socket_of_a_job_with_mutual_tls_is_known(tmp_path, mode):
-    with LaunchedJob(tmp_path, mode, 4, trainers=2, loaders=1, workers=1, extra=mutual_tls(tmp_path)) as job:
+    with LaunchedJob(
+        tmp_path, mode, 4, trainers=2, loaders=1, workers=1, pause=1.0, extra=mutual_tls(tmp_path)
+    ) as job:
         wait_for_steps(job, 2)
         check_ports(job, "127.0.0.1")
-        job.kill("trainer", 6)  # the next generation has ports of its own
+        job.kill("trainer", 2)  # the next generation has ports of its own
         job.wait_for_line("Generation 1 begins")
         for note in (tmp_path / "notes").glob("step-*"):
             note.unlink(missing_ok=True)
@@ -65,6 +67,6 @@ def test_all_of_a_job_with_an_address_of_the_machine_listens_there(tmp_path):
     if host.startswith("127."):
         pytest.skip("this machine has no address besides loopback")
     secured = mutual_tls(tmp_path, host)
-    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, extra=secured) as job:
+    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0, extra=secured) as job:
         wait_for_steps(job, 2)
         check_ports(job, host)
