@@ -14,6 +14,7 @@ whole numbers to floats. True is no number, "1" is no number, NaN is no float un
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 from karvan.wire.errors import RefusedError
 
 FLOAT32_MAX = 3.4028234663852886e38
+_LARGEST = sys.float_info.max
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -67,6 +69,8 @@ class Float(Kind):
 
     def check(self, value: Any, where: str) -> float:
         """See `Kind.check`."""
+        if type(value) is float and self._least <= value <= self._most and -_LARGEST <= value <= _LARGEST:
+            return value  # nearly always, so it comes first
         if type(value) is int and -(2**1000) < value < 2**1000:
             value = float(value)
         if type(value) is not float:
@@ -202,10 +206,14 @@ class MapOf(Kind):
         """See `Kind.check`."""
         if type(value) is not dict or len(value) > self._longest:
             self.refuse(value, where)
-        return {
-            self._names.check(name, f"a name in {where}"): self._kind.check(each, f"{where}[{name!r}]")
-            for name, each in value.items()
-        }
+        names, check = self._names.check, self._kind.check
+        try:
+            return {names(name, where): check(each, where) for name, each in value.items()}
+        except RefusedError:  # found again, to say which
+            for name, each in value.items():
+                names(name, f"a name in {where}")
+                check(each, f"{where}[{name!r}]")
+            raise
 
     def __str__(self) -> str:
         return f"an object with up to {self._longest} names"
@@ -232,7 +240,10 @@ class Fields(Kind):
             if kind is None:
                 names = ", ".join(self._kinds) or "nothing"
                 raise RefusedError(f"expected {where} with {names} alone, got {shown(name)} as well.")
-            made[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
+            try:
+                made[name] = kind.check(each, where if nested else name)
+            except RefusedError:  # found again, to say where; the usual case has no names to make
+                made[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
         return made
 
     def __str__(self) -> str:

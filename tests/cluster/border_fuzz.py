@@ -113,7 +113,7 @@ class Fuzz:
         return None
 
     def _hello(self, subject):
-        hello = self._mutated_head(subject.hello())
+        hello = self._mutated_head(_copied(subject.hello()))
         self._try(subject, "hello", _short(hello), lambda: subject.meet(hello))
         subject.renew()
 
