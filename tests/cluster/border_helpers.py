@@ -393,8 +393,11 @@ class RegistrySubject(Subject):
         self.call("store_set", {"generation": 0, "keys": ["k"], "sizes": [3]}, [np.zeros(3, np.uint8)])
         values = [np.arange(5, dtype=np.uint8)]
         at = {"generation": 0, "key": "k"}
+        activity = {"progress": 3, "idle": 0.5, "task": "step", "waits": {"loader 0": 0.5}, "dumps": True}
         self.makers = {
-            **{name: lambda: (dict(who), []) for name in ("register", "beat", "leave")},
+            "register": lambda: (dict(who), []),
+            "beat": lambda: ({**who, "activity": dict(activity)}, []),
+            "leave": lambda: (dict(who), []),
             "members": lambda: ({}, []),
             "generation": lambda: ({}, []),
             "store_set": lambda: ({"generation": 0, "keys": ["a", "b"], "sizes": [2, 3]}, values),
