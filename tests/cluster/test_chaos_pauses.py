@@ -102,7 +102,10 @@ def test_ctrl_z_suspends_a_job_and_fg_resumes_it(tmp_path, trainers, secured):
         job.terminal.type("\x1a")
         job.terminal.wait_for("Suspended: all processes of the job are stopped")
         job.terminal.wait_for("Stopped")  # the shell has its terminal again
-        assert {state_of(pid) for pids in before.values() for pid in pids} == {"T"}
+        until = time.monotonic() + 60
+        while {state_of(pid) for pids in before.values() for pid in pids} != {"T"}:  # keepers take a moment
+            assert time.monotonic() < until, job.terminal.seen
+            time.sleep(0.05)
         step = job.step()
         time.sleep(15)  # longer than silence on a connection, and than lost heartbeats
         assert job.step() == step
