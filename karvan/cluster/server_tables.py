@@ -64,11 +64,13 @@ class ServerTables:
         return spec
 
     def check_state(self, table: str, initial: Sequence[float]) -> None:
-        """No optimizer has more state than two numbers for each of a vector's."""
-        most = 2 * self.spec(table).dim
-        if len(initial) > most:
+        """Optimizers have no state, one number for a row, or one or two for each number of its vector."""
+        dim = self.spec(table).dim
+        sizes = sorted({0, 1, dim, 2 * dim})
+        if len(initial) not in sizes:
             raise RefusedError(
-                f"expected up to {most} floats of optimizer state for table '{table}', got {len(initial)}."
+                f"expected {', '.join(map(str, sizes))} floats of optimizer state for table '{table}', "
+                f"got {len(initial)}."
             )
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:

@@ -166,8 +166,10 @@ class ServerSubject(Subject):
         self.call("push_dense", *self._push_dense(version=0))
 
     def renew(self):
-        """A new run of trainers, which finds the tables of the one before."""
+        """A new run of trainers, which finds the tables of the one before, and says what state rows have."""
         self.meet({**self._hello, "run": f"run {self.number()}"})
+        for table, initial in (("t", [0.5] * 4), ("u", [])):
+            self.call("set_state", {"table": table, "initial": initial, "fresh": False})
 
     def _of_table(self):
         return {"table": "t"}, []

@@ -149,6 +149,20 @@ def test_a_rule_needs_the_state_that_the_rows_have(server):
         server.call("push", head, gradients)
 
 
+def test_optimizer_state_has_a_size_that_some_optimizer_has(server):
+    for size in (2, 3, 5, 9):
+        with pytest.raises(RefusedError, match=f"expected 0, 1, 4, 8 floats of optimizer state .*got {size}"):
+            server.call("set_state", {"table": "t", "initial": [0.0] * size, "fresh": False})
+
+
+def test_options_that_an_optimizer_cannot_have_are_refused(server):
+    head, arrays = server.make("push_model")
+    for betas in ([0.9], [], [None, None], [0.9, 0.9, 0.9], [float("nan")] * 2):
+        optimizer = {"name": "Adam", "options": {"betas": betas}}
+        with pytest.raises(ValueError, match="Adam does not take the options"):
+            server.call("push_model", {**head, "optimizer": optimizer, "model": 2}, arrays)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -59,11 +59,20 @@ def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor])
         )
     # Torch wants at least one parameter; this one never gets a gradient.
     given = list(parameters) or [torch.zeros(1, 1)]
+    values = {option: _torch_value(value) for option, value in options.items()}
     try:
-        made: Optimizer = kind(given, **{option: _torch_value(value) for option, value in options.items()})
-    except (TypeError, ValueError, RuntimeError) as error:
+        made: Optimizer = kind(given, **values)
+        _try_step(kind, values)
+    except (TypeError, ValueError, RuntimeError, IndexError, OverflowError) as error:
         raise ValueError(f"{name} does not take the options {options}: {error}") from error
     return made
+
+
+def _try_step(kind: Any, options: Mapping[str, Any]) -> None:
+    """Make a step of nothing: torch accepts some options, as three betas, that no step can be made with."""
+    parameter = torch.zeros(1, 1)
+    parameter.grad = torch.zeros(1, 1)
+    kind([parameter], **options).step()
 
 
 def _parts(description: Any) -> tuple[str, dict[str, Any]]:
