@@ -1,6 +1,7 @@
 """The generation of a job is what its registry says; nobody else can raise it."""
 
 import contextlib
+import json
 
 import pytest
 from cluster_helpers import Processes
@@ -15,19 +16,13 @@ from karvan.wire import Peer, RefusedError, Server
 from karvan.wire.membership import Membership
 
 HUGE = 10**9
-TRAINER = {
-    "trainer": 0,
-    "trainers": 1,
-    "run": "a",
-    "staleness": 1,
-    "grad_reduce": "mean",
-    "servers": 1,
-    "divisor": 1,
-}
+WHO = {"trainer": 0, "trainers": 1, "run": "a"}
+TRAINER = {**WHO, "staleness": 1, "grad_reduce": "mean", "servers": 1, "divisor": 1}
+NEEDS = {"kind": "control", "ids": [], "epoch": 0, "next": 0, "taken": [], "end": None, "positions": []}
 SERVICES = {
     "parameter server": (ParameterServer, {**TRAINER, "server": 0}),
     "embedding worker": (EmbeddingWorker, {**TRAINER, "worker": 0}),
-    "loader": (LoaderService, {**TRAINER, "loader": 0, "loaders": 1, "kind": "control"}),
+    "loader": (LoaderService, {**WHO, "loader": 0, "loaders": 1, **NEEDS}),
 }
 
 
@@ -124,7 +119,7 @@ def test_another_user_cannot_raise_the_generation_of_a_running_job():
     """Even of one that was started without a token."""
     with Processes(1) as job:
         [member] = job.registry.members()
-        hello = '{"trainer": 0, "trainers": 1, "run": "x", "generation": 1000000000, "staleness": 1, '
-        hello += '"grad_reduce": "mean", "server": 0, "servers": 1}'
-        assert "refused: " in run_as_neighbour(RAISE, member.address, hello)
+        hello = json.dumps({**TRAINER, "server": 0, "run": "x", "generation": HUGE})
+        said = run_as_neighbour(RAISE, member.address, hello)
+        assert f"generation 0, as the registry says, got {HUGE}" in said
         come(member, {**TRAINER, "server": 0}, 0)
