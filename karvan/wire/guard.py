@@ -43,6 +43,10 @@ class GuardedConnection(Protocol):
     def host(self) -> str:
         """Of the caller."""
 
+    @property
+    def unused(self) -> bool:
+        """Whether it has not made a call."""
+
     def idle(self, now: float) -> float:
         """Seconds without a call; 0 while one is being done."""
 
@@ -60,7 +64,7 @@ class ConnectionGuard:
         self._sessions = sessions
         self._lock = threading.Lock()
         self._open: set[GuardedConnection] = set()
-        self._introduced: Counter[str] = Counter()  # streams with a first message, by the caller's address
+        self._introduced: Counter[str] = Counter()  # streams of answers, by the caller's address
         self._streams: Counter[str] = Counter()  # all streams that Flight has handed over
         self._waiting = 0  # streams that it has not
         self._unknown: dict[str, float] = {}  # addresses without a hello → since when
@@ -110,7 +114,7 @@ class ConnectionGuard:
 
     @contextmanager
     def introduced(self, address: str) -> Iterator[None]:
-        """A stream whose first message was fine: its connection is not ended as a stranger's."""
+        """A stream of answers: as long as it lasts, its connection is not ended as a stranger's."""
         with self._lock:
             self._introduced[address] += 1
             self._unknown.pop(address, None)
@@ -152,9 +156,11 @@ class ConnectionGuard:
             self.refusals.add("a caller at an unknown address", WRONG_TOKEN)
 
     def _end_idle(self, among: list[GuardedConnection], whose: str) -> None:
+        """End the connection that was idle for longest; those that never made a call come first."""
         now = clock.now()
-        longest = max(among, key=lambda one: one.idle(now))
-        if longest.idle(now) < self.limits.least_idle:
+        ready = [one for one in among if one.idle(now) >= self.limits.least_idle]
+        longest = max(ready, key=lambda one: (one.unused, one.idle(now)), default=None)
+        if longest is None:
             raise BusyError(f"expected up to {len(among)} connections{whose}, got one more; all are in use")
         self._open.discard(longest)
         longest.end()

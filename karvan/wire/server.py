@@ -121,11 +121,11 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
         try:
             with guard.stream(address):
                 first = read(reader.read_chunk, self._server.most_bytes).head
-                with guard.introduced(address):
-                    if first.get("method") == "calls":
-                        self._calls(first, reader)
-                    else:
-                        writer.begin(SCHEMA)
+                if first.get("method") == "calls":
+                    self._calls(first, reader)
+                else:
+                    writer.begin(SCHEMA)
+                    with guard.introduced(address):
                         self._answers(context, where, first, writer)
         except StopIteration:
             pass

@@ -44,6 +44,11 @@ class ServerConnection:
         """Seconds for which the caller sends a call again."""
         return self._number("deadline", USUAL_DEADLINE)
 
+    @property
+    def unused(self) -> bool:
+        """Whether it has not made a call."""
+        return not self._calls
+
     def idle(self, now: float) -> float:
         """Seconds without a call; 0 while one is being done."""
         return 0.0 if self._since else now - self._used

@@ -82,7 +82,7 @@ def test_many_idle_callers_give_way_to_one_with_something_to_do(guarded):
         with Peer("counting", guarded.address, Security(token=TOKEN), deadline=LIMIT) as peer:
             for _ in range(10):
                 assert peer.call("ping").head["service"] == "counting"
-        assert guarded.threads() < 2500
+        wait_for(lambda: guarded.threads() < 2200, LIMIT)  # two for each of 1,024 connections
 
 
 def test_streams_that_send_their_headers_alone_end_as_well():
