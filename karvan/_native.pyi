@@ -123,6 +123,22 @@ def decode_chunks(bytes: NDArray[numpy.uint8], chunks: Sequence[ColumnChunk], th
     Decode column chunks of Parquet on up to that many threads. Returns the number of nulls in each, or -1 for one that another reader must decode; the bits are written if there are nulls.
     """
 
+class LookupLog:
+    """Training lookups whose batches have not been trained yet."""
+
+    def __init__(self) -> None: ...
+    def trained(self, plan: Plan) -> None:
+        """The batch of a lookup has been trained."""
+
+    def withdraw(self, plans: Sequence[Plan]) -> None:
+        """
+        Tables become as if these lookups, whose batches will not be trained, had not been.
+        """
+
+    @property
+    def in_flight(self) -> int: ...
+    def __len__(self) -> int: ...
+
 class Table:
     """64-bit keys and their rows."""
 
@@ -187,8 +203,10 @@ class Table:
         """Steps and their times, which a time to live is measured by."""
 
     def set_clock(self, clock: Sequence[tuple[int, float]]) -> None: ...
-    def filter_counts(self) -> NDArray[numpy.uint8]:
-        """The admission filter's counters, to be saved with the rows."""
+    def filter_counts(self, log: LookupLog | None = None) -> NDArray[numpy.uint8]:
+        """
+        The admission filter's counters, to be saved with the rows; with a log, without its lookups in flight.
+        """
 
     def set_filter_counts(self, counts: NDArray[numpy.uint8]) -> None: ...
 
@@ -218,9 +236,11 @@ class Capture:
     def kept(self) -> int:
         """Rows that were copied because training was about to change them."""
 
-def capture(tables: Sequence[tuple[Table, int, int | None]], track: bool) -> list[Capture]:
+def capture(
+    tables: Sequence[tuple[Table, int, int | None]], track: bool, log: LookupLog | None = None
+) -> list[Capture]:
     """
-    Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it.
+    Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it. With a log, as if its lookups in flight had not been.
     """
 
 class Rule:
@@ -352,7 +372,13 @@ def prepare(program: Program, inputs: Sequence[int]) -> Plan:
     """
 
 def forward(
-    program: Program, tables: Sequence[Table], inputs: Sequence[int], training: bool, step: int, now: float
+    program: Program,
+    tables: Sequence[Table],
+    inputs: Sequence[int],
+    training: bool,
+    step: int,
+    now: float,
+    log: LookupLog | None = None,
 ) -> Plan:
     """
     Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.

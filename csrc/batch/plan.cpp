@@ -190,6 +190,8 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
   const uint64_t* const hashes = groups_.hash.data() + first;
   const uint32_t* const counts = uses() + first;
   uint32_t* const rows = row_.data() + first;
+  uint32_t* const count_before = count_before_ ? count_before_.data() + first : nullptr;
+  uint32_t* const last_before = count_before_ ? last_before_.data() + first : nullptr;
   if (training) table.before_use(hashes, count);
   Bucket* home[kFindTogether];
   uint32_t further[kFindTogether], left = 0;
@@ -211,6 +213,10 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
     __builtin_prefetch(at + 2 * missed);
     if (!training) continue;
     Bucket* const to = match ? at : &nowhere;
+    if (count_before) {
+      count_before[i] = to->count[slot];
+      last_before[i] = to->last[slot];
+    }
     to->count[slot] = saturating_add(to->count[slot], counts[i]);
     to->last[slot] = step;
   }
@@ -219,6 +225,10 @@ void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count,
     const Entry entry = ShardIndex::find_from(home[i], hashes[i]);
     if (entry) rows[i] = entry.row();
     if (!training) continue;
+    if (count_before) {
+      count_before[i] = entry ? entry.count() : table.filter_count(hashes[i]);
+      last_before[i] = entry ? entry.last() : kAbsent;
+    }
     if (entry) {
       entry.count() = saturating_add(entry.count(), counts[i]);
       entry.last() = step;
@@ -285,8 +295,13 @@ void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
 
 // A slot with few positions is one thread's work from its keys to its outputs: everything stays in that core's cache.
 // A larger one is everybody's work, step by step. Slots have tables of their own, so threads never meet.
-void Plan::run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step) {
+void Plan::run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step, bool remember) {
   if (!tables_.empty()) throw std::logic_error("a plan is run once");
+  if (training && remember) {
+    count_before_ = Array<uint32_t>(groups_.hash.size());
+    last_before_ = Array<uint32_t>(groups_.hash.size());
+  }
+  step_ = step;
   tables_ = std::move(tables);
   version_.resize(tables_.size());
   row_epoch_.resize(tables_.size());

@@ -48,7 +48,22 @@ class Plan {
 
   // Rows from tables, one for each slot, then the outputs. Training inserts unknown keys, counts uses, notes the step.
   // Once for a plan.
-  void run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step);
+  // With `remember`, a training run notes what it found of each key, for each_use.
+  void run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step, bool remember = false);
+
+  // f(hash, uses, count, last) for each distinct key, with what a run that remembers found before it counted the uses. Of
+  // a key without a row, last is kAbsent, and count what the admission filter told. f may change the latter two.
+  static constexpr uint32_t kAbsent = UINT32_MAX;
+  template <class F>
+  void each_use(uint32_t slot, F&& f) {
+    const KeyGroups::Slot& s = groups_.slots[slot];
+    for (uint32_t b = s.first_bucket; b < s.first_bucket + s.buckets; ++b)
+      for (uint32_t i = groups_.begin[b]; i < groups_.begin[b] + groups_.unique[b]; ++i)
+        f(groups_.hash[i], uses()[i], count_before_[i], last_before_[i]);
+  }
+  uint32_t step() const { return step_; }
+  Table* table(uint32_t slot) const { return tables_[slot].get(); }
+  bool remembers() const { return static_cast<bool>(count_before_); }
 
   // The same with vectors from elsewhere, after group(): for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
   uint64_t unique_in(uint32_t slot) const { return groups_.unique_in(slot); }
@@ -104,6 +119,8 @@ class Plan {
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash
+  Array<uint32_t> count_before_, last_before_;  // the same, of a run that remembers
+  uint32_t step_ = 0;
   std::vector<Array<float>> vectors_;          // by slot, while it is looked up: of each unique key, as unique_of counts
 };
 

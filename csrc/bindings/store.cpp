@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "batch/gradients.h"
+#include "batch/lookup_log.h"
 #include "batch/plan.h"
 #include "batch/route.h"
 #include "bindings/arrays.h"
@@ -189,13 +190,15 @@ void expect_count(const char* what, size_t got, size_t expected) {
   throw std::invalid_argument("Expected " + std::to_string(expected) + " " + what + ", got " + std::to_string(got) + ".");
 }
 
-void run(Plan& plan, const std::vector<std::shared_ptr<Table>>& tables, bool training, uint32_t step, double now) {
-  expect_count("tables, one for each slot", tables.size(), plan.slots());
+void run(const std::shared_ptr<Plan>& plan, const std::vector<std::shared_ptr<Table>>& tables, bool training,
+         uint32_t step, double now, LookupLog* log) {
+  expect_count("tables, one for each slot", tables.size(), plan->slots());
   for (uint32_t s = 0; s < tables.size(); ++s)
-    if (plan.dim(s)) expect(*tables[s], "columns of its features", plan.dim(s), tables[s]->layout().dim);
-  plan.run(tables, training, step);
-  if (training)
-    for (const auto& table : tables) table->maintain(step, now);
+    if (plan->dim(s)) expect(*tables[s], "columns of its features", plan->dim(s), tables[s]->layout().dim);
+  plan->run(tables, training, step, log != nullptr);
+  if (!training) return;
+  if (log) log->add(plan);
+  for (const auto& table : tables) table->maintain(step, now);
 }
 
 auto to_arrays(RowSet set, const RowLayout& layout) {
@@ -209,12 +212,14 @@ auto to_arrays(RowSet set, const RowLayout& layout) {
 
 using Wanted = std::tuple<std::shared_ptr<Table>, uint32_t, std::optional<uint64_t>>;
 
-std::vector<std::unique_ptr<Capture>> capture(const std::vector<Wanted>& tables, bool track) {
+std::vector<std::unique_ptr<Capture>> capture(const std::vector<Wanted>& tables, bool track, LookupLog* log) {
   std::vector<std::unique_ptr<Capture>> made;
   nb::gil_scoped_release release;
   try {
     Exclusive exclusive;
-    for (const auto& [table, parts, since] : tables) made.push_back(Table::capture(table, parts, track, since));
+    for (const auto& [table, parts, since] : tables)
+      made.push_back(Table::capture(table, parts, track, since,
+                                    log ? log->corrections(*table) : std::vector<Correction>()));
   } catch (...) {
     made.clear();  // closing takes the right to operate, which must have been given back
     throw;
@@ -243,8 +248,9 @@ void bind_capture(nb::module_& m) {
       .def_prop_ro("version", &Capture::version)
       .def_prop_ro("parts", &Capture::parts)
       .def_prop_ro("kept", &Capture::kept, "Rows that were copied because training was about to change them.");
-  m.def("capture", &capture, "tables"_a, "track"_a,
-        "Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it.");
+  m.def("capture", &capture, "tables"_a, "track"_a, "log"_a.none() = nb::none(),
+        "Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it. With a "
+        "log, as if its lookups in flight had not been.");
 }
 
 void bind_table(nb::module_& m) {
@@ -313,13 +319,18 @@ void bind_table(nb::module_& m) {
            },
            "clock"_a)
       .def("filter_counts",
-           [](Table& t) {
+           [](Table& t, LookupLog* log) {
              Array<uint8_t> copy(t.filter().bytes());
-             if (copy) std::copy_n(t.filter().data(), t.filter().bytes(), reinterpret_cast<char*>(copy.data()));
+             operation([&] {
+               if (!copy) return;
+               std::copy_n(t.filter().data(), t.filter().bytes(), reinterpret_cast<char*>(copy.data()));
+               if (log) log->correct_filter(t, copy.data());
+             });
              const size_t n = copy.size();
              return to_numpy<uint8_t>(std::move(copy), {n});
            },
-           "The admission filter's counters, to be saved with the rows.")
+           "log"_a.none() = nb::none(),
+           "The admission filter's counters, to be saved with the rows; with a log, without its lookups in flight.")
       .def("set_filter_counts",
            [](Table& t, const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& counts) {
              if (counts.shape(0) != t.filter().bytes())
@@ -335,6 +346,23 @@ void bind_table(nb::module_& m) {
 }  // namespace
 
 void bind_store(nb::module_& m) {
+  nb::class_<LookupLog>(m, "LookupLog", "Training lookups whose batches have not been trained yet.")
+      .def(nb::init<>())
+      .def("trained",
+           [](LookupLog& log, const std::shared_ptr<Plan>& plan) {
+             nb::gil_scoped_release release;
+             log.trained(plan.get());
+           },
+           "plan"_a, "The batch of a lookup has been trained.")
+      .def("withdraw",
+           [](LookupLog& log, const std::vector<std::shared_ptr<Plan>>& plans) {
+             std::vector<const Plan*> raw;
+             for (const auto& plan : plans) raw.push_back(plan.get());
+             operation([&] { log.withdraw(raw); });
+           },
+           "plans"_a, "Tables become as if these lookups, whose batches will not be trained, had not been.")
+      .def_prop_ro("in_flight", &LookupLog::in_flight)
+      .def("__len__", &LookupLog::size);
   bind_table(m);
   bind_capture(m);
   bind_rule(m);
@@ -477,21 +505,21 @@ void bind_store(nb::module_& m) {
   m.def(
       "forward",
       [](const Program& program, const std::vector<std::shared_ptr<Table>>& tables, const std::vector<uint64_t>& inputs,
-         bool training, uint32_t step, double now) {
+         bool training, uint32_t step, double now, LookupLog* log) {
         std::vector<FeatureInput> made = make_inputs(program, inputs);
         return operation([&] {
           auto plan = std::make_shared<Plan>(program.features, std::move(made), program.slots);
-          run(*plan, tables, training, step, now);
+          run(plan, tables, training, step, now, log);
           return plan;
         });
       },
-      "program"_a, "tables"_a, "inputs"_a, "training"_a, "step"_a, "now"_a,
+      "program"_a, "tables"_a, "inputs"_a, "training"_a, "step"_a, "now"_a, "log"_a.none() = nb::none(),
       "Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.");
 
   m.def(
       "forward_prepared",
       [](std::shared_ptr<Plan> plan, const std::vector<std::shared_ptr<Table>>& tables, bool training, uint32_t step,
-         double now) { operation([&] { run(*plan, tables, training, step, now); }); },
+         double now) { operation([&] { run(plan, tables, training, step, now, nullptr); }); },
       "plan"_a, "tables"_a, "training"_a, "step"_a, "now"_a, "The same for a batch that was prepared.");
 }
 

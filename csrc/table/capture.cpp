@@ -30,7 +30,7 @@ void RowBits::make_room(uint32_t rows) {
 }
 
 Capture::Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<RowBits> changes,
-                 std::vector<uint64_t> erased)
+                 std::vector<uint64_t> erased, std::vector<Correction> corrections)
     : table_(std::move(table)),
       layout_(table_->layout()),
       parts_(parts),
@@ -38,7 +38,8 @@ Capture::Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<R
       version_(table_->version()),
       rows_(table_->rows()),
       changes_(std::move(changes)),
-      erased_(std::move(erased)) {
+      erased_(std::move(erased)),
+      corrections_(std::move(corrections)) {
   const uint64_t slices = std::bit_ceil(std::max({rows_ / kSliceRows, uint64_t{parts}, uint64_t{table_->shards()}}));
   slice_shift_ = 64 - std::countr_zero(slices);
   slices_.resize(slices);
@@ -71,6 +72,18 @@ void Capture::keep_all() {
   all_kept_ = true;
 }
 
+void Capture::put(const Found& found, const char* row, RowSet& out) {
+  uint32_t count = found.count, last = found.last;
+  while (next_correction_ < corrections_.size() && corrections_[next_correction_].hash < found.hash) ++next_correction_;
+  if (next_correction_ < corrections_.size() && corrections_[next_correction_].hash == found.hash) {
+    const Correction& correction = corrections_[next_correction_];
+    if (!correction.present) return;
+    count = correction.count;
+    last = correction.last;
+  }
+  out.put(out.rows++, found.hash, count, last, row, layout_);
+}
+
 void Capture::read_slice(uint32_t slice, RowSet& out) {
   const uint64_t from = slice_shift_ == 64 ? 0 : static_cast<uint64_t>(slice) << slice_shift_;
   const uint64_t to = from + (slice_shift_ == 64 ? UINT64_MAX : (uint64_t{1} << slice_shift_) - 1);
@@ -95,7 +108,7 @@ void Capture::read_slice(uint32_t slice, RowSet& out) {
   const auto put_kept = [&](uint64_t below) {
     for (; k < kept.entries.size() && kept.entries[k].hash < below; ++k) {
       const Found& f = kept.entries[k];
-      out.put(out.rows++, f.hash, f.count, f.last, kept.rows.data() + size_t{f.row} * layout_.stride(), layout_);
+      put(f, kept.rows.data() + size_t{f.row} * layout_.stride(), out);
     }
   };
   for (size_t i = 0; i < found.size(); ++i) {
@@ -104,12 +117,12 @@ void Capture::read_slice(uint32_t slice, RowSet& out) {
       for (uint32_t line = 0; line < layout_.stride(); line += 64) __builtin_prefetch(row + line);
     }
     put_kept(found[i].hash);
-    out.put(out.rows++, found[i].hash, found[i].count, found[i].last, view.at(found[i].row), layout_);
+    put(found[i], view.at(found[i].row), out);
   }
   put_kept(UINT64_MAX);
   if (k < kept.entries.size()) {  // the one whose hash is the largest there is
     const Found& f = kept.entries[k];
-    out.put(out.rows++, f.hash, f.count, f.last, kept.rows.data() + size_t{f.row} * layout_.stride(), layout_);
+    put(f, kept.rows.data() + size_t{f.row} * layout_.stride(), out);
   }
   if (to != UINT64_MAX) read_below_ = to + 1;
 }
@@ -137,7 +150,7 @@ RowSet Capture::part(uint32_t part) {
 }
 
 std::unique_ptr<Capture> Table::capture(const std::shared_ptr<Table>& table, uint32_t parts, bool track,
-                                        std::optional<uint64_t> since) {
+                                        std::optional<uint64_t> since, std::vector<Correction> corrections) {
   Table& t = *table;
   const std::string name = "Table '" + t.config_.name + "'";
   if (t.capture_) throw std::invalid_argument(name + " is being captured already; one capture is read at a time.");
@@ -156,13 +169,16 @@ std::unique_ptr<Capture> Table::capture(const std::shared_ptr<Table>& table, uin
     changes = std::move(t.changes_);
     changes->make_room(t.taken_rows());
   }
-  auto made = std::make_unique<Capture>(table, parts, std::move(changes), std::move(erased));
   t.changes_.reset();
   if (track) {
     t.changes_ = std::make_unique<RowBits>();
     t.changes_->make_room(t.taken_rows());
     t.changes_since_ = t.version_;
+    // What is given as it is not: the next capture has to tell of it, even if nothing changes until then.
+    for (const Correction& correction : corrections)
+      if (const Entry entry = t.find(correction.hash)) t.changes_->add(entry.row());
   }
+  auto made = std::make_unique<Capture>(table, parts, std::move(changes), std::move(erased), std::move(corrections));
   return made;
 }
 

@@ -38,10 +38,19 @@ class RowBits {
   size_t words_ = 0;
 };
 
+// A key's uses as a capture shall give them, or that it shall not give the key at all; see batch/lookup_log.h.
+struct Correction {
+  uint64_t hash;
+  uint32_t count, last;
+  bool present;
+};
+
 class Capture {
  public:
-  // Inside of a batch operation. `parts` is a power of two. With `changes` only rows in it are given.
-  Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<RowBits> changes, std::vector<uint64_t> erased);
+  // Inside of a batch operation. `parts` is a power of two. With `changes` only rows in it are given. Corrections are in
+  // the order of their hashes.
+  Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<RowBits> changes, std::vector<uint64_t> erased,
+          std::vector<Correction> corrections);
   ~Capture() { close(); }
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
@@ -75,6 +84,7 @@ class Capture {
     std::vector<char> rows;
   };
   void read_slice(uint32_t slice, RowSet& out);
+  void put(const Found& found, const char* row, RowSet& out);  // in ascending order of hashes
 
   std::shared_ptr<Table> table_;
   RowLayout layout_;
@@ -84,6 +94,8 @@ class Capture {
   uint64_t version_, rows_;
   std::unique_ptr<RowBits> changes_;
   std::vector<uint64_t> erased_;
+  std::vector<Correction> corrections_;
+  size_t next_correction_ = 0;
   RowBits seen_;
   uint64_t read_below_ = 0;  // hashes below it have been read
   std::vector<Kept> slices_;

@@ -18,8 +18,7 @@ class CountingFilter {
 
   // Adds `times` occurrences and returns the count so far, at most 255.
   uint32_t add(uint64_t hash, uint32_t times) {
-    const auto block = static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * blocks_ >> 64);
-    auto* counters = reinterpret_cast<uint8_t*>(pages_.data()) + block * 64;
+    auto* counters = reinterpret_cast<uint8_t*>(pages_.data()) + block_of(hash) * 64;
     uint32_t least = 255;
     uint32_t places[4];
     for (int i = 0; i < 4; ++i) {
@@ -32,10 +31,35 @@ class CountingFilter {
     return least;
   }
 
+  // The count so far.
+  uint32_t count(uint64_t hash) const {
+    if (blocks_ == 0) return 0;
+    const auto* counters = reinterpret_cast<const uint8_t*>(pages_.data()) + block_of(hash) * 64;
+    uint32_t least = 255;
+    for (int i = 0; i < 4; ++i) least = std::min<uint32_t>(least, counters[hash >> (6 * i) & 63]);
+    return least;
+  }
+
+  // Adds occurrences to a copy of the counters, or takes them away. One that is full may stand for more, and stays.
+  void change(uint8_t* all, uint64_t hash, int64_t times) const {
+    if (times == 0) return;
+    uint8_t* const counters = all + block_of(hash) * 64;
+    uint64_t done = 0;  // places, of which two may coincide
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t place = hash >> (6 * i) & 63;
+      if (done >> place & 1 || counters[place] == 255) continue;
+      done |= uint64_t{1} << place;
+      counters[place] = static_cast<uint8_t>(std::clamp<int64_t>(counters[place] + times, 0, 255));
+    }
+  }
+
   char* data() const { return pages_.data(); }
   size_t bytes() const { return pages_.size(); }
 
  private:
+  uint64_t block_of(uint64_t hash) const {
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * blocks_ >> 64);
+  }
   uint64_t blocks_ = 0;
   Pages pages_;
 };

@@ -56,6 +56,10 @@ TableStats Table::stats() const {
 }
 
 bool Table::admit(uint64_t hash, uint32_t times) {
+  return would_admit(hash, counts_before_admission() ? filter_.add(hash, times) : 0);
+}
+
+bool Table::would_admit(uint64_t hash, uint32_t uses) const {
   const Admission& rule = config_.admit;
   switch (rule.kind) {
     case Admission::Kind::always: return true;
@@ -63,9 +67,19 @@ bool Table::admit(uint64_t hash, uint32_t times) {
     case Admission::Kind::probability:
       // The hash alone would tie the choice to the shard, so it is mixed with the table's stream once more.
       return static_cast<double>(mix(hash ^ stream_) >> 11) * 0x1p-53 < rule.probability;
-    case Admission::Kind::min_count: return filter_.add(hash, times) >= rule.min_count;
+    case Admission::Kind::min_count: return uses >= rule.min_count;
   }
   return true;
+}
+
+void Table::set_use(uint64_t hash, uint32_t count, uint32_t last) {
+  const Entry entry = find(hash);
+  if (!entry) return;
+  if (capture_) capture_->before_change(entry);
+  const uint32_t row = entry.row();
+  note_changes(&row, 1);
+  entry.count() = count;
+  entry.last() = last;
 }
 
 uint32_t Table::most_run() const { return static_cast<uint32_t>(kRunBytes / layout_.stride() + 1); }
@@ -147,6 +161,7 @@ void Table::clear() {
   evicted_ += hashes.size();
   evictions_.add(next_version(), std::move(hashes), SIZE_MAX);
   ++row_epoch_;
+  ++cleared_;
   buckets_ = Pages();
   homes_ = 0;
   arena_ = std::make_unique<RowArena>(layout_.stride());

@@ -71,6 +71,17 @@ class Table {
   bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
 
+  // For LookupLog: what an admission filter tells of a key; whether a key would be admitted after so many uses; counters
+  // of the filter, or of a copy of them, with more or fewer uses; the uses of a key that has a row.
+  bool counts_before_admission() const { return config_.admit.kind == Admission::Kind::min_count; }
+  uint32_t filter_count(uint64_t hash) const { return filter_.count(hash); }
+  bool would_admit(uint64_t hash, uint32_t uses) const;
+  void change_filter(uint8_t* counters, uint64_t hash, int64_t times) const {
+    filter_.change(counters ? counters : reinterpret_cast<uint8_t*>(filter_.data()), hash, times);
+  }
+  void set_use(uint64_t hash, uint32_t count, uint32_t last);
+  uint64_t cleared() const { return cleared_.load(); }  // how often all rows were removed; from any thread
+
   // Distinct keys in, vectors out, gradients back: what a store behind a wire does. Gradients of several lookups are
   // summed by key, without those of rows that have left since their lookup.
   struct Push {
@@ -106,7 +117,7 @@ class Table {
   // All rows as they are now, or those that changed since `since`, the version of the capture before; see Capture. With
   // `track`, changes from now on are noted for the next one. One capture at a time.
   static std::unique_ptr<Capture> capture(const std::shared_ptr<Table>& table, uint32_t parts, bool track,
-                                          std::optional<uint64_t> since);
+                                          std::optional<uint64_t> since, std::vector<Correction> corrections = {});
   // Before the rows of these keys, found for training, change. For the owner of their shards.
   __attribute__((always_inline)) void before_use(const uint64_t* hashes, size_t count) {
     if (capture_) [[unlikely]] keep_before_use(hashes, count);
@@ -185,6 +196,7 @@ class Table {
   double time_ = -std::numeric_limits<double>::infinity();  // the table's own, and what the clock showed then
   double shown_ = std::numeric_limits<double>::infinity();
   uint64_t version_ = 0, row_epoch_ = 0, evicted_ = 0;
+  std::atomic<uint64_t> cleared_{0};
   Capture* capture_ = nullptr;            // the one that is being read
   std::unique_ptr<RowBits> changes_;      // rows used since changes_since_; null: nobody asked
   uint64_t changes_since_ = 0;

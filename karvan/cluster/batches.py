@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from karvan import _native
 from karvan.cluster.repeats import Repeats
 from karvan.cluster.rounds import Rounds
 from karvan.cluster.saved_share import Restored
@@ -59,7 +60,9 @@ class _Parts(NamedTuple):
 class Batches:
     """The batches of one run of a job's trainers.
 
-    A trainer's lookup is kept until it says that it is done with it. In a synchronous run lookups and
+    A trainer's lookup is kept until it says that it is done with it, or withdraws it because its batch will
+    not be trained. Where lookups run ahead they are in a log until their batches are trained, so that
+    captures have the use counts of trained batches alone. In a synchronous run lookups and
     gradients of all trainers are done together, in their order; otherwise each as it comes.
 
     Embedding workers ask in the name of trainers, and one that replaces a dead one asks again for what may
@@ -85,6 +88,8 @@ class Batches:
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored: Restored | None = None  # lookups before this process's time are lost then
         self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
+        # Lookups in flight, where they may run ahead; captures leave them out.
+        self.log = _native.LookupLog() if int(hello.get("staleness", 1)) > 1 else None
         self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
         window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
         self._applied: Repeats[bool] = Repeats(window)  # pushes
@@ -103,8 +108,39 @@ class Batches:
         """No more; trainers that wait get the reason."""
         self._rounds.end(reason)
         with self._lock:
+            plans = [answered.plan.native for answered in self._kept.values()]
             self._kept.clear()
             self._parts.clear()
+        self._withdraw(plans)
+
+    def withdraw(self, call: Request) -> Message:
+        """A trainer will not train these batches: their lookups are undone."""
+        head, trainer = call.head, call.caller.hello["trainer"]
+        store, plans = head["store"], []
+        with self._lock:
+            for batch in head["batches"]:
+                answered = self._kept.pop((trainer, store, batch), None)
+                self._over.remember(_who(trainer, store), batch, True)
+                if answered is not None:
+                    plans.append(answered.plan.native)
+        self._withdraw(plans)
+        return Message({})
+
+    def _withdraw(self, plans: Sequence[_native.Plan | None]) -> None:
+        if self.log is not None and plans:
+            self.log.withdraw([plan for plan in plans if plan is not None])
+
+    def count_used(self, store: int, used: Sequence[Sequence[int]]) -> None:
+        """These lookups count in a capture, though they have no push: their batches had no gradient."""
+        for trainer, batches in enumerate(used):
+            for batch in batches:
+                with self._lock:
+                    answered = self._kept.get((trainer, store, batch))
+                self._trained(answered)
+
+    def _trained(self, answered: Answered | None) -> None:
+        if self.log is not None and answered is not None and answered.plan.native is not None:
+            self.log.trained(answered.plan.native)
 
     def pull(self, call: Request) -> Message:
         """Look up what a trainer asks for."""
@@ -128,6 +164,7 @@ class Batches:
                 training=training,
                 step=step,
                 now=now,
+                log=self.log if training else None,
             )
 
         def once() -> Answered:
@@ -146,7 +183,12 @@ class Batches:
             else:
                 made = work([mine])
             with self._lock:
-                self._kept[name] = made
+                late = self._over.find(who, name[2]) is not None
+                if not late:
+                    self._kept[name] = made
+            if late:  # the trainer has withdrawn it meanwhile
+                self._withdraw([made.plan.native])
+                raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             self.keys += sum(counts)
             self.pulls += 1
             return made
@@ -236,6 +278,8 @@ class Batches:
             self._rounds.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
         else:
             work([gradients])
+        for part in passes:
+            self._trained(part.answered)
         with self._lock:
             self._applied.remember(_who(trainer, store), sequence, True)
             self._parts.pop(name, None)
@@ -243,11 +287,13 @@ class Batches:
             self.pushes += 1
 
     def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:
-        store = int(head["store"])
+        store, forgotten = int(head["store"]), []
         with self._lock:
             for batch in map(int, head["done"]):
-                self._kept.pop((trainer, store, batch), None)
+                forgotten.append(self._kept.pop((trainer, store, batch), None))
                 self._over.remember(_who(trainer, store), batch, True)
+        for answered in forgotten:
+            self._trained(answered)  # which it is, unless it had no gradient at all
 
 
 def _who(trainer: int, store: int) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from karvan import _native
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
 from karvan.checkpoint.extras import own_extra, read_extras
@@ -57,17 +58,21 @@ class Saving:
         since: int | None,
         track: bool,
         updates: Mapping[str, Any],
+        log: _native.LookupLog | None,
     ) -> None:
-        """Hold the tables as they are now, under a number; `updates` are those that they contain."""
+        """Hold the tables as they are now, under a number; `updates` are those that they contain.
+
+        log: lookups in flight, which are left out.
+        """
         versions = None
         if since is not None:
             if since not in self._versions:
                 raise ValueError(f"expected a capture that was tracked, got {since}.")
             versions = {name: self._versions[since][name] for name in tables}
         with self._lock:
-            capture = self._store.capture(tables, parts, versions, track=track)
+            capture = self._store.capture(tables, parts, versions, track=track, log=log)
             extras = {
-                name: own_extra(self._store.extra(name), self._server, self._servers) for name in tables
+                name: own_extra(self._store.extra(name, log), self._server, self._servers) for name in tables
             }
             self._open[number] = _Held(capture, extras, updates)
             if track:

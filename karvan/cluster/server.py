@@ -72,6 +72,7 @@ class ParameterServer(Service):
         return {
             "pull": self._batches.pull,
             "push": self._batches.push,
+            "withdraw": self._batches.withdraw,
             **self._tables.methods,
             **self._dense.methods,
             "capture": self._capture,
@@ -139,6 +140,7 @@ class ParameterServer(Service):
         head = call.head
         self._tables.check_tables(head["tables"])
         assert self._batches is not None
+        self._batches.count_used(int(head["store"]), head["used"])
         self._saving.capture(
             int(head["capture"]),
             head["tables"],
@@ -146,6 +148,7 @@ class ParameterServer(Service):
             head["since"],
             bool(head["track"]),
             self._batches.updates.told(int(head["store"])),
+            self._batches.log,
         )
         return Message({})
 

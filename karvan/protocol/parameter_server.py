@@ -156,6 +156,7 @@ _TRAINING = table_of(
         [ForEach(lambda head: len(passes_of(head)), [ArrayKind("gradients", wire_dtype, ANY)])],
         rule=_check_push,
     ),
+    Call("withdraw", Fields({"store": NUMBER, "batches": _BATCHES})),
 )
 
 _OF_TABLE = Fields({"table": TABLE})
@@ -219,6 +220,7 @@ _SAVING = table_of(
                 "since": Nullable(NUMBER),
                 "track": Boolean(),
                 "store": NUMBER,
+                "used": ListOf(_BATCHES, 2**20),  # by trainer: lookups that are trained without a push
             }
         ),
         rule=_check_capture,

@@ -116,16 +116,20 @@ class MemoryStore(Store):
         since: Mapping[str, int] | None = None,
         *,
         track: bool = False,
+        log: _native.LookupLog | None = None,
     ) -> Capture:
-        """See `Store.capture`: a row is copied when its part is read, or just before it changes."""
-        asked = [(self._tables[name], parts[name], None if since is None else since[name]) for name in tables]
-        return _Captures(dict(zip(tables, _native.capture(asked, track), strict=True)))
+        """See `Store.capture`: a row is copied when its part is read, or just before it changes.
 
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`."""
+        log: the lookups in flight, which are left out; see csrc/batch/lookup_log.h.
+        """
+        asked = [(self._tables[name], parts[name], None if since is None else since[name]) for name in tables]
+        return _Captures(dict(zip(tables, _native.capture(asked, track, log), strict=True)))
+
+    def extra(self, table: str, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`; without the lookups in flight."""
         native = self._tables[table]
         made: dict[str, NDArray[Any]] = {}
-        if len(counts := native.filter_counts()):
+        if len(counts := native.filter_counts(log)):
             made["filter_counts"] = counts
         if clock := native.clock():
             made["clock_steps"] = np.array([step for step, _ in clock], dtype=np.int64)
@@ -152,13 +156,17 @@ class MemoryStore(Store):
         training: bool,
         step: int,
         now: float,
+        log: _native.LookupLog | None = None,
     ) -> Plan:
-        """See `Store.forward`: grouping, lookup and pooling in one native call."""
+        """See `Store.forward`: grouping, lookup and pooling in one native call.
+
+        log: takes a training lookup, which is in flight from now on.
+        """
         tables = [self._tables[name] for name in program.tables]
         if isinstance(inputs, _native.Plan):
             _native.forward_prepared(inputs, tables, training, step, now)
             return Plan(inputs, {})
-        return Plan(_native.forward(program.native, tables, inputs, training, step, now), {})
+        return Plan(_native.forward(program.native, tables, inputs, training, step, now, log), {})
 
     def update(
         self,

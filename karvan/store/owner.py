@@ -52,8 +52,12 @@ class Owner:
         training: bool,
         step: int,
         now: float,
+        log: _native.LookupLog | None = None,
     ) -> Answered:
-        """Vectors for what ranks ask: their numbers of keys by table, and their messages."""
+        """Vectors for what ranks ask: their numbers of keys by table, and their messages.
+
+        log: takes a training lookup whose batch is trained later.
+        """
         dims = [self.store.dim(table) for table in tables]
         program = self._program(tables, dims, len(asked))
         vectors = buffers.empty(sum(floats(asked, dims)))
@@ -63,6 +67,7 @@ class Owner:
             training=training,
             step=step,
             now=now,
+            log=log,
         )
         return Answered(program, plan, tables, dims, asked, received, vectors)
 

@@ -13,7 +13,6 @@ can ask for the same once more: servers do each once.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import defaultdict, deque
@@ -31,7 +30,7 @@ from karvan.store.claim import Claim, Sent, watch
 from karvan.store.protocol import Agreed, Plan, Prepared, Program, Rule
 from karvan.store.pull import Pull
 from karvan.store.remote_tables import RemoteTables
-from karvan.store.window import Window
+from karvan.store.window import Countdown
 from karvan.store.wording import rule_to_json, to_wire
 from karvan.wire import Message, Reply
 
@@ -60,7 +59,7 @@ class RemoteStore(RemoteTables):
         self._workers = connection.workers
         self.wire = connection.settings.wire
         self._done: deque[int] = deque()  # lookups whose plans servers need not keep
-        self._used = time.monotonic()  # when the last training lookup was
+        self._looked_up = time.monotonic()  # when the last training lookup was
         self._done_at: dict[int, deque[int]] = defaultdict(deque)  # … that workers made
         self._gone_at: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
         self._watched: weakref.WeakSet[Reference] = weakref.WeakSet()
@@ -72,11 +71,6 @@ class RemoteStore(RemoteTables):
     def looks_ahead(self) -> bool:
         """Whether lookups begin before their batch's turn, and so perhaps for batches that never have one."""
         return self._connection.settings.staleness > 1
-
-    @property
-    def together(self) -> bool:
-        """Whether lookups and gradients of all trainers are done together."""
-        return self._connection.settings.mode == "sync" and self._connection.world > 1
 
     @property
     def takes_references(self) -> bool:
@@ -113,6 +107,7 @@ class RemoteStore(RemoteTables):
     ) -> Plan:
         """See `Store.forward`."""
         self.window.check()
+        self._send_withdrawn()
         lookup: Pull | Claim
         if isinstance(inputs, Pull | Claim):
             lookup = inputs
@@ -127,6 +122,8 @@ class RemoteStore(RemoteTables):
             self._begin_evaluation(lookup)
         if training:
             self._watch(lookup)
+            self._used.add(lookup.number)
+            self._ahead.discard(lookup.number)
         lookup.finish()
         if isinstance(lookup, Pull):
             self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
@@ -164,13 +161,15 @@ class RemoteStore(RemoteTables):
     def _watch(self, lookup: Pull | Claim) -> None:
         """Tell the window whether a lookup that ran ahead was there in time."""
         now = time.monotonic()
-        step, self._used = now - self._used, now
+        step, self._looked_up = now - self._looked_up, now
         if lookup.offered:
             waited, ready = lookup.ready()
             self.window.used(waited, (now - ready) / step)
 
     def send_pull(self, pull: Pull) -> list[Reply]:
         """Ask the servers; for `Pull`."""
+        if pull.training:
+            self._ahead.add(pull.number)
         head = {
             "store": self._store,
             "batch": pull.number,
@@ -192,6 +191,8 @@ class RemoteStore(RemoteTables):
     def send_claim(self, claim: Claim) -> Future[Message]:
         """Ask a worker; for `Claim`."""
         assert self._workers is not None
+        if claim.training:
+            self._ahead.add(claim.number)
         worker = claim.reference.worker
         head = {
             "engine": claim.program.name,
@@ -261,6 +262,7 @@ class RemoteStore(RemoteTables):
                 skipped.append(table)
         lookups: list[Pull | Claim] = [plan.away for plan, _ in gradients]
         numbers = [lookup.number for lookup in lookups]
+        self._used.difference_update(numbers)
         self._sequence += 1
         head = {
             "store": self._store,
@@ -279,7 +281,7 @@ class RemoteStore(RemoteTables):
             )
         made = [own.made for _, own in gradients]
         calls = sum(self.count if worker is None else 1 for worker in places)
-        pending = _Acknowledged(calls, lookups, self.window)
+        pending = Countdown(calls, partial(self._applied, lookups), self.window.fail)
         self.window.sent(numbers)
         for worker, mine in places.items():
             if worker is None:
@@ -287,8 +289,12 @@ class RemoteStore(RemoteTables):
             else:
                 self._push_by(worker, {**head, "mine": mine}, lookups, made, pending)
 
+    def _applied(self, lookups: Sequence[Pull | Claim]) -> None:
+        """The gradients of these have been applied; they are held until then."""
+        self.window.end([lookup.number for lookup in lookups])
+
     def _push(
-        self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any], pending: _Acknowledged
+        self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any], pending: Countdown
     ) -> None:
         """Send gradients to the servers."""
         scale = 1.0 / self._connection.divisor
@@ -298,7 +304,7 @@ class RemoteStore(RemoteTables):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
             self._servers.peer(server).begin("push", told, arrays, then=partial(self._pushed, pending))
 
-    def _pushed(self, pending: _Acknowledged, reply: Reply) -> None:
+    def _pushed(self, pending: Countdown, reply: Reply) -> None:
         """A server has applied gradients, or has not, because it has restarted in between."""
         if reply.error is None:
             self.seconds["push"].append(reply.seconds)
@@ -310,7 +316,7 @@ class RemoteStore(RemoteTables):
         head: Mapping[str, Any],
         lookups: Sequence[Any],
         made: Sequence[Any],
-        pending: _Acknowledged,
+        pending: Countdown,
     ) -> None:
         """Send gradients of outputs to a worker."""
         assert self._workers is not None
@@ -332,7 +338,7 @@ class RemoteStore(RemoteTables):
             then=partial(self._pushed_by, pending),
         )
 
-    def _pushed_by(self, pending: _Acknowledged, answer: Message | Exception) -> None:
+    def _pushed_by(self, pending: Countdown, answer: Message | Exception) -> None:
         """A worker has had gradients applied."""
         self._hear(answer)
         pending.one(answer if isinstance(answer, Exception) else None)
@@ -356,13 +362,27 @@ class RemoteStore(RemoteTables):
 
     def forget(self, number: int) -> None:
         """A lookup whose gradients have been sent, or will not be."""
-        self._done.append(number)
-        self.window.give_up(number)
+        self._drop(None, number, self._done)
 
     def forget_claim(self, worker: int, number: int) -> None:
         """A claim whose gradients have been applied, or will not be."""
-        self._done_at[worker].append(number)
+        self._drop(worker, number, self._done_at[worker])
+
+    def _drop(self, worker: int | None, number: int, done: deque[int]) -> None:
+        """Nobody holds a lookup any more. Called when memory is freed, at any moment, so nothing is sent."""
+        if number in self._ahead:
+            self._ahead.discard(number)
+            self._withdrawn.append((worker, number))
+        else:
+            self._used.discard(number)
+            done.append(number)
         self.window.give_up(number)
+
+    def _forget_withdrawn(self, withdrawn: list[tuple[int | None, int]]) -> None:
+        # Not before servers have undone a lookup: they would take one that a worker is done with for trained.
+        for worker, number in withdrawn:
+            if worker is not None:
+                self._done_at[worker].append(number)
 
     def _forget_ids(self, reference: Reference) -> None:
         assert self._workers is not None
@@ -376,25 +396,3 @@ def _taken(waiting: deque[T]) -> list[T]:
     while waiting:
         taken.append(waiting.popleft())
     return taken
-
-
-class _Acknowledged:
-    """Holds some lookups, without a thread, until their gradients have been applied."""
-
-    def __init__(self, calls: int, lookups: Sequence[Pull | Claim], window: Window) -> None:
-        self._left = calls
-        self._lookups = lookups
-        self._window = window
-        self._lock = threading.Lock()
-
-    def one(self, error: Exception | None) -> None:
-        """A server or a worker has answered."""
-        if error is not None:
-            self._window.fail(error)
-            return
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        self._window.end([lookup.number for lookup in self._lookups])
-        self._lookups = []

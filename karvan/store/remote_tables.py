@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,9 @@ from karvan.outages import is_temporary
 from karvan.store.capture import Capture
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import Ahead, AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
-from karvan.store.window import Window
+from karvan.store.window import Countdown, Window
 from karvan.store.wording import rule_to_json, spec_to_json
-from karvan.wire import Message, WireError
+from karvan.wire import Message, Reply, WireError
 from karvan.wire.calls import expect_array
 
 _log = logging.getLogger("karvan.store")
@@ -48,6 +50,10 @@ class RemoteTables(AwayStore):
         self._store = self._servers.new_store()
         self._sequence = 0  # of the last push
         self._sequences = [0] * connection.world  # of each trainer's, at the last capture
+        self._ahead: set[int] = set()  # training lookups that no forward has used yet
+        self._used: set[int] = set()  # … that one has, and that have had no push
+        # Lookups that were dropped before they were used, and the workers that made them.
+        self._withdrawn: deque[tuple[int | None, int]] = deque()
         self._servers.when_lost(self._note_loss)
 
     def dim(self, table: str) -> int:
@@ -64,9 +70,32 @@ class RemoteTables(AwayStore):
         """See `Store.share`; of what passes through this process."""
         return self._connection.rank, self._connection.world
 
+    def settle(self) -> None:
+        """Wait until all gradients have been applied, and lookups that were dropped have been undone."""
+        for reply in self._send_withdrawn():
+            reply.wait()
+        self.window.drain()
+
+    def _send_withdrawn(self) -> list[Reply]:
+        """Withdraw the lookups that nobody will use any more."""
+        withdrawn: list[tuple[int | None, int]] = []
+        while self._withdrawn:
+            withdrawn.append(self._withdrawn.popleft())
+        if not withdrawn:
+            return []
+        head = {"store": self._store, "batches": [number for _, number in withdrawn]}
+        pending = Countdown(self.count, partial(self._forget_withdrawn, withdrawn), self.window.fail)
+        return [
+            self._servers.peer(server).begin("withdraw", head, then=lambda reply: pending.one(reply.error))
+            for server in range(self.count)
+        ]
+
+    def _forget_withdrawn(self, withdrawn: list[tuple[int | None, int]]) -> None:
+        """Servers have undone these lookups; the workers that made some of them need not keep them."""
+
     def _ask(self, method: str, head: Mapping[str, Any]) -> list[Message]:
         """The answers of the servers that this trainer speaks for, after its gradients."""
-        self.window.drain()
+        self.settle()
         return self._servers.call(method, head, of=self._mine)
 
     def _note_loss(self, server: int, life: str) -> None:
@@ -245,6 +274,7 @@ class RemoteTables(AwayStore):
         return {table: told["rows"] for table, told in self._stats(tables).items()}
 
     def _stats(self, tables: Sequence[str]) -> dict[str, dict[str, int]]:
+        self.settle()
         answers = self._servers.call("stats", {"tables": list(tables)}, of=self._mine)
         told = [answer.head["stats"] for answer in answers]
         return {table: {name: sum(each[table][name] for each in told) for name in _STATS} for table in tables}
@@ -257,15 +287,21 @@ class RemoteTables(AwayStore):
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`; a collective of all trainers. The servers hold it and write it down."""
-        self.window.drain()
+        """See `Store.capture`; a collective of all trainers. The servers hold it and write it down.
+
+        Lookups that run ahead may be answered at any time meanwhile; servers leave out all those whose batch
+        has neither had a push nor been used (`_used`).
+        """
+        self.settle()
         lane = self._connection.here
-        self._sequences = lane.gather_json(self._sequence)  # and gradients of all trainers are there
+        # Gradients of all trainers are there, then.
+        said = lane.gather_json([self._sequence, sorted(self._used)])
+        self._sequences = [sequence for sequence, _ in said]
         told: dict[str, Any] = {}
         if lane.rank == 0:
             number = secrets.randbits(52)
             head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
-            head["store"] = self._store
+            head |= {"store": self._store, "used": [used for _, used in said]}
             before = None if since is None else max(since.values(), default=0)
             try:
                 # On the line on which the one before was closed, so that it is.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from karvan.store.lookup import Lookup
 
@@ -127,3 +127,26 @@ class Window:
         self._out.add(self._number)
         self.most = max(self.most, len(self._out))
         self.total += len(self._out)
+
+
+class Countdown:
+    """Does something once all of some calls have been answered, without a thread that waits."""
+
+    def __init__(self, calls: int, done: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        self._left = calls
+        self._done: Callable[[], None] | None = done
+        self._fail = fail
+        self._lock = threading.Lock()
+
+    def one(self, error: Exception | None) -> None:
+        """One has been answered, with or without an error."""
+        if error is not None:
+            self._fail(error)
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            done, self._done = self._done, None  # what it holds is let go of
+        assert done is not None
+        done()

@@ -99,6 +99,7 @@ class Fit:
                             break
                 if self._course.complete:
                     self._end_epoch()
+            trainer.placement.forget()  # what was looked up ahead is withdrawn, and counts nowhere
             return self._end()
 
     def _over(self) -> bool:
