@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,11 @@ from karvan.store.claim import Claim, Sent, watch
 from karvan.store.protocol import Agreed, Plan, Prepared, Program, Rule
 from karvan.store.pull import Pull
 from karvan.store.remote_tables import RemoteTables
-from karvan.store.window import Countdown
+from karvan.store.window import Countdown, taken
 from karvan.store.wording import rule_to_json, to_wire
 from karvan.wire import Message, Reply
 
-T = TypeVar("T")
+_USED = 2048  # lookups without a push that a capture names; more than a step has passes
 
 
 class Own(Agreed):
@@ -122,12 +122,20 @@ class RemoteStore(RemoteTables):
             self._begin_evaluation(lookup)
         if training:
             self._watch(lookup)
-            self._used.add(lookup.number)
-            self._ahead.discard(lookup.number)
+            self._note_use(lookup.number)
         lookup.finish()
         if isinstance(lookup, Pull):
             self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
         return Plan(lookup.plan if isinstance(lookup, Pull) else None, {}, lookup)
+
+    def _note_use(self, number: int) -> None:
+        """A forward uses a lookup: it counts in captures, whether it gets a push or not."""
+        self._used.add(number)
+        self._ahead.discard(number)
+        if (
+            len(self._used) > 2 * _USED
+        ):  # of engines that get no gradients; servers have heard that these are done
+            self._used.difference_update(sorted(self._used)[:_USED])
 
     def _begin_evaluation(self, lookup: Pull | Claim) -> None:
         """Begin a lookup that sees all gradients of this trainer."""
@@ -178,7 +186,7 @@ class RemoteStore(RemoteTables):
             "step": pull.step,
             "now": pull.now,
             "wire": self.wire,
-            "done": _taken(self._done),
+            "done": taken(self._done),
         }
         self.keys_asked += pull.route.keys
         return [
@@ -299,7 +307,7 @@ class RemoteStore(RemoteTables):
         """Send gradients to the servers."""
         scale = 1.0 / self._connection.divisor
         packed = [lookups[place].pack(made[place], scale, head["complete"]) for place in head["mine"]]
-        told = {**head, "done": _taken(self._done)}
+        told = {**head, "done": taken(self._done)}
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in packed]
             self._servers.peer(server).begin("push", told, arrays, then=partial(self._pushed, pending))
@@ -355,8 +363,8 @@ class RemoteStore(RemoteTables):
     def _let_go(self, worker: int) -> dict[str, Any]:
         """What a worker, and the servers by way of it, need not keep; and what it should know by now."""
         return {
-            "done": _taken(self._done_at[worker]),
-            "gone": _taken(self._gone_at[worker]),
+            "done": taken(self._done_at[worker]),
+            "gone": taken(self._gone_at[worker]),
             "declarations": self._servers.declarations,
         }
 
@@ -374,7 +382,6 @@ class RemoteStore(RemoteTables):
             self._ahead.discard(number)
             self._withdrawn.append((worker, number))
         else:
-            self._used.discard(number)
             done.append(number)
         self.window.give_up(number)
 
@@ -389,10 +396,3 @@ class RemoteStore(RemoteTables):
         self._gone_at[reference.worker].append(reference.name)
         if self._workers.release is not None:
             self._workers.release(reference)
-
-
-def _taken(waiting: deque[T]) -> list[T]:
-    taken = []
-    while waiting:
-        taken.append(waiting.popleft())
-    return taken

@@ -21,7 +21,7 @@ from karvan.outages import is_temporary
 from karvan.store.capture import Capture
 from karvan.store.owners import hashes_of, owners_of
 from karvan.store.protocol import Ahead, AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
-from karvan.store.window import Countdown, Window
+from karvan.store.window import Countdown, Window, taken
 from karvan.store.wording import rule_to_json, spec_to_json
 from karvan.wire import Message, Reply, WireError
 from karvan.wire.calls import expect_array
@@ -78,9 +78,7 @@ class RemoteTables(AwayStore):
 
     def _send_withdrawn(self) -> list[Reply]:
         """Withdraw the lookups that nobody will use any more."""
-        withdrawn: list[tuple[int | None, int]] = []
-        while self._withdrawn:
-            withdrawn.append(self._withdrawn.popleft())
+        withdrawn = taken(self._withdrawn)
         if not withdrawn:
             return []
         head = {"store": self._store, "batches": [number for _, number in withdrawn]}
@@ -294,8 +292,10 @@ class RemoteTables(AwayStore):
         """
         self.settle()
         lane = self._connection.here
-        # Gradients of all trainers are there, then.
+        # Gradients of all trainers are there, then. A lookup without a gradient may be done with, and servers
+        # need not have heard of it yet.
         said = lane.gather_json([self._sequence, sorted(self._used)])
+        self._used.clear()
         self._sequences = [sequence for sequence, _ in said]
         told: dict[str, Any] = {}
         if lane.rank == 0:

@@ -14,8 +14,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from karvan.store.lookup import Lookup
+
+T = TypeVar("T")
 
 _EARLY = 8  # steps in a row for which lookups were there too early, until they run less far ahead
 
@@ -150,3 +153,11 @@ class Countdown:
             done, self._done = self._done, None  # what it holds is let go of
         assert done is not None
         done()
+
+
+def taken(waiting: deque[T]) -> list[T]:
+    """All that waits, which other threads may add to meanwhile."""
+    found = []
+    while waiting:
+        found.append(waiting.popleft())
+    return found
