@@ -19,6 +19,7 @@
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/names.h"
+#include "bindings/operation.h"
 #include "table/table.h"
 #include "threads/pool.h"
 
@@ -46,14 +47,6 @@ const std::map<std::string, PoolArgs::Mode> kModes = {{"pooled", PoolArgs::Mode:
                                                       {"padded", PoolArgs::Mode::padded}};
 const std::map<std::string, Combiner> kCombiners = {
     {"sum", Combiner::sum}, {"mean", Combiner::mean}, {"sqrtn", Combiner::sqrtn}};
-
-// A batch operation: the interpreter goes on meanwhile, and no other operation runs.
-template <class F>
-auto operation(F&& f) {
-  nb::gil_scoped_release release;
-  Exclusive exclusive;
-  return f();
-}
 
 struct Program {
   std::shared_ptr<std::vector<FeatureSpec>> features;
@@ -346,23 +339,7 @@ void bind_table(nb::module_& m) {
 }  // namespace
 
 void bind_store(nb::module_& m) {
-  nb::class_<LookupLog>(m, "LookupLog", "Training lookups whose batches have not been trained yet.")
-      .def(nb::init<>())
-      .def("trained",
-           [](LookupLog& log, const std::shared_ptr<Plan>& plan) {
-             nb::gil_scoped_release release;
-             log.trained(plan.get());
-           },
-           "plan"_a, "The batch of a lookup has been trained.")
-      .def("withdraw",
-           [](LookupLog& log, const std::vector<std::shared_ptr<Plan>>& plans) {
-             std::vector<const Plan*> raw;
-             for (const auto& plan : plans) raw.push_back(plan.get());
-             operation([&] { log.withdraw(raw); });
-           },
-           "plans"_a, "Tables become as if these lookups, whose batches will not be trained, had not been.")
-      .def_prop_ro("in_flight", &LookupLog::in_flight)
-      .def("__len__", &LookupLog::size);
+  bind_lookups(m);
   bind_table(m);
   bind_capture(m);
   bind_rule(m);
@@ -455,40 +432,7 @@ void bind_store(nb::module_& m) {
            "addresses"_a, "strides"_a,
            "Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.");
 
-  nb::class_<Route>(m, "Route", "The distinct keys of a plan, by the ranks that own them.")
-      .def("__init__",
-           [](Route* r, std::shared_ptr<Plan> plan, uint32_t ranks, bool alone) {
-             nb::gil_scoped_release release;
-             if (alone) {
-               const Alone own_thread;
-               new (r) Route(std::move(plan), ranks);
-             } else {
-               Exclusive exclusive;
-               new (r) Route(std::move(plan), ranks);
-             }
-           },
-           "plan"_a, "ranks"_a, "alone"_a, "alone: on the caller's thread, beside whatever runs.")
-      .def_prop_ro("counts", &Route::counts, "Keys, by rank and slot.")
-      .def_prop_ro("keys", &Route::keys)
-      .def_prop_ro("floats", &Route::floats)
-      .def("pack_keys",
-           [](const Route& r, uint64_t message) {
-             nb::gil_scoped_release release;
-             const Alone own_thread;
-             r.pack_keys(reinterpret_cast<uint64_t*>(message));
-           },
-           "message"_a, "Writes them, and how often each is used, for each rank.")
-      .def("pool",
-           [](Route& r, uint64_t vectors) { operation([&] { r.pool(reinterpret_cast<const float*>(vectors)); }); },
-           "vectors"_a, "Fills the plan's outputs from vectors in the order of travel.")
-      .def("complete",
-           [](const Route&, const Gradients& g) { return Route::complete(g); }, "gradients"_a,
-           "Whether every feature had a gradient, so that they can travel without their keys.")
-      .def("pack_gradients",
-           [](const Route& r, const Gradients& g, float scale, uint64_t out) {
-             operation([&] { r.pack_gradients(g, scale, reinterpret_cast<float*>(out)); });
-           },
-           "gradients"_a, "scale"_a, "out"_a, "Writes gradients times scale in the order of travel.");
+  bind_route(m);
 
   m.def(
       "prepare",
