@@ -17,6 +17,7 @@ from karvan.protocol.values import NUMBER
 from karvan.train.dense.arrays import expect_gradients
 from karvan.train.dense.described import make_optimizer
 
+_MOST_STEPS = 2**53
 _PARTS = ("version", "optimizer", "parameters", "slots", "waiting", "answers")
 
 
@@ -58,6 +59,9 @@ def _check_slots(
             raise ValueError(
                 f"Expected the slots of '{name}' to be {_text(known[shape])}, got {_text(received)}."
             )
+        # Torch raises numbers to the power of it.
+        if "step" in its and not 0 <= float(its["step"]) <= _MOST_STEPS:
+            raise ValueError(f"Expected '{name}' to have made 0 to {_MOST_STEPS} steps, got {its['step']}.")
 
 
 def _made_slots(optimizer: Mapping[str, Any], shape: torch.Size) -> dict[str, str]:

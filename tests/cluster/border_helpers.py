@@ -405,7 +405,7 @@ class RegistrySubject(Subject):
             "store_set": lambda: ({"generation": 0, "keys": ["a", "b"], "sizes": [2, 3]}, values),
             "store_get": lambda: ({"generation": 0, "keys": ["k"]}, []),
             "store_check": lambda: ({"generation": 0, "keys": ["k"]}, []),
-            "store_add": lambda: ({"generation": 0, "key": "n", "amount": 1}, []),
+            "store_add": lambda: ({"generation": 0, "key": f"n {self.number()}", "amount": 1}, []),
             "store_append": lambda: ({**at, "sizes": [5]}, values),
             "store_compare_set": lambda: ({**at, "sizes": [2, 3]}, values),
             "store_delete": lambda: ({"generation": 0, "key": "none"}, []),

@@ -170,6 +170,8 @@ def test_options_that_an_optimizer_cannot_have_are_refused(server):
         lambda state: state["slots"]["w"].update(exp_avg=torch.ones(4, 4, dtype=torch.float64)),
         lambda state: state["slots"]["w"].update(exp_avg=7),
         lambda state: state["slots"]["w"].pop("exp_avg"),
+        lambda state: state["slots"]["w"]["step"].fill_(-5),
+        lambda state: state["slots"]["w"]["step"].fill_(float("nan")),
         lambda state: state["slots"].update(other={}),
         lambda state: state["answers"].update(a=[[1, 2, 3]]),
         lambda state: state["waiting"].append({"trainer": "a"}),
