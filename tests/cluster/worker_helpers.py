@@ -59,8 +59,8 @@ class Cluster:
         )
 
     def wait(self):
-        self.directory.all("parameter-server", self.servers)
-        self.directory.all("embedding-worker", self.workers)
+        self.directory.all("parameter-server", self.servers, 180)
+        self.directory.all("embedding-worker", self.workers, 180)
 
     def replace(self, index, role="embedding-worker"):
         """Kill a process in the middle of what it does; another one takes its place."""
