@@ -128,6 +128,7 @@ class ServerSubject(Subject):
         self.makers = {
             "pull": self._pull,
             "push": self._push,
+            "withdraw": lambda: ({"store": 1, "batches": [self._looked_up()]}, []),
             "add_table": lambda: ({"spec": _spec("t")}, []),
             "set_state": lambda: ({"table": "t", "initial": [0.5] * 4, "fresh": False}, []),
             "lookup": self._lookup,
@@ -183,12 +184,13 @@ class ServerSubject(Subject):
         head |= {"training": True, "step": 3, "now": 1.0, "wire": "float32", "done": [], **more}
         return head, [message]
 
+    def _looked_up(self):
+        head, arrays = self._pull()
+        self.call("pull", head, arrays)
+        return head["batch"]
+
     def _push(self, **more):
-        batches = []
-        for _ in range(2):
-            head, arrays = self._pull()
-            self.call("pull", head, arrays)
-            batches.append(head["batch"])
+        batches = [self._looked_up(), self._looked_up()]
         head = {"store": 1, "sequence": self.number(), "batches": batches, "mine": [0, 1]}
         head |= {"rules": {"t": _rule("adagrad"), "u": _rule("sgd")}, "steps": dict.fromkeys(DIMS, 1)}
         head |= {"skipped": [], "complete": True, "wire": "float32", "done": batches, **more}
@@ -208,7 +210,7 @@ class ServerSubject(Subject):
 
     def _capture(self):
         head = {"capture": self.number(), "tables": list(DIMS), "parts": dict.fromkeys(DIMS, 2)}
-        return {**head, "since": None, "track": False, "store": 1}, []
+        return {**head, "since": None, "track": False, "store": 1, "used": [[self._looked_up()]]}, []
 
     def _captured(self):
         self.service._saving.close_all()

@@ -59,7 +59,6 @@ def _fuzz(module, environment, seed, cases, folder):
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=program.parent)
 
 
-@pytest.mark.slow
 def test_a_few_mutated_calls_are_refused_or_answered(tmp_path):
     ended = _fuzz("", dict(os.environ), 0, 300, tmp_path)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-6000:]
