@@ -27,6 +27,7 @@ HELLO = {
     "server": 0,
     "servers": 1,
 }
+CAPTURED = {"tables": ["t"], "parts": {"t": 1}, "store": 0, "used": []}
 SAVE = {
     "capture": 1,
     "store": 0,
@@ -54,7 +55,15 @@ def connected(root):
         )
         peer.call(
             "capture",
-            {"capture": 1, "tables": ["t"], "parts": {"t": 1}, "since": None, "track": False, "store": 0},
+            {
+                "capture": 1,
+                "tables": ["t"],
+                "parts": {"t": 1},
+                "since": None,
+                "track": False,
+                "store": 0,
+                "used": [],
+            },
         )
         yield peer
         peer.close()
@@ -182,7 +191,7 @@ peer = Peer("server", sys.argv[1], hello=json.loads(sys.argv[2]))
 spec, save = json.loads(sys.argv[3]), json.loads(sys.argv[4])
 try:
     peer.call("add_table", {"spec": spec}, deadline=60)
-    of = {"tables": ["t"], "parts": {"t": 1}, "store": 0}
+    of = {"tables": ["t"], "parts": {"t": 1}, "store": 0, "used": []}
     peer.call("capture", {"capture": 1, "since": None, "track": False, **of})
     peer.call("save", save)
     print("saved")
