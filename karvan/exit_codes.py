@@ -103,6 +103,8 @@ def _is_missing(error: BaseException) -> bool:
 
 
 def _is_of_data(error: BaseException) -> bool:
+    if isinstance(error, RuntimeError) and isinstance(getattr(error, "temporary", None), bool):
+        return True  # what another process of the job could not read
     return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
 
 

@@ -10,6 +10,9 @@ Errors of Karvan that wrap others have an attribute `temporary`, which decides.
 from __future__ import annotations
 
 import errno
+from typing import TypeVar
+
+Failure = TypeVar("Failure", bound=BaseException)
 
 _OF_THE_PLACE = frozenset(
     number
@@ -21,6 +24,12 @@ _OF_THE_PLACE = frozenset(
     )
     if (number := getattr(errno, name, None)) is not None
 )
+
+
+def mark(error: Failure, temporary: bool) -> Failure:
+    """The error of another process of the job, with the knowledge whether it was an outage there."""
+    error.__dict__["temporary"] = temporary
+    return error
 
 
 def is_temporary(error: BaseException) -> bool:

@@ -44,11 +44,13 @@ from karvan.cluster.loader_queue import Item, Known, Place, TrainerQueue
 from karvan.cluster.loader_statistics import Statistics
 from karvan.cluster.packing import pack
 from karvan.cluster.sent_ids import Reference, SentIds, Split, WorkerClient, split_by_name
+from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
+from karvan.outages import mark
 from karvan.protocol.loader import LOADER_CALLS, LOADER_HELLO
 from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
-_STAY = 30.0  # seconds
+_STAY = 5.0  # seconds; a loader that is killed often answers nothing that takes longer than it lives
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
 _POSITIONS = 64  # of the last batches, from which reading can begin again
 
@@ -96,6 +98,7 @@ class LoaderService(Service):
         self._cursor: Place | None = None  # of the next batch that is read
         self._positions: deque[Known] = deque(maxlen=_POSITIONS)
         self._error = ""
+        self._error_code = FAILED
         self._identity: tuple[dict[str, Any] | None] | None = None  # of the data, once the program has begun
         self._statistics = Statistics()  # of the transforms; final as soon as there is an identity
         self._over = False  # the program has no more epochs
@@ -184,7 +187,7 @@ class LoaderService(Service):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._error or self._identity is not None, _WAIT)
             if self._identity is None and self._error:
-                raise RuntimeError(self._error)
+                raise self._failure()
             return self._identity
 
     def _next(self, call: Request) -> Message:
@@ -219,11 +222,18 @@ class LoaderService(Service):
         """Whether it has neither left nor been replaced."""
         return not trainer.left and trainer in self._trainers.values()
 
+    def _failure(self) -> RuntimeError:
+        """What trainers get: an outage of the data, damage, or the fault of the program that reads it."""
+        error = RuntimeError(self._error)
+        if self._error_code in (DAMAGED, TEMPORARY):
+            mark(error, self._error_code == TEMPORARY)
+        return error
+
     def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message:
         if self._error:
             trainer.told = True
             self._changed.notify_all()
-            raise RuntimeError(self._error)
+            raise self._failure()
         if self._beyond(epoch):
             raise RuntimeError(
                 f"expected epochs up to {self._last_epoch} to be asked for, which is all that its program "
@@ -358,6 +368,7 @@ class LoaderService(Service):
         """Reading has failed: trainers are told, until a new generation of them begins."""
         with self._changed:
             self._error = f"it could not read on: {type(error).__name__}: {error}"
+            self._error_code = code_of(error)
             self._changed.notify_all()
 
     def finish(self) -> None:

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from karvan.activity import activity
 from karvan.clock import clock
+from karvan.outages import mark
 from karvan.wire.calls import CallTable
 from karvan.wire.connection import Connection, short
 from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
@@ -431,7 +432,10 @@ class Peer:
         if "error" in answer.head:
             kind = TOLD.get(str(answer.head["error"]), RuntimeError)
             text, cause = f"{self.name}: {answer.head.get('text')}", answer.head.get("errno")
-            reply.set(kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text))
+            error = kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text)
+            if isinstance(temporary := answer.head.get("temporary"), bool):
+                mark(error, temporary)
+            reply.set(error)
         else:
             reply.set(self._checked(reply, answer))
 
@@ -448,6 +452,8 @@ class Peer:
 def _same(error: Exception) -> Exception:
     """A copy, for each who gets it: a traceback belongs to one thread."""
     try:
-        return type(error)(*error.args)
+        made = type(error)(*error.args)
     except Exception:  # of a kind that is made in another way
         return error
+    made.__dict__.update(error.__dict__)
+    return made

@@ -217,7 +217,8 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     kind = "RuntimeError"
                 if kind == "OSError":  # by its number the caller knows whether to try again
                     cause = getattr(error, "errno", None)
-                return pack(Message({"error": kind, "text": _text(error), "errno": cause}))
+                told = {"error": kind, "text": _text(error), "errno": cause}
+                return pack(Message({**told, "temporary": getattr(error, "temporary", None)}))
 
         answer = connection.session.answer(number, received, do, within if type(within) is int else 0)
         if service.progresses:

@@ -1,5 +1,6 @@
 """Loaders as processes, and trainers that take batches from them: numbers, order, ends, errors."""
 
+import errno
 import json
 import re
 
@@ -11,7 +12,8 @@ from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
 import karvan as kv
 from karvan.cluster.loader import LoaderService
 from karvan.cluster.loader_role import read_share
-from karvan.data import synthetic
+from karvan.data import DataError, synthetic
+from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.wire import RefusedError, Security, Server, WireError
 
 ROWS, BATCH = 103, 5
@@ -235,6 +237,27 @@ def test_an_error_of_the_reading_program_comes_behind_its_batches_to_all_trainer
         in_threads([lambda one=one: work(one) for one in streams])
         code, said = loaders.wait(0)
         assert (code, "LookupError: there is no such shelf" in said) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DataError("expected a page, got noise"), DAMAGED),
+        (DataError("the store is away", temporary=True), TEMPORARY),
+        (OSError(errno.EIO, "input/output error"), TEMPORARY),
+        (ValueError("of the program's own"), FAILED),
+    ],
+    ids=lambda each: str(each),
+)
+def test_trainers_end_with_the_code_of_what_a_loader_could_not_read(error, code):
+    service = LoaderService()
+    with Server(service) as server:
+        one = kv.stream(loaders=[server.address])
+        service.fail(error)
+        with pytest.raises(RuntimeError, match="could not read on") as raised:
+            next(iter(one))
+        assert code_of(raised.value) == code
+        one.close()
 
 
 def test_unequal_rows_are_refused_where_they_are_sent():
