@@ -50,7 +50,7 @@ from karvan.protocol.loader import LOADER_CALLS, LOADER_HELLO
 from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
-_STAY = 5.0  # seconds; a loader that is killed often answers nothing that takes longer than it lives
+_STAY = 30.0  # seconds
 _WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
 _POSITIONS = 64  # of the last batches, from which reading can begin again
 
@@ -157,7 +157,11 @@ class LoaderService(Service):
     def _stay(self, call: Request) -> Message:
         with self._changed:
             trainer = self._of(call.caller)
-            self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
+            # The first one is answered at once: where loaders are killed one after the other, a call that
+            # waits for one that lives long enough would miss its deadline.
+            if trainer.watches:
+                self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
+            trainer.watches = True
         return Message({})
 
     def _done(self, call: Request) -> Message:

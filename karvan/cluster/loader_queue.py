@@ -33,7 +33,7 @@ class TrainerQueue:
 
     filled: all batches before it are in the queue, or not wanted. taken: batches behind it that trainers of
     an earlier run have had. asked: the newest epoch that it has asked for. told: whether it knows of an
-    error.
+    error. watches: whether it has asked to stay.
     """
 
     run: str
@@ -44,6 +44,7 @@ class TrainerQueue:
     asked: int = -1
     items: deque[Item] = field(default_factory=deque)
     told: bool = False
+    watches: bool = False
     left: bool = False
 
     @classmethod
