@@ -25,6 +25,10 @@ class SmallDisk:
         """Give the room back."""
         self._filler.unlink(missing_ok=True)
 
+    def take_away(self):
+        """Unmount it; the folder below it is on another disk."""
+        _check("umount", "-l", self.folder)
+
     def make_read_only(self):
         """Let every change fail, as after an error of a real disk; files that are open do not prevent it."""
         _check("mount", "--bind", self.folder, self.folder)

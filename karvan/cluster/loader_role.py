@@ -26,6 +26,7 @@ from karvan.cluster.loader_source import serve
 from karvan.cluster.role import Settings
 from karvan.cluster.worker_client import workers_from_environment
 from karvan.data import Column, Fixed, Loader, Raw, Varlen, read
+from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.wire import Service
 
 _log = logging.getLogger("karvan.cluster")
@@ -49,7 +50,10 @@ def make(settings: Settings) -> Service:
             try:
                 serve(service, source)
             except Exception as error:
-                _log.exception("%s could not read on", service.name)
+                if code_of(error) in (DAMAGED, TEMPORARY):
+                    _log.error("%s could not read on: %s", service.name, text_of(error))
+                else:
+                    _log.exception("%s could not read on", service.name)
                 service.fail(error)
 
     threading.Thread(target=run, name="karvan-reading", daemon=True).start()

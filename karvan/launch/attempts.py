@@ -17,6 +17,7 @@ class Attempts:
     def __init__(self, checkpoints: Path | None) -> None:
         self._checkpoints = checkpoints
         self._newest = ""
+        self._seen = False  # whether there has been a checkpoint
         self._failures = 0
 
     def failed(self) -> bool:
@@ -36,7 +37,10 @@ class Attempts:
         if self._checkpoints is None:
             return "continue from the newest checkpoint if they have one"
         if newest := self._find_newest():
+            self._seen = True
             return f"go back to the newest checkpoint, {newest}"
+        if self._seen:
+            return "continue once the checkpoint folder is back, which had checkpoints before"
         return "start from the beginning, because there is no checkpoint yet"
 
     def _find_newest(self) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -101,7 +102,8 @@ class Logs:
         with self._lock:
             self._folder = None
             for file in self._files.values():
-                file.close()
+                with suppress(OSError):  # a full disk, which was reported
+                    file.close()
 
     def _show(self, name: str, line: str) -> None:
         if self._console is None:

@@ -154,6 +154,11 @@ class JobSpec(Section):
             raise ValueError(f"dense is for mode async, got mode {self.mode}")
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
+        if self.on_server_loss == "reload" and self.mode == "async":
+            raise ValueError(
+                "on_server_loss reload is for modes sync and hybrid: in mode async a lost server has dense "
+                "parameters as well, which only a rollback restores"
+            )
         if self.on_server_loss == "reload" and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
         if self.tls is None and not _is_loopback(self.host):

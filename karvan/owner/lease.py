@@ -55,13 +55,20 @@ class Lease:
         self._released = threading.Event()
         self._descriptor = -1
         self._lock = threading.Lock()
+        self._device = device_of(folder)
         while not self._link():
             self._replace_other()
         self._thread = threading.Thread(target=self._run, name="karvan-owner", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise a LeaseLostError if another process has taken the folder over."""
+        """Raise a LeaseLostError if another process has taken the folder over.
+
+        An OSError if the folder is on another file system than when the lease was taken: that one is away,
+        and what is written in the meantime would be hidden when it is mounted again.
+        """
+        if self._lost is None and device_of(self.path.parent) != self._device:
+            raise away_error(self.path.parent)
         if self._lost is None:
             with suppress(OSError):  # a place that fails is noticed by the save
                 self._lost = self._find_other()
@@ -199,6 +206,23 @@ class Lease:
                 OSError
             ) as error:  # the place may come back, and the file stays as long as nobody takes over
                 _log.warning("The lease %s could not be renewed: %s", self.path, error)
+
+
+def device_of(folder: Path) -> int:
+    """The file system of a folder or, if it is not there, of the nearest one above it that is."""
+    for each in (folder, *folder.absolute().parents):
+        with suppress(OSError):
+            return os.stat(each).st_dev
+    return -1
+
+
+def away_error(folder: Path) -> OSError:
+    """The error of a folder whose file system was unmounted: an outage."""
+    return OSError(
+        errno.ESTALE,
+        "expected the file system on which this run began, got none or another one; is it mounted?",
+        str(folder),
+    )
 
 
 def read_lease(path: Path) -> OwnerRecord | None:

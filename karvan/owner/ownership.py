@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from karvan.owner.lease import FILE, Lease, lost_error, read_lease
+from karvan.owner.lease import FILE, Lease, away_error, lost_error, read_lease
 
 _log = logging.getLogger(__name__)
 
@@ -100,13 +100,18 @@ def own(folder: str | os.PathLike[str]) -> Ownership:
 
 
 def check_owner(folder: str | os.PathLike[str]) -> None:
-    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and does no longer."""
+    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and does no longer.
+
+    An OSError, which is an outage, if the folder's file system is away.
+    """
     path = Path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_launcher(key):
         found = None
         with suppress(OSError):  # a place that fails is noticed by the save
             found = read_lease(path / FILE)
+        if found is None and not os.path.lexists(path / FILE):  # the launcher would have made it again
+            raise away_error(path)
         if found is not None and found.id != os.environ[OWNER_VARIABLE]:
             raise lost_error(path / FILE, found)
         return

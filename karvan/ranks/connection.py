@@ -340,6 +340,11 @@ def connect(
         raise ValueError(
             f"on_server_loss must be one of {', '.join(LOSSES)}, got {settings.on_server_loss!r}."
         )
+    if settings.on_server_loss == "reload" and settings.mode == "async":
+        raise ValueError(
+            'on_server_loss="reload" is for modes sync and hybrid: in mode async a lost server has dense '
+            "parameters as well, which only a rollback restores."
+        )
     if kind == "memory" and settings != Settings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:

@@ -93,10 +93,11 @@ class Fit:
                             self._reporter.training()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluate()
-                        if self._save_due(group):
-                            self._save()
+                        due = self._save_due(group)
                         if self._over():
-                            break
+                            break  # what is saved at the end is repeated if it fails
+                        if due:
+                            self._save()
                 if self._course.complete:
                     self._end_epoch()
             trainer.placement.forget()  # what was looked up ahead is withdrawn, and counts nowhere

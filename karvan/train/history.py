@@ -28,6 +28,7 @@ class History(Log):
         self._path = None if folder is None else folder / FILE
         self._file = None if self._path is None or not writes else JsonLinesLog(self._path)
         self._entries: list[dict[str, Any]] = []
+        self._failing = False
 
     def open(self, step: int) -> None:
         """See `Log.open`."""
@@ -44,15 +45,17 @@ class History(Log):
         try:
             self._file.write(report)
         except OSError as error:
-            _log.warning("%s is incomplete from step %d on: %s", self._path, report.step, error)
-            with suppress(OSError):
-                self._file.close()
-            self._file = None
+            if not self._failing:
+                _log.warning("%s is incomplete from step %d on: %s", self._path, report.step, error)
+            self._failing = True
+        else:
+            self._failing = False
 
     def close(self) -> None:
         """See `Log.close`."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # a full disk, which was a warning
+                self._file.close()
 
     def frame(self) -> Any:
         """A pandas DataFrame with a row for each report; numbers that a report does not have are NaN."""

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from launch_helpers import wait_until
+from small_disk import small_disk
 
 from karvan.launch.engine import Process
 from karvan.launch.local import LocalEngine
@@ -97,3 +98,12 @@ def test_characters_that_the_stream_does_not_have_are_replaced():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Logs(stream=stream).write("trainer-0", "café")
     assert stream.buffer.getvalue() == b"trainer-0 | caf?\n"
+
+
+def test_a_full_disk_under_the_files_does_not_fail_a_job_that_is_done(tmp_path):
+    with small_disk(tmp_path / "disk", "16k") as disk:
+        logs = Logs(["trainer-0"], disk.folder / "logs", io.StringIO())
+        disk.fill()
+        for _ in range(100):
+            logs.write("trainer-0", "x" * 1000)
+        logs.close()

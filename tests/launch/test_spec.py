@@ -20,6 +20,10 @@ WRONG = {
     "no server": ("roles: {parameter_servers: 0}", "roles.parameter_servers.replicas: input should be"),
     "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
     "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
+    "reload in mode async": (
+        "mode: async\non_server_loss: reload\ncheckpoints: run",
+        "on_server_loss reload is for modes sync and hybrid",
+    ),
     "a stale sync": ("mode: sync\nstaleness: 2", "mode sync has staleness 1, got 2"),
     "dense steps of a mean": ("dense: {grads_to_wait: 2}", "dense is for mode async, got mode hybrid"),
     "no gradients": (

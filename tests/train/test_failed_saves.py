@@ -215,3 +215,48 @@ def test_leaving_a_context_repeats_its_last_save(disk, caplog):
 def test_leaving_a_context_that_has_trained_on_raises_the_failure(disk, caplog):
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop(disk, caplog, fill_at=7, empty_at=None, save_at=[2, 8])
+
+
+def test_a_checkpoint_folder_whose_disk_is_unmounted_is_an_outage(disk, caplog):
+    with pytest.raises(CheckpointError, match="is it mounted") as raised:
+        fit(disk, tolerate=1, actions={"step3": disk.take_away})
+    assert raised.value.temporary
+    assert any("was NOT saved" in each for each in warnings_of(caplog))
+    assert not (disk.folder / "run").exists()  # nothing is written to the disk below
+
+
+def test_the_last_save_is_repeated_also_if_it_was_due_by_steps(disk):
+    def fill_and_empty_later():
+        disk.fill()
+        threading.Timer(1.0, disk.empty).start()
+
+    run = disk.folder / "run"
+    options = {"checkpoints": run, "checkpoint_every": 6, "tolerate_failed_saves": 0}
+    made = trainer(model(), callbacks=[At(step5=fill_and_empty_later)], **options)
+    assert made.fit(loader(), train_steps=6).step == 6
+    assert steps(run) == [6]
+
+
+class WideLog(kv.train.Log):
+    """A log with lines that are larger than what a full disk still takes."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def open(self, step):
+        self._file = self._path.open("wb", buffering=0)
+
+    def write(self, report):
+        self._file.write(b"%d %s\n" % (report.step, bytes(8192)))
+
+    def close(self):
+        self._file.close()
+
+
+def test_a_full_disk_under_a_log_is_one_warning_and_training_continues(disk, tmp_path, caplog):
+    log = WideLog(disk.folder / "log")
+    actions = {"step3": disk.fill, "step7": disk.empty}
+    fit(disk, checkpoints=tmp_path / "run", actions=actions, logs=[log], log_every=1)
+    (warning,) = [each for each in warnings_of(caplog) if "WideLog" in each]
+    assert "is incomplete from step" in warning
+    assert f"\n{STEPS} ".encode() in (disk.folder / "log").read_bytes()

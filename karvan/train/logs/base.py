@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -9,9 +10,15 @@ from pathlib import Path
 
 from karvan.train.results import Report
 
+_log = logging.getLogger("karvan.train")
+
 
 class Log(ABC):
     """Takes reports between `open` and `close`; a fit opens it and closes it."""
+
+    def __str__(self) -> str:
+        path = getattr(self, "_path", None)
+        return type(self).__name__ if path is None else f"{type(self).__name__}({str(path)!r})"
 
     @abstractmethod
     def open(self, step: int) -> None:
@@ -31,6 +38,7 @@ class Logs(Log):
 
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
+        self._failing: set[Log] = set()  # the user knows
         for log in self._logs:
             if not isinstance(log, Log):
                 raise TypeError(f"logs must be Logs such as CsvLog(path), got {type(log).__name__}.")
@@ -41,14 +49,27 @@ class Logs(Log):
             log.open(step)
 
     def write(self, report: Report) -> None:
-        """See `Log.write`."""
+        """See `Log.write`; one that cannot be written is a warning, because training does not need it."""
         for log in self._logs:
-            log.write(report)
+            try:
+                log.write(report)
+            except OSError as error:
+                self._warn(log, f"is incomplete from step {report.step} on: {error}")
+            else:
+                self._failing.discard(log)
 
     def close(self) -> None:
         """See `Log.close`."""
         for log in self._logs:
-            log.close()
+            try:
+                log.close()
+            except OSError as error:
+                self._warn(log, f"could not be closed: {error}")
+
+    def _warn(self, log: Log, text: str) -> None:
+        if log not in self._failing:
+            _log.warning("%s %s", log, text)
+        self._failing.add(log)
 
 
 def complete_lines(path: Path) -> list[str]:
