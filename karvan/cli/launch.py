@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ def launch(
     for path in spec.files():
         if not path.is_file():
             raise CommandError(f"{target}: there is no file {path}.", DAMAGED)
+    _check_token_file(spec)
     commands = commands_of(spec)
     if check:
         _show(spec, commands)
@@ -78,7 +80,13 @@ def launch(
     require_limits(sum(spec.of_role(role).replicas for role in commands))
     from karvan.launch.token import with_token
 
-    with _owned(spec) as owner, with_token(spec) as spec, closing(_registry(spec)) as registry:
+    with ExitStack() as stack:
+        owner = stack.enter_context(_owned(spec))
+        try:
+            spec = stack.enter_context(with_token(spec))
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        registry = stack.enter_context(closing(_registry(spec)))
         return supervise(spec, registry, commands, owner=owner)
 
 
@@ -122,9 +130,27 @@ def _owned(spec: JobSpec) -> Iterator[Ownership | None]:
         return
     owner = own(spec.checkpoints)
     try:
+        if not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
+            raise CommandError(
+                f"checkpoints expects a folder that this user may write to, got {spec.checkpoints}.", DAMAGED
+            )
         yield owner
     finally:
         owner.release()
+
+
+def _check_token_file(spec: JobSpec) -> None:
+    """What is wrong with the token is wrong before anything starts, and named by the job's own key."""
+    if spec.token_file is None:
+        return
+    from karvan.wire.token_file import MOST_CHARACTERS, check_token
+
+    with spec.token_file.open("rb") as file:
+        content = file.read(2 * MOST_CHARACTERS)
+    try:
+        check_token(content, "token_file expects", f"got {spec.token_file}, which")
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _registry(spec: JobSpec) -> Registry:

@@ -23,6 +23,7 @@ import errno
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -250,10 +251,26 @@ def lost_error(path: Path, owner: OwnerRecord | None) -> LeaseLostError:
 
 def _read(path: Path) -> bytes | None:
     try:
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _kind_error(path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # others can make anything in a shared folder
+            raise _kind_error(path)
+        return os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def _kind_error(path: Path) -> OwnerError:
+    return OwnerError(
+        f"{path} is not a plain file, so it is not known which run owns the folder: expected the lease of a "
+        "run, or nothing. Remove it, or use another folder."
+    )
 
 
 def _create(path: Path, content: bytes) -> bool:

@@ -85,6 +85,11 @@ class ConnectionGuard:
             self._sockets.close()
         self.refusals.flush(all_counts=True)
 
+    def end_all(self) -> None:
+        """Hang up on everybody."""
+        if self._sockets is not None:
+            self._sockets.shut({one.address for one in self._sockets.look()})
+
     def stream_opened(self) -> None:
         """A stream with the right token; a BusyError if too many wait for their first message."""
         with self._lock:
@@ -141,7 +146,7 @@ class ConnectionGuard:
 
     def token_refused(self) -> None:
         """Somebody showed a wrong token, or none."""
-        if clock.now() - self._looked > _FRESH:
+        if clock.now() - self._looked > _FRESH or not self._unknown:
             self._look()
         with self._lock:
             addresses = sorted(self._unknown)

@@ -94,6 +94,10 @@ class Server:
         while ending.is_alive() and time.monotonic() < due:
             for connection in list(self.connections.values()):  # also those that have just come
                 connection.end()
+            if time.monotonic() > due - grace / 2:
+                # Streams that outlive this end later, on threads of gRPC that call Python: when the program
+                # ends in the meantime, they would crash it.
+                self.guard.end_all()
             ending.join(0.05)
         self.guard.close()
         if ending.is_alive():

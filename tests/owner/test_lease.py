@@ -196,3 +196,10 @@ def test_the_processes_of_a_launched_job_belong_to_its_launcher(tmp_path, monkey
         monkeypatch.setenv("KARVAN_OWNER", "of a job that has lost the folder")
         with pytest.raises(LeaseLostError):
             own(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path, make):
+    make(tmp_path / ".karvan-owner.json")
+    with pytest.raises(OwnerError, match="is not a plain file"):
+        own(tmp_path)

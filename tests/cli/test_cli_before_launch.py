@@ -87,3 +87,15 @@ def test_without_low_limits_nothing_is_refused():
     if os.environ.get("CI") and not all(limit.enough for limit in limits(4)):
         pytest.skip("this system's own limits are low")
     require_limits(4)
+
+
+def test_a_token_or_a_folder_that_cannot_be_used_ends_a_launch_before_it_begins(job):
+    (job / "token").write_text("two\nlines\n")
+    ended = karvan("launch", "job.yaml", "--check", "--set", "token_file=token", cwd=job)
+    assert ended.returncode == 2
+    assert "error: token_file expects one line" in ended.stderr
+    (job / "file").write_text("")
+    ended = karvan("launch", "job.yaml", "--set", "checkpoints=file", cwd=job)
+    assert ended.returncode == 3
+    assert "checkpoints expects a folder that this user may write to, got file" in ended.stderr
+    assert "the program has begun" not in ended.stdout
