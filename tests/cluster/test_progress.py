@@ -25,6 +25,11 @@ def wait_for(condition, seconds=60.0):
     return value
 
 
+def waits_of(report):
+    """But for those of members that tests before this one had in this process: their last call may still be open."""
+    return set(report.waits) - {"registry"}
+
+
 @pytest.fixture
 def trainer():
     registry = Registry()
@@ -37,13 +42,13 @@ def trainer():
 def test_heartbeats_tell_progress_task_and_waits(trainer):
     with activity.task("fit"), activity.waiting("loader-3"):
         report = wait_for(lambda: (said := trainer()) and said.task and said)
-        assert (report.task, list(report.waits)) == ("fit", ["loader-3"])
+        assert (report.task, waits_of(report)) == ("fit", {"loader-3"})
         older = wait_for(lambda: (said := trainer()).idle > 0.2 and said)
         assert older.waits["loader-3"] > 0.2
         activity.advance()
         newer = wait_for(lambda: (said := trainer()).progress > older.progress and said)
         assert newer.idle < older.idle
-    assert wait_for(lambda: (said := trainer()).task == "" and said).waits == {}
+    assert waits_of(wait_for(lambda: (said := trainer()).task == "" and said)) == set()
 
 
 def test_tasks_within_tasks_are_the_outer_one():
