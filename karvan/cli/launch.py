@@ -109,7 +109,7 @@ def supervise(
         job = Job(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing(), lease)
         if owner is not None:
             owner.on_lost(lambda: job.interrupt(signal.SIGTERM))
-        with _signals_to(job):
+        with logs.warnings(), _signals_to(job):
             if spec.token_file is not None:
                 logs.tell(f"Registry at {registry.address}, token file {spec.token_file}.")
             outcome = job.run()

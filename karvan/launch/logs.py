@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -76,6 +77,16 @@ class Logs:
             except OSError:
                 self._leave_stream()
 
+    @contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Inside of it warnings of Karvan's own parts in this process are lines of the launcher."""
+        handler, logger = _Handler(self), logging.getLogger("karvan")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
     def lines(self, name: str) -> int:
         """How many lines a process has written."""
         with self._lock:
@@ -136,3 +147,15 @@ class Logs:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
+
+
+class _Handler(logging.Handler):
+    """Writes warnings as lines of the launcher."""
+
+    def __init__(self, logs: Logs) -> None:
+        super().__init__(logging.WARNING)
+        self._logs = logs
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in self.format(record).splitlines():
+            self._logs.tell(line)

@@ -202,10 +202,11 @@ class ConnectionGuard:
         """Shut connections that have not said hello in time."""
         assert self._sockets is not None
         now, few = clock.now(), descriptors_left() < _FEW_DESCRIPTORS
+        woke = clock.woke  # what was said during a pause is read after it
         with self._lock:
             pressed = few or len(self._unknown) + self._waiting >= self.limits.pressure
             limit = self.limits.hello_within_pressed if pressed else self.limits.hello_within
-            late = {address for address, since in self._unknown.items() if now - since > limit}
+            late = {address for address, since in self._unknown.items() if now - max(since, woke) > limit}
             if self._waiting < self.limits.pressure:
                 self._crowded = now
             elif not late and now - self._crowded > self.limits.hello_within:

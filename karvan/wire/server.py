@@ -217,7 +217,10 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 if kind not in TOLD and isinstance(error, OSError):
                     kind = "OSError"
                 if kind not in TOLD:
-                    _log.exception("%s failed at %r", service.name, call.head.get("method"))
+                    # Karvan's own errors, which know whether they are temporary, say all in their text.
+                    stack = getattr(error, "temporary", None) is None
+                    at = call.head.get("method")
+                    _log.error("%s failed at %r: %s", service.name, at, _text(error), exc_info=stack)
                     kind = "RuntimeError"
                 if kind == "OSError":  # by its number the caller knows whether to try again
                     cause = getattr(error, "errno", None)

@@ -26,7 +26,7 @@ def wait_for(condition, seconds=60.0):
 
 
 def waits_of(report):
-    """But for those of members that tests before this one had in this process: their last call may still be open."""
+    """But for those of members of earlier tests, whose last call may still be open."""
     return set(report.waits) - {"registry"}
 
 

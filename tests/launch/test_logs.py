@@ -1,6 +1,7 @@
 """Merged logs: whole lines with names."""
 
 import io
+import logging
 import sys
 
 import pytest
@@ -107,3 +108,14 @@ def test_a_full_disk_under_the_files_does_not_fail_a_job_that_is_done(tmp_path):
         for _ in range(100):
             logs.write("trainer-0", "x" * 1000)
         logs.close()
+
+
+def test_warnings_of_the_launchers_own_parts_are_its_lines():
+    stream = io.StringIO()
+    logs = Logs(stream=stream)
+    log = logging.getLogger("karvan.wire")
+    with logs.warnings():
+        log.warning("Registry refused %s.", "10.0.0.7")
+        log.info("Not for the log of a job.")
+    log.warning("Nobody's line.")
+    assert stream.getvalue() == "launcher | Registry refused 10.0.0.7.\n"

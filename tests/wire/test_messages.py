@@ -100,6 +100,15 @@ def test_what_goes_wrong_at_the_service_is_told_and_the_peer_goes_on(peer, metho
     assert peer.connections == max(connections, 1)
 
 
+@pytest.mark.parametrize(("kind", "has_stack"), [("own", False), ("other", True)])
+def test_errors_that_say_all_in_their_text_are_logged_without_a_traceback(peer, caplog, kind, has_stack):
+    with pytest.raises(RuntimeError):
+        peer.call("fail", {"kind": kind})
+    [record] = [each for each in caplog.records if each.name == "karvan.wire"]
+    assert record.getMessage().startswith("counting failed at 'fail': ")
+    assert bool(record.exc_info) == has_stack
+
+
 class Raw:
     """A caller's two streams without any of its manners."""
 

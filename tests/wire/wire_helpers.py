@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from karvan.checkpoint import CheckpointError
 from karvan.wire import Message, Security, Server, Service
 from karvan.wire.kinds import Plain
 
@@ -46,6 +47,8 @@ class Counting(Service):
                 return Message({})
             case "big":
                 return Message({}, [np.zeros(call.head["size"], np.uint8)])
+            case "fail" if call.head["kind"] == "own":
+                raise CheckpointError("step-7", "expected a whole one, got half of it.")
             case "fail":
                 raise {"key": KeyError, "value": ValueError, "other": ZeroDivisionError}[call.head["kind"]](
                     "so"
