@@ -16,7 +16,7 @@ def talk(transport):
     lane = connection.main
     rank, world = lane.rank, lane.world
     given = torch.tensor([rank + 1.0, 10.0])
-    return {
+    result = {
         "sum": lane.sum(given),
         "kept": given,
         "gather": lane.gather(b"x" * rank + bytes([rank])),
@@ -32,6 +32,8 @@ def talk(transport):
         "operations": lane.operations,
         "left": [] if rank else left(connection.lanes["evaluate"]),
     }
+    lane.barrier()  # nobody ends while rank 0 waits for all
+    return result
 
 
 def left(lane):

@@ -1,10 +1,13 @@
 """Runs a function in several real processes that talk over gloo, and gives what each returned.
 
 `run(world, "module:function", …)` starts Python processes; the function gets the keyword arguments that JSON
-can carry, and returns something that `torch.save` can.
+can carry, and returns something that `torch.save` can. These processes are forks of one that has imported
+torch, which takes seconds; `start` starts whole new ones, for tests of how processes end.
 """
 
+import atexit
 import json
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -24,13 +27,11 @@ def free_port():
         return found.getsockname()[1]
 
 
-def start(world, function, folder, **arguments):
-    """The processes, started; each writes its result to folder/RANK.pt."""
+def environments(world):
+    """What torchrun would set for each rank."""
     port = free_port()
-    started = []
     for rank in range(world):
-        environment = {
-            **os.environ,
+        yield {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world),
@@ -38,12 +39,54 @@ def start(world, function, folder, **arguments):
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
+
+
+def start(world, function, folder, **arguments):
+    """The processes, started; each writes its result to folder/RANK.pt."""
+    started = []
+    for rank, added in enumerate(environments(world)):
+        environment = {**os.environ, **added}
         command = [sys.executable, __file__, function, str(folder), json.dumps(arguments)]
         output = (Path(folder) / f"{rank}.log").open("wb")
         started.append(
             subprocess.Popen(command, env=environment, cwd=HERE, stdout=output, stderr=subprocess.STDOUT)
         )
     return started
+
+
+def fork(world, function, folder, **arguments):
+    """Like `start`, but forked from a process that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed", "karvan.embedding", "karvan.ranks", "karvan.train", "karvan.data"]
+    )
+    started = []
+    for rank, added in enumerate(environments(world)):
+        values = (
+            dict(os.environ) | added,
+            str(Path(folder) / f"{rank}.log"),
+            function,
+            str(folder),
+            arguments,
+        )
+        process = context.Process(target=_forked, args=values, daemon=False)
+        process.start()
+        started.append(process)
+    return started
+
+
+def _forked(environment, log, function, folder, arguments):
+    """The main function of a fork."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.chdir(HERE)
+    try:
+        call(function, folder, arguments)
+    finally:
+        atexit._run_exitfuncs()  # which forks leave out
 
 
 def run(world, function, timeout=120, **arguments):
@@ -59,7 +102,7 @@ def run(world, function, timeout=120, **arguments):
 def _ended(processes, timeout):
     """How they end; who has not in time, or soon after another has failed, counts as failed."""
     until = time.monotonic() + timeout
-    while (codes := [process.poll() for process in processes]).count(None) and time.monotonic() < until:
+    while (codes := [process.exitcode for process in processes]).count(None) and time.monotonic() < until:
         if any(codes):
             until = min(until, time.monotonic() + 20)
         time.sleep(0.02)
@@ -68,13 +111,13 @@ def _ended(processes, timeout):
 
 def _run(world, function, timeout, arguments):
     with tempfile.TemporaryDirectory() as folder:
-        processes = start(world, function, folder, **arguments)
+        processes = fork(world, function, folder, **arguments)
         try:
             codes = _ended(processes, timeout)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         logs = "\n".join((Path(folder) / f"{rank}.log").read_text() for rank in range(world))
         results = (
             []
@@ -84,13 +127,13 @@ def _run(world, function, timeout, arguments):
     return codes, logs, results
 
 
-def main():
-    name, folder, arguments = sys.argv[1:]
+def call(name, folder, arguments):
+    """Call a function of a module here, and write what it returns."""
     module, function = name.split(":")
     sys.path.insert(0, str(HERE))
-    result = getattr(__import__(module), function)(**json.loads(arguments))
+    result = getattr(__import__(module), function)(**arguments)
     torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main()
+    call(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -408,6 +408,7 @@ def finish(folder, day):
     assert f"step {50 * (day - 14)} " in output, errors
 
 
+@pytest.mark.slow
 def test_a_process_killed_on_the_second_day_ends_with_the_same_checkpoint(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     finish(straight, 15)
