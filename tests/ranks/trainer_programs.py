@@ -239,10 +239,9 @@ def stops(world):
 class Kept(NoSaver):
     """Keeps checkpoints in a file for each rank."""
 
-    folder = Path("kept")
-
     def __init__(self, folder, every=None, times=()):
-        self.path, self.every, self.times, self.saved = Path(folder), every, list(times), []
+        self.path = self.folder = Path(folder)
+        self.every, self.times, self.saved = every, list(times), []
 
     def latest(self):
         found = sorted(self.path.glob("*.pt"))
