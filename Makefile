@@ -14,7 +14,7 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint map stubs bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ lint: $(VENV)/.karvan  ## style and types
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/python tools/file_map.py --check
+
+map: $(VENV)/.karvan  ## write the file map of docs/architecture.md from the first lines of the files
+	@$(BIN)/python tools/file_map.py
 
 stubs: $(VENV)/.karvan  ## write karvan/_native.pyi anew, after a change of csrc/bindings
 	@$(BIN)/python tools/stubs.py

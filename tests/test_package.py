@@ -4,6 +4,7 @@ import ast
 import resource
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
@@ -13,26 +14,8 @@ import karvan
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "karvan"
 
-# An import may point to a layer above its own in this list, or stay within its part.
-LAYERS = [
-    ("clock", "outages"),
-    ("exit_codes", "activity"),
-    ("_native", "limits", "wire", "settings", "owner"),
-    ("protocol",),
-    ("ragged", "ids", "names", "threads", "buffers", "counts", "ranks"),
-    ("rows",),
-    ("features", "data"),
-    ("store",),
-    ("embedding",),
-    ("models", "checkpoint"),
-    ("train",),
-    ("cluster",),
-    ("__init__",),
-    ("launch",),
-    ("monitor",),
-    ("cli",),
-    ("__main__",),
-]
+# An import may point to a layer before its own in this list, or stay within its part.
+LAYERS = tomllib.loads((ROOT / "tools" / "layers.toml").read_text())["layers"]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
