@@ -14,7 +14,7 @@ export PATH := $(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-native test-python test-slow lint map stubs bench clean
+.PHONY: help demo test test-native test-python test-slow lint map docs stubs bench clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ lint: $(VENV)/.karvan  ## style and types
 
 map: $(VENV)/.karvan  ## write the file map of docs/architecture.md from the first lines of the files
 	@$(BIN)/python tools/file_map.py
+
+docs: $(VENV)/.docs map  ## the documentation as a site, to out/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open out/site/index.html"
 
 stubs: $(VENV)/.karvan  ## write karvan/_native.pyi anew, after a change of csrc/bindings
 	@$(BIN)/python tools/stubs.py
@@ -80,4 +84,9 @@ $(VENV)/.karvan: $(VENV)/.tools $(NATIVE) CMakeLists.txt pyproject.toml
 $(VENV)/.bench: $(VENV)/.karvan benchmarks/requirements.txt
 	@echo "Installing what the benchmarks are measured against"
 	@$(PIP) --no-deps -r benchmarks/requirements.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.karvan docs/requirements.txt
+	@echo "Installing what builds the documentation"
+	@$(PIP) -r docs/requirements.txt
 	@touch $@
