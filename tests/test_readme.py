@@ -1,31 +1,236 @@
-"""Every Python block of the documentation runs, in the order of its page."""
+"""Every code block of the documentation is checked, by its language.
 
+- python: runs, in the order of its page;
+- python title="… needs …": a fragment that needs more than this machine; it compiles, and its names exist;
+- yaml: accepted by what reads it, a job or a config (or a part of one), or a manifest of Kubernetes;
+- sh, bash, cron: correct shell; `karvan` commands are parsed with their options, `make` targets exist;
+- text, console: not code.
+
+Anything else is an error with its page and line. Commands within the text are checked as well.
+"""
+
+import ast
+import importlib
 import re
+import shlex
+import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import typer
+import yaml
+from pydantic import ValidationError
+
+import karvan as kv
+from karvan.cli.config import Config
+from karvan.cli.main import app
+from karvan.launch.spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+PROGRAMS = {
+    "export",
+    "make",
+    "nft",
+    "openssl",
+    "pip",
+    "printf",
+    "python",
+    "torchrun",
+    "umask",
+    "karvan",
+    "[A-Z_]+=",
+}
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\s`]*) *(?P<rest>.*)$")
+_COMMAND = typer.main.get_command(app)
 
 
-def python_blocks(text):
-    """(line, code) of each block; the line is where the code starts in the page."""
-    return [(text.count("\n", 0, found.start(1)), found[1]) for found in _BLOCK.finditer(text)]
+class Block(NamedTuple):
+    """A code block: the line on which its code starts, its language, what follows the language, its code."""
+
+    line: int
+    language: str
+    rest: str
+    code: str
+
+
+def blocks(text):
+    """The code blocks of a page."""
+    found, opened, lines = [], None, []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = _FENCE.match(line)
+        if opened is None:
+            opened, lines = (fence, []) if fence else (None, lines)
+        elif fence and not fence["language"]:
+            start = number - len(lines)
+            found.append(Block(start, opened["language"], opened["rest"], "".join(f"{x}\n" for x in lines)))
+            opened = None
+        else:
+            lines.append(line.removeprefix(opened["indent"]))
+    assert opened is None, "a code block has no end"
+    return found
+
+
+def _of(page, *languages):
+    return [block for block in blocks((ROOT / page).read_text()) if block.language in languages]
+
+
+def _placed(block):
+    return "\n" * (block.line - 1) + block.code  # errors then point to the line in the page
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_python_blocks_of_the_page_run(page):
     names = {"__name__": "__main__"}
-    for line, code in python_blocks((ROOT / page).read_text()):
-        # Errors then point to the line in the page.
-        exec(compile("\n" * line + code, page, "exec"), names)
+    for block in _of(page, "python"):
+        if not block.rest:
+            exec(compile(_placed(block), page, "exec"), names)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_the_page_is_checked(page):
+    for block in blocks((ROOT / page).read_text()):
+        try:
+            assert block.language in CHECKS, f"expected one of {', '.join(CHECKS)}"
+            CHECKS[block.language](block)
+        except Exception as error:
+            what = f"{page}:{block.line}: a block of language '{block.language}'"
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _check_python(block):
+    tree = ast.parse(block.code)
+    if block.rest:
+        assert re.fullmatch(r'title="[^"]*needs [^"]*"', block.rest), (
+            'expected nothing after "python", or title="… needs …" that says why the block cannot run, '
+            f"got {block.rest}"
+        )
+        _check_names(tree)
+
+
+def _check_names(tree):
+    """Every kv.name and every import of karvan exists."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "karvan":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name), f"{node.module} has no {name.name}"
+        elif isinstance(node, ast.Attribute) and (path := _path(node)):
+            found = kv
+            for name in path:
+                assert hasattr(found, name), f"kv.{'.'.join(path)} does not exist"
+                found = getattr(found, name)
+
+
+def _path(node):
+    """The names after kv in kv.a.b."""
+    if isinstance(node, ast.Attribute):
+        return [*before, node.attr] if (before := _path(node.value)) is not None else None
+    return [] if isinstance(node, ast.Name) and node.id == "kv" else None
+
+
+def _check_yaml(block):
+    given = yaml.safe_load(block.code)
+    if "apiVersion" in given:
+        assert given.keys() == {"apiVersion", "kind", "metadata", "spec"}
+        return
+    job = {"name": "job", "entry": "train.py"} | given
+    example = yaml.safe_load((ROOT / "karvan" / "cli" / "example.yaml").read_text())
+    problems = []
+    for kind, tree in ((JobSpec, job), (Config, _merged(example, given))):
+        try:
+            kind.model_validate(tree)
+            return
+        except ValidationError as error:
+            problems.append(f"as {kind.__name__}: {error}")
+    raise AssertionError("neither a job nor a config:\n" + "\n".join(problems))
+
+
+def _merged(below, above):
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _merged(below.get(key), value) for key, value in above.items()}
+
+
+def _check_shell(block):
+    subprocess.run(["bash", "-n"], input=block.code, text=True, check=True, capture_output=True)
+    for program in re.findall(r'\bpython -c "(.*?)"', block.code, re.DOTALL):
+        _check_names(ast.parse(program))
+    text = re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace("\n", " "), block.code)
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.replace("$(", "$"), comments=True)
+        if words:
+            _check_command(words)
+
+
+def _check_command(words):
+    first = words[0]
+    if first == "karvan":
+        _parse(words[1:])
+    elif first == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"the Makefile has no target {words[1]}"
+    elif first == "python" and words[1].startswith(("benchmarks/", "examples/")):
+        assert (ROOT / words[1]).exists(), f"there is no {words[1]}"
+    else:
+        known = any(re.match(rf"{program}(?![\w-])|{program}(?<==)", first) for program in PROGRAMS)
+        assert known, f"'{first}' is none of the programs that the documentation uses: {sorted(PROGRAMS)}"
+
+
+def _parse(words):
+    """Let the command line parse the words after `karvan`, up to what the shell takes; nothing runs."""
+    ends = [words.index(word) for word in (">", "|", "&&", ";") if word in words]
+    words = words[: min(ends, default=len(words))]
+    with _COMMAND.make_context("karvan", list(words)) as context:
+        name, command, rest = _COMMAND.resolve_command(context, words)
+        command.make_context(name, rest, parent=context)
+
+
+def _check_cron(block):
+    for line in block.code.splitlines():
+        command = line.partition(" karvan ")[2].replace("\\%", "%")
+        assert command, f"no karvan command in {line}"
+        _parse(shlex.split(re.sub(r"\$\([^)]*\)", "VALUE", command)))
+
+
+def _check_text(block):
+    assert not re.search(r"\bkv\.\w+\(", block.code), "a block of text has code: make it python"
+
+
+CHECKS = {
+    "python": _check_python,
+    "yaml": _check_yaml,
+    "sh": _check_shell,
+    "bash": _check_shell,
+    "cron": _check_cron,
+    "text": _check_text,
+    "console": _check_text,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_in_the_text_of_the_page_exist(page):
+    for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+        for words in re.findall(r"`karvan ([a-z][^`]*)`", line):
+            name, *options = words.split()
+            where = f"{page}:{number}: karvan {words}"
+            command = _COMMAND.get_command(None, name)
+            assert command is not None, f"{where}: there is no such command"
+            known = {option for parameter in command.params for option in parameter.opts}
+            known |= {
+                option
+                for inner in getattr(command, "commands", {}).values()
+                for p in inner.params
+                for option in p.opts
+            }
+            used = {option.split("=")[0] for option in options if option.startswith("--")}
+            assert used <= known | {"--help", "--debug"}, where
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guide.md"])
 def test_the_page_has_python_blocks(page):
-    assert python_blocks((ROOT / page).read_text())
+    assert [block for block in _of(page, "python") if not block.rest]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -33,3 +238,29 @@ def test_the_files_a_page_links_to_exist(page):
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("language", "rest", "code"),
+    [
+        ("python", "", "x ="),
+        ("python", 'title="later"', "x = 1"),
+        ("python", 'title="needs a GPU"', "kv.NoSuchName"),
+        ("python", 'title="needs a GPU"', "from karvan.data import no_such_name"),
+        ("yaml", "", "roles: {cooks: 2}"),
+        ("sh", "", "karvan train --no-such-option"),
+        ("sh", "", "karvan cook"),
+        ("sh", "", "make tea"),
+        ("sh", "", "cat 'x"),
+        ("cron", "", "0 1 * * *  cd x && karvan cook"),
+        ("text", "", "kv.connect()"),
+    ],
+)
+def test_a_wrong_block_is_noticed(language, rest, code):
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the reader of that language raises
+        CHECKS[language](Block(1, language, rest, code + "\n"))
+
+
+def test_blocks_are_found_in_lists_and_with_their_lines():
+    text = "a\n\n```python\nx = 1\ny = 2\n```\n- b\n\n  ```sh title\n  make demo\n  ```\n"
+    assert blocks(text) == [Block(4, "python", "", "x = 1\ny = 2\n"), Block(10, "sh", "title", "make demo\n")]
