@@ -29,7 +29,7 @@ from common import Report, interleave, medians, parser
 from dlrm import training_pass
 
 import karvan as kv
-from karvan.data import criteo
+from karvan.data.formats import criteo
 
 BATCH = 4096
 FILES = 4

@@ -93,9 +93,9 @@ def sparse_batches(features: int, rows: int, batch: int, rank: int, count: int =
 def karvan_sparse(features: int, rows: int, batch: int, steps: int) -> Callable[[], dict[str, float]]:
     """Lookup with insert, pooling, backward and Adagrad on sharded tables, from 64-bit keys."""
     import karvan as kv
-    from karvan import ranks
+    from karvan import distributed
 
-    connection = ranks.connect("sharded")
+    connection = distributed.connect("sharded")
     kv.set_num_threads(torch.get_num_threads())
     names = [f"f{i}" for i in range(features)]
     engine = kv.EmbeddingEngine({name: kv.Table(DIM) for name in names})
@@ -181,9 +181,9 @@ def remote_dlrm(
     import train
 
     import karvan as kv
-    from karvan import ranks
+    from karvan import distributed
 
-    connection = ranks.connect("remote", servers=servers, staleness=staleness)
+    connection = distributed.connect("remote", servers=servers, staleness=staleness)
     torch.manual_seed(0)
     model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)
     trainer = train.karvan_trainer("fp32", model)
@@ -217,9 +217,9 @@ def remote_dlrm(
 def pulls(servers: list[str], rows: int, keys: int, count: int) -> Callable[[], dict[str, float]]:
     """Lookups of distinct keys of one table, some of them under way at once: what a server can serve."""
     import karvan as kv
-    from karvan import ranks
+    from karvan import distributed
 
-    connection = ranks.connect("remote", servers=servers, staleness=4)
+    connection = distributed.connect("remote", servers=servers, staleness=4)
     engine = kv.EmbeddingEngine({"table": kv.Table(DIM)}).eval()
     for start in range(0, rows, 1 << 17):
         ids = scramble(np.arange(start, min(start + (1 << 17), rows)))
@@ -249,10 +249,10 @@ def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[
     import train
 
     import karvan as kv
-    from karvan import ranks
+    from karvan import distributed
 
     world = int(os.environ["WORLD_SIZE"])
-    connection = ranks.connect("sharded" if world > 1 else "memory", wire=wire)
+    connection = distributed.connect("sharded" if world > 1 else "memory", wire=wire)
     kv.set_num_threads(torch.get_num_threads())
     torch.manual_seed(0)
     model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)
@@ -277,9 +277,9 @@ def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[
 
 def messages(size: int, steps: int) -> Callable[[], dict[str, float]]:
     """Exchanges of so many bytes with every rank over the network."""
-    from karvan import ranks
+    from karvan import distributed
 
-    lane = ranks.connect("sharded", transport="network").main
+    lane = distributed.connect("sharded", transport="network").main
     send = torch.zeros(size * lane.world, dtype=torch.uint8)
 
     def run() -> dict[str, float]:

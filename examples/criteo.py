@@ -17,7 +17,7 @@ import torch
 from pyarrow import csv
 
 import karvan as kv
-from karvan.data import criteo
+from karvan.data.formats import criteo
 from karvan.train import PlainProgress, Report
 
 

@@ -4,10 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from karvan import checkpoint, data, ids, models, train
+    from karvan import checkpoint, data, ids, metrics, models, train
     from karvan.checkpoint import Checkpoints
-    from karvan.cluster.data_context import DataContext
-    from karvan.cluster.stream import stream
+    from karvan.cluster.loader.context import DataContext
+    from karvan.cluster.loader_stream.stream import stream
+    from karvan.distributed import connect, disconnect
     from karvan.embedding import (
         LFU,
         LRU,
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
     )
     from karvan.features import Feature, FeatureEngine
     from karvan.ragged import Batch, NestedRagged, Padded, Ragged
-    from karvan.ranks import connect, disconnect
     from karvan.store import MemoryStore, Rows, Store
     from karvan.threads import get_num_threads, set_num_threads
-    from karvan.train import EvalContext, InferContext, Job, TrainContext, Trainer, losses, metrics
+    from karvan.train import EvalContext, InferContext, Job, TrainContext, Trainer, losses
 
 __version__ = "0.1.0"
 
@@ -87,12 +87,12 @@ __all__ = [
 _HOMES = {
     "karvan": "checkpoint data ids models train",
     "karvan.checkpoint": "Checkpoints",
-    "karvan.cluster.data_context": "DataContext",
-    "karvan.cluster.stream": "stream",
+    "karvan.cluster.loader.context": "DataContext",
+    "karvan.cluster.loader_stream.stream": "stream",
     "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
     "ReadOnly Table TableHandle init optim",
     "karvan.features": "Feature FeatureEngine",
-    "karvan.ranks": "connect disconnect",
+    "karvan.distributed": "connect disconnect",
     "karvan.ragged": "Batch NestedRagged Padded Ragged",
     "karvan.store": "MemoryStore Rows Store",
     "karvan.threads": "get_num_threads set_num_threads",

@@ -2,7 +2,7 @@
 
 A process whose heartbeat thread lives may still be stuck: its main thread blocks in a callback, or its data
 source hangs. So heartbeats carry an `ActivityReport`, from which the launcher finds out who holds up a job
-(`karvan.launch.stalls`):
+(`karvan.launch.supervision.stalls`):
 
 - *progress*: a counter of anything that got done: batches, steps, calls answered, parts of checkpoints.
 - *task*: what a trainer has been asked to do, such as "fit". Outside of tasks a program runs its user's own

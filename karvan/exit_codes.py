@@ -44,8 +44,8 @@ def note_training() -> None:
 
 def code_of(error: BaseException) -> int:
     """The exit code of an error."""
-    if _is_of_data(error) or isinstance(error, OSError) or _is(error, "karvan.ranks", "RankError"):
-        if _is(error, "karvan.ranks", "RankError") or is_temporary(error):
+    if _is_of_data(error) or isinstance(error, OSError) or _is(error, "karvan.distributed", "RankError"):
+        if _is(error, "karvan.distributed", "RankError") or is_temporary(error):
             return TEMPORARY
         return DAMAGED if _is_of_data(error) or _is_missing(error) else FAILED
     if _is_of_settings(error):
@@ -80,7 +80,9 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
 
     hint: what shows more.
     """
-    explained = _is_of_settings(error) or _is_of_owner(error) or _is(error, "karvan.limits", "LimitError")
+    explained = (
+        _is_of_settings(error) or _is_of_owner(error) or _is(error, "karvan.system_limits", "LimitError")
+    )
     if code_of(error) in (DAMAGED, TEMPORARY) or explained:
         return plain(error)
     kind = type(error).__name__

@@ -157,8 +157,8 @@ class Ragged:
 class OptionalRagged(Ragged):
     """One number per row, or none where it is missing: what a column of integers with nulls becomes.
 
-    A batch in which no row lacks its number has a plain tensor instead; `karvan.rows` sees to that where
-    rows are cut and joined.
+    A batch in which no row lacks its number has a plain tensor instead; `karvan.batch_slicing` sees to that
+    where rows are cut and joined.
     """
 
     __slots__ = ()

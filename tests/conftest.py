@@ -46,8 +46,8 @@ def _same_numbers_every_time():
 def _train_after_a_test_with_sigterm():
     """A SIGTERM ends the training of a process, but the next test is like a program of its own."""
     yield
-    if "karvan.train.signals" in sys.modules:
-        sys.modules["karvan.train.signals"].reset_termination()
+    if "karvan.train.stopping.signals" in sys.modules:
+        sys.modules["karvan.train.stopping.signals"].reset_termination()
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may take th
 # Imports come first: the interpreter's own folder may be closed to other users.
 _PREPARE = f"""
 import os, sys, time
-from karvan.cluster.registry import Registry
+from karvan.discovery.registry import Registry
 from karvan.wire import Message, Peer, RefusedError, Security, WireError
-from karvan.wire.directory import Directory
-from karvan.wire.membership import Membership
+from karvan.discovery.directory import Directory
+from karvan.discovery.membership import Membership
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})

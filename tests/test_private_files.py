@@ -10,7 +10,7 @@ from neighbour import needs_root, run_as_neighbour
 
 import karvan as kv
 from karvan import _native
-from karvan.launch.logs import Logs
+from karvan.launch.merged_logs import Logs
 
 OPEN = """
 try:

@@ -23,9 +23,9 @@ import yaml
 from pydantic import ValidationError
 
 import karvan as kv
-from karvan.cli.config import Config
+from karvan.cli.config.schema import Config
 from karvan.cli.main import app
-from karvan.launch.spec import JobSpec
+from karvan.launch.job_spec import JobSpec
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]

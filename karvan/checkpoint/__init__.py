@@ -7,13 +7,13 @@ tensors, which is what `state_dict()`s are; the model's tables are saved besides
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
-from karvan.checkpoint.checkpoints import Checkpoints
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.inspect import HotKey, KeyRow, Summary, TableSummary, row, summary, verify
-from karvan.checkpoint.pending import Pending
-from karvan.checkpoint.single import find, resume_at, save, start
+from karvan.checkpoint.io.pending_save import Pending
+from karvan.checkpoint.manager import Checkpoints
+from karvan.checkpoint.save_one import find, resume_at, save, start
 from karvan.checkpoint.survey import Survey, survey
-from karvan.checkpoint.warm import WarmStart, warm_start
+from karvan.checkpoint.warm_start import WarmStart, warm_start
 
 __all__ = [
     "Checkpoint",

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from karvan import ranks
-from karvan.checkpoint import manifest as manifests
+from karvan import distributed
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.extras import Extra, read_extras
-from karvan.checkpoint.files import FileEntry, FileProblem, problem_of, read_arrays
-from karvan.checkpoint.manifest import Manifest, PartEntry, TableEntry
-from karvan.checkpoint.ranges import WHOLE, Range, share_of
-from karvan.checkpoint.reading import Layer, TableReader
-from karvan.checkpoint.tables import Model, check_part, tables_of
-from karvan.checkpoint.together import together
+from karvan.checkpoint.format import manifest as manifests
+from karvan.checkpoint.format.hash_ranges import WHOLE, Range, share_of
+from karvan.checkpoint.format.manifest import Manifest, PartEntry, TableEntry
+from karvan.checkpoint.format.safetensors_file import FileEntry, FileProblem, problem_of, read_arrays
+from karvan.checkpoint.format.state_tree import as_tensor, decode
+from karvan.checkpoint.format.table_arrays import Model, check_part, tables_of
+from karvan.checkpoint.format.table_extras import Extra, read_extras
+from karvan.checkpoint.io.table_reader import Layer, TableReader
+from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.transforms import Transform, load_transforms
-from karvan.checkpoint.tree import as_tensor, decode
 from karvan.embedding import TableHandle
 from karvan.store import AwayStore, Rows
 from karvan.threads import cores
@@ -118,7 +118,7 @@ class Checkpoint:
 
     def require_intact(self) -> None:
         """Raise if any file is damaged. Ranks share out the files and raise the same error."""
-        lane = ranks.current().here
+        lane = distributed.current().here
 
         def check() -> None:
             damaged = self._verify(self._files_of(lane.rank, lane.world))
@@ -180,7 +180,7 @@ class Checkpoint:
 
         Ranks that train together all call it; each reads the files that have some of its rows.
         """
-        lane = ranks.current().here
+        lane = distributed.current().here
         handles = tables_of(model)
         together(lane, self.path, lambda: self._check_tables(handles), name_rank=False)
         self.require_intact()

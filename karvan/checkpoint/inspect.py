@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage
-from karvan.checkpoint.choice import find_alone
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.format.manifest import NAME
+from karvan.checkpoint.format.state_tree import tensor_names
+from karvan.checkpoint.selection import find_alone
 from karvan.checkpoint.survey import Survey, survey
-from karvan.checkpoint.tree import tensor_names
 from karvan.store import Rows
 
 

@@ -26,13 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.folder import ABANDONED, DAMAGED, set_aside
+from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED, set_aside
+from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
-from karvan.checkpoint.together import together
-from karvan.ranks import Lane
+from karvan.distributed import Lane
 
 _log = logging.getLogger(__name__)
 _LISTINGS = 10  # of a folder in which another process prunes meanwhile
@@ -56,7 +56,7 @@ def check_resume(resume: object) -> None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint of a folder, whole or not; None if there is none. A collective."""
-    lane = ranks.current().here
+    lane = distributed.current().here
 
     def look() -> list[int]:
         return [step_of(path) for path in saved_folders(folder)[-1:]] if lane.rank == 0 else []
@@ -73,7 +73,7 @@ def resume(
     None if there is no checkpoint. `load` loads all that is needed, and is called again for an older one when
     it raises a DamagedCheckpointError. rename: set aside what is damaged, or later than the named one.
     """
-    lane = ranks.current().here
+    lane = distributed.current().here
     for _ in range(_LISTINGS):
         names = _names(lane, folder)
         if name is not None:

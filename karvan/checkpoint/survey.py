@@ -20,8 +20,8 @@ from pathlib import Path
 
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
-from karvan.checkpoint.folder import ABANDONED, DAMAGED
-from karvan.checkpoint.manifest import NAME
+from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED
+from karvan.checkpoint.format.manifest import NAME
 
 _log = logging.getLogger(__name__)
 

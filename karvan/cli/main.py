@@ -7,7 +7,19 @@ from collections.abc import Sequence
 
 import typer
 
-from karvan.cli import bench, demo, doctor, evaluate, inspect, launch, plot, predict, role, train, version
+from karvan.cli.commands import (
+    bench,
+    demo,
+    doctor,
+    evaluate,
+    inspect,
+    launch,
+    plot,
+    predict,
+    role,
+    train,
+    version,
+)
 from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tell
 
 app = typer.Typer(

@@ -16,9 +16,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from karvan.cluster.role import Settings
+from karvan.cluster.role_process import Settings
+from karvan.protocol.registry import GENERATION, REGISTRY_CALLS
 from karvan.wire import Peer, RefusedError, Security, WireError
-from karvan.wire.registry_calls import GENERATION, REGISTRY_CALLS
 
 _PATIENCE = 60.0  # seconds for the registry to answer
 

@@ -1,21 +1,22 @@
 """Data: files, frames and streams, read in splits and delivered as batches."""
 
-from karvan.data import criteo, synthetic
-from karvan.data.columns import Column, Fixed, Raw, Varlen, infer
-from karvan.data.decode import Decoder
+from karvan.data import synthetic
+from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
-from karvan.data.frames import open_frame
+from karvan.data.formats import criteo
+from karvan.data.formats.open_files import open_files
+from karvan.data.formats.recordio import RecordWriter, read_records
 from karvan.data.identity import Identity
-from karvan.data.kafka import KafkaReader
-from karvan.data.loader import Loader
-from karvan.data.position import merge
+from karvan.data.in_memory import open_frame
+from karvan.data.loading.loader import Loader
+from karvan.data.loading.position import merge
 from karvan.data.read import read
-from karvan.data.recordio import RecordWriter, read_records
-from karvan.data.records import json_rows, record_batches
 from karvan.data.source import Part, Source, Split
-from karvan.data.stream import Stream
-from karvan.data.windows import Window, Windows
+from karvan.data.streaming.kafka import KafkaReader
+from karvan.data.streaming.prefetch_stream import Stream
+from karvan.data.streaming.record_batches import json_rows, record_batches
+from karvan.data.streaming.time_windows import Window, Windows
 
 __all__ = [
     "Column",

@@ -9,17 +9,17 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns import Column, Fixed, infer
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import Column, Fixed, infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.files import FileSource
-from karvan.data.formats import open_files
-from karvan.data.frames import open_frame
-from karvan.data.loader import Loader
+from karvan.data.formats.base import FileSource
+from karvan.data.formats.open_files import open_files
+from karvan.data.in_memory import open_frame
+from karvan.data.loading.batch_steps import Transform
+from karvan.data.loading.loader import Loader
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
-from karvan.data.steps import Transform
-from karvan.names import listed
+from karvan.name_hints import listed
 
 
 def read(

@@ -4,8 +4,8 @@ from karvan.embedding import init, optim
 from karvan.embedding.admission import Always, MinCount, Probability, ReadOnly
 from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.eviction import LFU, LRU, TTL, Age, Never, Norm
-from karvan.embedding.handle import TableHandle
 from karvan.embedding.table import HashStack, Table
+from karvan.embedding.table_handle import TableHandle
 
 __all__ = [
     "LFU",

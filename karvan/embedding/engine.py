@@ -17,21 +17,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from karvan import ranks
+from karvan import distributed
+from karvan.distributed import Connection
 from karvan.embedding import portable
-from karvan.embedding.again import Again, Kept
-from karvan.embedding.ahead import Ahead
 from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
-from karvan.embedding.handle import TableHandle
-from karvan.embedding.inputs import FeatureInput, Inputs, Output
-from karvan.embedding.program import make_program
+from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output
+from karvan.embedding.feature_program import make_program
+from karvan.embedding.prepared_batches import Ahead
+from karvan.embedding.step_replay import Again, Kept
 from karvan.embedding.table import Table, check_features
-from karvan.names import listed
+from karvan.embedding.table_handle import TableHandle
+from karvan.name_hints import listed
 from karvan.ragged import REFERENCE, Padded, Ragged, Reference
-from karvan.ranks import Connection
 from karvan.store import Plan, Program, Store, make_store
-from karvan.store.protocol import Gradients, Prepared
+from karvan.store.base import Gradients, Prepared
 from karvan.threads import share_torch_threads
 
 
@@ -57,7 +57,7 @@ class EmbeddingEngine(nn.Module):
         # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
         self.gradient_scale = 1.0
         # Which connection chose the store; None if the user gave one.
-        self.connection: Connection | None = ranks.current() if store is None else None
+        self.connection: Connection | None = distributed.current() if store is None else None
         self.store: Store = store if store is not None else make_store()
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = portable.Content()

@@ -19,7 +19,7 @@ from karvan.store import AwayStore, Rows
 
 if TYPE_CHECKING:
     from karvan.embedding.engine import EmbeddingEngine
-    from karvan.embedding.handle import TableHandle
+    from karvan.embedding.table_handle import TableHandle
 
 _log = logging.getLogger("karvan.embedding")
 

@@ -2,7 +2,7 @@
 
 from karvan.features.engine import FeatureEngine
 from karvan.features.feature import Feature
-from karvan.features.op import ElementOp, Op, RowOp
-from karvan.features.plan import Stage
+from karvan.features.fusion_plan import Stage
+from karvan.features.ops.base import ElementOp, Op, RowOp
 
 __all__ = ["ElementOp", "Feature", "FeatureEngine", "Op", "RowOp", "Stage"]

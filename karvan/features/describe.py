@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from karvan.features.numbers import Log1p
-from karvan.features.op import Step
+from karvan.features.ops.base import Step
+from karvan.features.ops.numbers import Log1p
 
 _LONGEST = 32  # values of a setting that are written out; longer ones become a digest
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from karvan.features.describe import describe_chain
 from karvan.features.feature import Feature
-from karvan.features.fitted import FittedOp
 from karvan.features.fitting import gather_statistics
-from karvan.features.op import Job, run
-from karvan.features.plan import Stage, needs, plan, sources
+from karvan.features.fusion_plan import Stage, needs, plan, sources
+from karvan.features.ops.base import Job, run
+from karvan.features.ops.fitted import FittedOp
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 STEPS = "karvan.steps"
@@ -128,7 +128,7 @@ class FeatureEngine(nn.Module):
         NaN and empty strings do not count. Calling it again replaces what was found before. Returns self.
 
         After `kv.connect`, all ranks call it, each with its share of the data. All get the same bits, which
-        are those of one process with all the data; see `statistics.py`.
+        are those of one process with all the data; see `running_moments.py`.
         """
         if not self._fitted:
             raise ValueError(

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from karvan.features.buckets import Bucketize, ToIds
-from karvan.features.combine import Concat, Cross
-from karvan.features.decimals import ParseIds
-from karvan.features.hashing import Hash
-from karvan.features.keys import DropSign, HashStack, Mod, MultiHash, Prefix
-from karvan.features.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
-from karvan.features.op import Number, Step
-from karvan.features.sequences import FillEmpty, Flatten, ToDense, ToRagged
-from karvan.features.strings import Lower, Split, Strip, Substring, Upper
-from karvan.features.truncate import Truncate
-from karvan.features.vocabulary import Vocabulary
+from karvan.features.ops.base import Number, Step
+from karvan.features.ops.bucketize import Bucketize, ToIds
+from karvan.features.ops.cross import Concat, Cross
+from karvan.features.ops.decimals import ParseIds
+from karvan.features.ops.hashing import Hash
+from karvan.features.ops.ids import DropSign, HashStack, Mod, MultiHash, Prefix
+from karvan.features.ops.numbers import Clip, FillMissing, Log, Log1p, Normalise, Round
+from karvan.features.ops.ragged_shapes import FillEmpty, Flatten, ToDense, ToRagged
+from karvan.features.ops.strings import Lower, Split, Strip, Substring, Upper
+from karvan.features.ops.truncate import Truncate
+from karvan.features.ops.vocabulary import Vocabulary
 from karvan.ids import check_hash
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from karvan import ranks
-from karvan.features.statistics import Statistics
+from karvan import distributed
+from karvan.distributed.rank_turns import Rounds
+from karvan.features.running_moments import Statistics
 from karvan.ragged import Entry
-from karvan.ranks.rounds import Rounds
 
 Entries = Callable[[Mapping[str, Entry]], Mapping[str, list[Entry]]]
 
@@ -21,7 +21,7 @@ def gather_statistics(
     statistics: Mapping[str, Statistics], batches: Iterable[Mapping[str, Entry]], entries: Entries
 ) -> None:
     """Count the entries by name of all batches of all ranks; a collective."""
-    connection = ranks.current()
+    connection = distributed.current()
     lane = connection.here
     rounds = Rounds(lane, connection.settings.timeout)
     problem: Exception | None = None
@@ -36,7 +36,7 @@ def gather_statistics(
                 for entry in found:
                     _add(name, statistics[name], entry)
             rounds.still_working()
-    except ranks.RankError:
+    except distributed.RankError:
         raise  # no other rank listens any more
     except Exception as error:
         if lane.world == 1:
@@ -55,7 +55,7 @@ def gather_statistics(
         raise problem
     for rank, one in enumerate(gathered):
         if one["problem"] is not None:
-            raise ranks.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
+            raise distributed.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
         if list(one["states"]) != list(statistics):
             raise ValueError(
                 f"fit expects equal features on all ranks, but rank {lane.rank} fits {list(statistics)} and "

@@ -8,7 +8,8 @@ and itself as `__main__`. What differs is how an error that nobody catches ends 
 - The exit code says whether it is worth trying again; see `karvan/exit_codes.py`.
 
 A rank that fails because another one has failed gets a RankError, whose line names the other; its code says
-temporary, so that the launcher waits for the code of the rank that failed first (`verdict.py`).
+temporary, so that the launcher waits for the code of the rank that failed first
+(`karvan/launch/supervision/verdict.py`).
 """
 
 from __future__ import annotations

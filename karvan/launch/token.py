@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from karvan.launch.spec import JobSpec
+    from karvan.launch.job_spec import JobSpec
 
 _BYTES = 32
 _PREFIX = "karvan-token-"

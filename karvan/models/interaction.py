@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from karvan import _native, buffers
+from karvan import _native, output_buffers
 
 
 def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ class _Pairs(torch.autograd.Function):
     def forward(first: Tensor, *vectors: Tensor) -> Tensor:
         samples, dim = vectors[0].shape
         extra = first.shape[1]
-        out = buffers.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
+        out = output_buffers.empty(samples, extra + len(vectors) * (len(vectors) - 1) // 2)
         if extra:
             out[:, :extra] = first
         if len(vectors) > 1 and samples:
@@ -66,7 +66,7 @@ class _Pairs(torch.autograd.Function):
         samples, dim = vectors[0].shape
         if gradient.stride(1) != 1:
             gradient = gradient.contiguous()
-        made = buffers.empty(samples, len(vectors), dim)
+        made = output_buffers.empty(samples, len(vectors), dim)
         if made.numel():
             address = gradient.data_ptr() + 4 * ctx.extra
             _native.interact_backward(

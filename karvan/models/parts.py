@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding import Table, init
-from karvan.names import listed
+from karvan.name_hints import listed
 from karvan.ragged import OptionalRagged
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]

@@ -1,4 +1,4 @@
-"""Batches in messages: what a head says of the arrays that follow; see `karvan/cluster/packing.py`."""
+"""Batches in messages: what a head says of the arrays that follow; see `karvan/cluster/batch_messages.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import Integer, MapOf, OneOf, Plain, Text, TupleOf, shown
 from karvan.wire.message import Array
+from karvan.wire.schema.kinds import Integer, MapOf, OneOf, Plain, Text, TupleOf, shown
 
 # The number of parts of each kind of entry; "plain" and "reference" have none.
 _PARTS = {"tensor": 1, "ragged": 3, "optional": 3, "optional text": 3, "nested": 3, "padded": 2}

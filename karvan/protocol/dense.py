@@ -1,4 +1,4 @@
-"""The calls by which trainers reach a server's dense parameters; see `karvan/cluster/dense.py`."""
+"""The calls by which trainers reach a server's dense parameters; see `karvan.cluster.parameter_server`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from karvan.protocol.values import NUMBER, expect_distinct
-from karvan.wire.calls import ArrayKind, Call, OptionalArrays, table_of
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import (
+from karvan.wire.message import Array
+from karvan.wire.schema.calls import ArrayKind, Call, OptionalArrays, table_of
+from karvan.wire.schema.kinds import (
     FLOAT32_MAX,
     Boolean,
     Fields,
@@ -23,7 +24,6 @@ from karvan.wire.kinds import (
     Text,
     TupleOf,
 )
-from karvan.wire.message import Array
 
 _MODEL = {"model": Integer(0, 2**31)}
 _VERSION = {"version": NUMBER}
@@ -42,7 +42,7 @@ OPTIMIZER = Fields({"name": Text(100), "options": MapOf(_OPTION, 64, Text(100))}
 
 RATE = Nullable(Float(0.0, FLOAT32_MAX))
 STALENESS = Integer(-(2**53), 2**53)  # of a server that lost steps it is negative
-ANSWER = TupleOf(Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))  # karvan.train.dense.policies.Answer
+ANSWER = TupleOf(Boolean(), NUMBER, Boolean(), STALENESS, Text(40, 0))  # karvan.dense.step_policies.Answer
 
 # A state of dense parameters, without its tensors.
 ANSWERS = MapOf(

@@ -21,10 +21,21 @@ from karvan.protocol.values import (
     expect_distinct,
     wire_dtype,
 )
-from karvan.wire.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, OptionalArrays, table_of
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, OneOf, Text, TupleOf, Variant
 from karvan.wire.message import Array
+from karvan.wire.schema.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, OptionalArrays, table_of
+from karvan.wire.schema.kinds import (
+    Boolean,
+    Fields,
+    Integer,
+    ListOf,
+    MapOf,
+    Nullable,
+    OneOf,
+    Text,
+    TupleOf,
+    Variant,
+)
 
 _PLACE = Integer(0, 2**20)
 

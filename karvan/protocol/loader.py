@@ -1,4 +1,4 @@
-"""The calls of a loader; `karvan/cluster/loader.py` has the protocol."""
+"""The calls of a loader; `karvan/cluster/loader/service.py` has the protocol."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from karvan.protocol.batches import BATCH, NAME, check_batch
 from karvan.protocol.values import NUMBER, TRAINER_HELLO
-from karvan.wire.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, table_of
-from karvan.wire.kinds import (
+from karvan.wire.message import Array
+from karvan.wire.schema.calls import ANY, ArrayKind, Call, DescribedArrays, ForEach, table_of
+from karvan.wire.schema.kinds import (
     Boolean,
     Fields,
     Integer,
@@ -21,7 +22,6 @@ from karvan.wire.kinds import (
     TupleOf,
     Variant,
 )
-from karvan.wire.message import Array
 
 _PLACE = Integer(0, 2**20)
 _POSITION = Plain()  # of a source: it makes it, and reads it

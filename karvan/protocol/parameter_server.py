@@ -28,10 +28,10 @@ from karvan.protocol.values import (
     wire_dtype,
     words,
 )
-from karvan.wire.calls import ANY, ArrayKind, Call, ForEach, table_of
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text, TupleOf
 from karvan.wire.message import Array
+from karvan.wire.schema.calls import ANY, ArrayKind, Call, ForEach, table_of
+from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text, TupleOf
 
 SERVER_HELLO = Fields(
     {**TRAINER_HELLO, "server": Integer(0, 2**20), "servers": Integer(1, 2**20)},

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from karvan.protocol.registry import GENERATION
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import (
+from karvan.wire.schema.kinds import (
     FLOAT32_MAX,
     Boolean,
     Fields,
@@ -22,7 +23,6 @@ from karvan.wire.kinds import (
     Text,
     TupleOf,
 )
-from karvan.wire.registry_calls import GENERATION
 
 MOST_DIM = 65536
 MOST_TABLES = 4096

@@ -1,6 +1,6 @@
 """YAML files that say what to do: read, checked key by key, with errors that name the key."""
 
-from karvan.settings.section import (
+from karvan.settings.schema import (
     Count,
     CountOrZero,
     Integer,
@@ -11,7 +11,7 @@ from karvan.settings.section import (
     problem_text,
     read_settings,
 )
-from karvan.settings.text import parse, place_of
+from karvan.settings.yaml_text import parse, place_of
 
 __all__ = [
     "Count",

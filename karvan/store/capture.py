@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from karvan.store.protocol import Keys, Rows
+    from karvan.store.base import Keys, Rows
 
 
 class Capture(ABC):

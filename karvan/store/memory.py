@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
-from karvan.store.capture import Capture
-from karvan.store.protocol import (
+from karvan.store.base import (
     Counts,
     Found,
     Keys,
@@ -23,6 +22,7 @@ from karvan.store.protocol import (
     Store,
     TableSpec,
 )
+from karvan.store.capture import Capture
 
 
 class MemoryStore(Store):

@@ -20,16 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native, buffers, ranks
+from karvan import _native, distributed, output_buffers
+from karvan.distributed.connection import WIRES
 from karvan.ragged import Reference
-from karvan.ranks.connection import WIRES
-from karvan.store import incomplete
-from karvan.store.capture import Capture
-from karvan.store.memory import MemoryStore
-from karvan.store.messages import Routed, cut, floats, words
-from karvan.store.owner import Answered, Owner, Summed
-from karvan.store.owners import hashes_of, owners_of
-from karvan.store.protocol import (
+from karvan.store.base import (
     Agreed,
     Counts,
     Found,
@@ -44,6 +38,12 @@ from karvan.store.protocol import (
     TableSpec,
     Vectors,
 )
+from karvan.store.capture import Capture
+from karvan.store.exchange import partial_gradients
+from karvan.store.exchange.key_sharding import hashes_of, owners_of
+from karvan.store.exchange.message_layout import Routed, cut, floats, words
+from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store.memory import MemoryStore
 
 
 class Sums(Agreed):
@@ -64,7 +64,7 @@ class Away(NamedTuple):
 class ShardedStore(Store):
     """Tables that are spread over the ranks of a connection."""
 
-    def __init__(self, connection: ranks.Connection) -> None:
+    def __init__(self, connection: distributed.Connection) -> None:
         self._connection = connection
         self._ranks = connection.world
         self._wire = WIRES[connection.settings.wire]
@@ -126,11 +126,11 @@ class ShardedStore(Store):
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
         head, slots = len(flags), len(owner.tables)
         wanted, asked = floats(routed.wanted, owner.dims), floats(routed.asked, owner.dims)
-        sent = buffers.empty(sum(wanted))
+        sent = output_buffers.empty(sum(wanted))
         if complete:
             routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:
-            incomplete.pack(routed.sent, routed.wanted, owner.dims, mine, self._scale(), sent)
+            partial_gradients.pack(routed.sent, routed.wanted, owner.dims, mine, self._scale(), sent)
         said = torch.tensor(flags, dtype=torch.float32)
         message = torch.cat([piece for part in torch.split(sent, wanted) for piece in (said, part)])
         received = self._send(message, [head + n for n in wanted], [head + n for n in asked])

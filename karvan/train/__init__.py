@@ -1,16 +1,17 @@
 """Training: the Trainer, what it is made of, and metrics."""
 
-from karvan.train import losses, metrics
+from karvan import metrics
+from karvan.train import losses
 from karvan.train.callbacks import Callback, EarlyStopping
-from karvan.train.context import TrainContext
-from karvan.train.eval_context import EvalContext, InferContext
+from karvan.train.contexts.eval_context import EvalContext, InferContext
+from karvan.train.contexts.train_context import TrainContext
 from karvan.train.evaluation import Prediction
-from karvan.train.job import Job
-from karvan.train.logs import CsvLog, JsonLinesLog, Log, TensorBoardLog
-from karvan.train.progress import BarProgress, NoProgress, PlainProgress
-from karvan.train.results import FitResult, Report, StepLogs
-from karvan.train.signals import TerminatedError, reset_termination
+from karvan.train.reporting.loggers import CsvLog, JsonLinesLog, Log, TensorBoardLog
+from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
+from karvan.train.reporting.results import FitResult, Report, StepLogs
+from karvan.train.stopping.signals import TerminatedError, reset_termination
 from karvan.train.trainer import Trainer
+from karvan.train.training_job import Job
 
 __all__ = [
     "BarProgress",

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from karvan.train.results import FitResult, StepLogs
+    from karvan.train.reporting.results import FitResult, StepLogs
     from karvan.train.trainer import Trainer
 
 _log = logging.getLogger("karvan.train")

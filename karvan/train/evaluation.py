@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from karvan.activity import activity
-from karvan.names import listed
+from karvan.distributed import Connection
+from karvan.label_columns import required_labels
+from karvan.name_hints import listed
 from karvan.ragged import NestedRagged, Ragged
-from karvan.ranks import Connection
-from karvan.train.evaluated import NonFinite, has_no_nan, require_samples
-from karvan.train.feed import Feed, feed
-from karvan.train.gathering import merged, summed
-from karvan.train.label_values import check_of
-from karvan.train.labels import required_labels
+from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
+from karvan.train.checks.label_values import check_of
+from karvan.train.feed.feed import Feed, feed
+from karvan.train.feed.rank_rounds import Rounds
 from karvan.train.losses import named, total
-from karvan.train.placement import Placement
-from karvan.train.precision import Precision
-from karvan.train.randomness import same_random_state_afterwards
-from karvan.train.rounds import Rounds
+from karvan.train.state.gathering import merged, summed
+from karvan.train.state.randomness import same_random_state_afterwards
+from karvan.train.step.device_placement import Placement
+from karvan.train.step.precision import Precision
 from karvan.train.types import Loss, MetricLike, rows_of
 
 

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
-from karvan.train import dataset, state
-from karvan.train.course import Course
-from karvan.train.evaluated import require_numbers
-from karvan.train.goal import Goal
-from karvan.train.labels import required_labels
+from karvan.label_columns import required_labels
+from karvan.train.checks.evaluation_results import require_numbers
+from karvan.train.checks.preflight import check_fit
+from karvan.train.feed.batch_source import Fed
+from karvan.train.feed.epoch import Course
 from karvan.train.losses import named, nothing_of, total
-from karvan.train.nonfinite import Skips
-from karvan.train.owned import owned_folder
-from karvan.train.preflight import check_fit
-from karvan.train.randomness import set_random_state
-from karvan.train.reporting import Reporter
-from karvan.train.results import Counts, FitResult, Losses, StepLogs, Window
-from karvan.train.resuming import check_choice, chosen
-from karvan.train.saving import Snapshot
-from karvan.train.stopping import Stopping
-from karvan.train.taking import Fed
-from karvan.train.trained import Trained
-from karvan.train.transforms import Transforms
+from karvan.train.reporting.reporter import Reporter
+from karvan.train.reporting.results import Counts, FitResult, Losses, StepLogs, Window
+from karvan.train.state import dataset, train_state
+from karvan.train.state.finished_data import Trained
+from karvan.train.state.folder_owner import owned_folder
+from karvan.train.state.randomness import set_random_state
+from karvan.train.state.resuming import check_choice, chosen
+from karvan.train.state.saving import Snapshot
+from karvan.train.state.transforms import Transforms
+from karvan.train.step.nonfinite import Skips
+from karvan.train.stopping.goal import Goal
+from karvan.train.stopping.stopping import Stopping
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
@@ -317,14 +317,19 @@ class Fit:
         finished = self._has_all() or self._trainer.stop_is_final
         early = finished and not self._goal.reached(self._counts)
         data = dataset.state_of(self._identity, finished, self._goal.wanted, early, self._past)
-        return {**state.take(self._trainer), **self._course.state(), **self._transforms.state(), "data": data}
+        return {
+            **train_state.take(self._trainer),
+            **self._course.state(),
+            **self._transforms.state(),
+            "data": data,
+        }
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         trainer, counts = self._trainer, self._counts
         counts.load_state_dict(Counts().state_dict())
-        state.restore(trainer, saved, new_settings=self._how.new_settings)
+        train_state.restore(trainer, saved, new_settings=self._how.new_settings)
         self._transforms.load(saved)
-        random = state.random_of(trainer.connection, saved)
+        random = train_state.random_of(trainer.connection, saved)
         if other:
             set_random_state(random)
             dataset.begin_data(counts, self._before)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from karvan.names import listed
-from karvan.train.label_values import check_column, check_of
-from karvan.train.labels import one_each
+from karvan.label_columns import one_each
+from karvan.name_hints import listed
+from karvan.train.checks.label_values import check_column, check_of
 from karvan.train.types import AnyBatch, Losses, Output
 
 

@@ -10,39 +10,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from karvan import ranks
+from karvan import distributed
+from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
-from karvan.counts import check_integers
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.data.identity import Identity
+from karvan.dense.factory import make_stepping
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.callbacks import Callback, Callbacks
-from karvan.train.dataset import remaining
-from karvan.train.dense.make import make_stepping
-from karvan.train.describe import describe
+from karvan.train.checks.common_mistakes import check_data, check_trainer
+from karvan.train.checks.frozen import Frozen, Patterns
+from karvan.train.checks.label_values import check_of
+from karvan.train.checks.preflight import check_connection
 from karvan.train.evaluation import Evaluator, Prediction
-from karvan.train.feed import ahead_of, same
+from karvan.train.feed.feed import ahead_of, same
 from karvan.train.fit import Begin, Fit
-from karvan.train.frozen import Frozen, Patterns
-from karvan.train.goal import Goal
-from karvan.train.history import History
-from karvan.train.label_values import check_of
-from karvan.train.logs import Log, Logs
-from karvan.train.parallel import make_parallel
-from karvan.train.passes import Passes
-from karvan.train.placement import device_of, exact_device, make_placement
-from karvan.train.precision import make_precision
-from karvan.train.preflight import check_connection
-from karvan.train.progress import NoProgress, make_progress
-from karvan.train.results import Counts, FitResult, Window
-from karvan.train.saving import SaveSettings, make_saver
-from karvan.train.schedule import Schedule, Schedulers
-from karvan.train.signals import Signals
-from karvan.train.slips import check_data, check_trainer
-from karvan.train.transforms import Transforms
+from karvan.train.reporting.describe import describe
+from karvan.train.reporting.history import History
+from karvan.train.reporting.loggers import Log, Logs
+from karvan.train.reporting.progress import NoProgress, make_progress
+from karvan.train.reporting.results import Counts, FitResult, Window
+from karvan.train.state.dataset import remaining
+from karvan.train.state.saving import SaveSettings, make_saver
+from karvan.train.state.transforms import Transforms
+from karvan.train.step.accumulation import Passes
+from karvan.train.step.data_parallel import make_parallel
+from karvan.train.step.device_placement import device_of, exact_device, make_placement
+from karvan.train.step.lr_schedule import Schedule, Schedulers
+from karvan.train.step.optimizer_step import (
+    DenseOptimizer,
+    Update,
+    UpdateSettings,
+    engines_of,
+    make_dense,
+    make_sparse,
+)
+from karvan.train.step.precision import make_precision
+from karvan.train.stopping.goal import Goal
+from karvan.train.stopping.signals import Signals
 from karvan.train.types import Loss, MetricLike
-from karvan.train.update import DenseOptimizer, Update, UpdateSettings, engines_of, make_dense, make_sparse
 
 _log = logging.getLogger("karvan.train")
 
@@ -58,16 +65,16 @@ class Trainer:
     optimizer and is not named is an error when a fit begins.
     metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
-    precision: see `precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see `UpdateSettings`.
-    callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers every log_every steps.
-    progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an object.
-    checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
+    precision: see `karvan/train/step/precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see
+    `UpdateSettings`. callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers every
+    log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an
+    object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
     checkpoint_seconds, and at the end; with keep_best also after every evaluation. A save that the disk or
     the servers refuse is a warning; after more than tolerate_failed_saves in a row the fit raises the error.
-    The last save of a fit is repeated for save_retry_seconds, and then raises it.
-    device is where the model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are
-    taken from the data while one computes, 0 for none; on the thread that takes them, prepare is called with
-    each, and embedding engines group the ids that are in it already.
+    The last save of a fit is repeated for save_retry_seconds, and then raises it. device is where the model
+    is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data while
+    one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
+    engines group the ids that are in it already.
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
     share of the data. global_accumulate is the number of batches that make a step over all ranks, however
@@ -110,13 +117,13 @@ class Trainer:
         check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
-        ahead = ahead_of(ahead, ranks.current())
+        ahead = ahead_of(ahead, distributed.current())
         self.device = device_of(model) if device is None else exact_device(device)
         self.model = model if device is None else model.to(self.device)
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.accumulate = accumulate
-        self.connection = ranks.current()
+        self.connection = distributed.current()
         self.precision = make_precision(precision, self.device, engines_of(model))
         here = self.connection
         together = here.world == 1 or here.settings.mode != "async"

@@ -16,7 +16,7 @@ Loss: TypeAlias = Callable[[Any, Any], Losses]
 
 
 class MetricLike(Protocol):
-    """What is asked of a metric; those of `karvan.train.metrics` have it."""
+    """What is asked of a metric; those of `karvan.metrics` have it."""
 
     def update(self, output: Any, batch: Any) -> None:
         """Count a batch."""

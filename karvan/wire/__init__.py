@@ -5,11 +5,11 @@ peer = Peer("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """
 
+from karvan.wire.client import Peer, Reply
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.limits import Limits
+from karvan.wire.guard.limits import Limits
 from karvan.wire.message import Array, Message
-from karvan.wire.peer import Peer, Reply
-from karvan.wire.security import Security
+from karvan.wire.security.credentials import Security
 from karvan.wire.server import Server
 from karvan.wire.service import Caller, Request, Service, endpoints
 

@@ -23,14 +23,14 @@ import pyarrow.flight as flight
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.wire.accepted import host_of, peer_address
-from karvan.wire.calls import said_by
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.guard import ConnectionGuard
-from karvan.wire.leaving import close_at_exit, closed
-from karvan.wire.limits import Limits
+from karvan.wire.exit_hooks import close_at_exit, closed
+from karvan.wire.guard.accepted_sockets import host_of, peer_address
+from karvan.wire.guard.connection_guard import ConnectionGuard
+from karvan.wire.guard.limits import Limits
 from karvan.wire.message import MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
-from karvan.wire.security import STREAMS, Security, join_address
+from karvan.wire.schema.calls import said_by
+from karvan.wire.security.credentials import STREAMS, Security, join_address
 from karvan.wire.server_connection import BUSY_EVERY, ServerConnection
 from karvan.wire.service import Caller, Service
 from karvan.wire.session import Sessions

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from karvan.clock import clock
-from karvan.wire.accepted import host_of, peer_address
 from karvan.wire.errors import WireError
-from karvan.wire.limits import Limits
+from karvan.wire.guard.accepted_sockets import host_of, peer_address
+from karvan.wire.guard.limits import Limits
 from karvan.wire.message import LARGE, Message, Packed, pack, write
 from karvan.wire.service import Caller
 from karvan.wire.session import USUAL_DEADLINE, Session

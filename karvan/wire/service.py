@@ -1,9 +1,9 @@
 """`Service`: what answers calls, as far as all services share it.
 
-A service says which calls it takes (`karvan.wire.calls`) and which of its methods does each. `Service.answer`
-looks a call up, checks its head and arrays by the declaration, and only then calls the method: whatever is
-unknown, missing, of another type, dtype, shape or size is refused with what was expected and received, and
-changes nothing. A hello is checked in the same way, before `welcome`.
+A service says which calls it takes (`karvan.wire.schema.calls`) and which of its methods does each.
+`Service.answer` looks a call up, checks its head and arrays by the declaration, and only then calls the
+method: whatever is unknown, missing, of another type, dtype, shape or size is refused with what was expected
+and received, and changes nothing. A hello is checked in the same way, before `welcome`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias, final
 
-from karvan.wire.calls import Call, CallTable
 from karvan.wire.errors import RefusedError
-from karvan.wire.kinds import Fields, Kind, shown
 from karvan.wire.message import Array, Message
+from karvan.wire.schema.calls import Call, CallTable
+from karvan.wire.schema.kinds import Fields, Kind, shown
 
 
 class Caller(NamedTuple):

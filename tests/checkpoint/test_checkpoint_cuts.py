@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.checkpoint import Checkpoint, manifest
-from karvan.checkpoint.extras import own_extra, read_extras
-from karvan.checkpoint.files import FileEntry, stored, write_arrays
-from karvan.checkpoint.manifest import PartEntry
-from karvan.checkpoint.pace import Pace
-from karvan.checkpoint.ranges import SPACE, WHOLE, between, pieces, share_of
-from karvan.checkpoint.tables import join, read_part, select, to_arrays
-from karvan.store.owners import hashes_of, owners_of
+from karvan.checkpoint import Checkpoint
+from karvan.checkpoint.format import manifest
+from karvan.checkpoint.format.hash_ranges import SPACE, WHOLE, between, pieces, share_of
+from karvan.checkpoint.format.manifest import PartEntry
+from karvan.checkpoint.format.safetensors_file import FileEntry, stored, write_arrays
+from karvan.checkpoint.format.table_arrays import join, read_part, select, to_arrays
+from karvan.checkpoint.format.table_extras import own_extra, read_extras
+from karvan.checkpoint.io.throttle import Pace
+from karvan.store.exchange.key_sharding import hashes_of, owners_of
 
 STEPS = (1, 2, 3)
 

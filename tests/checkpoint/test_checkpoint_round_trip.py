@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import karvan as kv
 from karvan import _native
-from karvan.checkpoint.tree import DTYPES, as_tensor, decode, encode
-from karvan.store.owners import hashes_of
+from karvan.checkpoint.format.state_tree import DTYPES, as_tensor, decode, encode
+from karvan.store.exchange.key_sharding import hashes_of
 
 VARIANTS = {
     "plain": {},

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint import writing as writing_module
+from karvan.checkpoint.io import writer as writing_module
 
 HERE = Path(__file__).parent
 

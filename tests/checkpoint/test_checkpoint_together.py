@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint.together import together
-from karvan.ranks import Lane
-from karvan.ranks.rounds import Rounds
+from karvan.checkpoint.rank_agreement import together
+from karvan.distributed import Lane
+from karvan.distributed.rank_turns import Rounds
 
 
 class ThreadLane(Lane):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from karvan.limits import limits, require_limits
+from karvan.system_limits import limits, require_limits
 
 LOW = {
     "open files": (resource.RLIMIT_NOFILE, 64),

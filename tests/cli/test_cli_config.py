@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import karvan as kv
-from karvan.cli.build import make_features, make_job, make_model
-from karvan.cli.config import Config, Model, converted, read_config
+from karvan.cli.config.build_job import make_features, make_job, make_model
+from karvan.cli.config.schema import Config, Model, converted, read_config
 from karvan.cli.errors import CommandError
 from karvan.settings import SettingsError, parse
 

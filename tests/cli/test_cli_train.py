@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import karvan as kv
-from karvan.cli.target import Target
+from karvan.cli.config.target import Target
 
 JOBS = ["config.yaml", "job.py"]
 

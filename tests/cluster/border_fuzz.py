@@ -35,9 +35,11 @@ import numpy as np  # noqa: E402
 from border_helpers import SUBJECTS  # noqa: E402
 
 from karvan.checkpoint import CheckpointError  # noqa: E402
-from karvan.cluster import batches, loader  # noqa: E402
-from karvan.wire import RefusedError, WireError, calls  # noqa: E402
+from karvan.cluster.loader import service  # noqa: E402
+from karvan.cluster.parameter_server import training_requests  # noqa: E402
+from karvan.wire import RefusedError, WireError  # noqa: E402
 from karvan.wire.message import DTYPES  # noqa: E402
+from karvan.wire.schema import calls  # noqa: E402
 
 KNOWN = (RefusedError, ValueError, RuntimeError, WireError, CheckpointError, OSError, MemoryError)
 MISTAKES = (NotImplementedError, RecursionError)  # kinds of RuntimeError that a check should have prevented
@@ -225,11 +227,11 @@ def _short(head):
 
 def main(seed, cases, folder):
     logging.disable(logging.CRITICAL)
-    loader._WAIT = loader._STAY = 0.001
+    service._WAIT = service._STAY = 0.001
     if os.environ.get("KARVAN_FUZZ_UNCHECKED"):
         check = calls.ArrayKind.check
         calls.ArrayKind.check = lambda kind, *told: None if kind.name == "gradients" else check(kind, *told)
-        batches._check_sizes = lambda answered, gradients: None
+        training_requests._check_sizes = lambda answered, gradients: None
     begun = time.monotonic()
     fuzz = Fuzz(seed, folder)
     fuzz.run(cases)

@@ -15,18 +15,18 @@ import torch
 
 import karvan as kv
 from karvan import checkpoint
-from karvan.cluster.loader import LoaderService
-from karvan.cluster.packing import pack as pack_batch
-from karvan.cluster.registry import Registry
-from karvan.cluster.server import ParameterServer
-from karvan.cluster.worker import EmbeddingWorker
+from karvan.cluster.batch_messages import pack as pack_batch
+from karvan.cluster.embedding_worker.service import EmbeddingWorker
+from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.dense.wire_format import state_message, state_of, tensors_message
+from karvan.discovery.registry import Registry
 from karvan.protocol.values import words
 from karvan.ragged import Batch, Ragged
-from karvan.store.wording import rule_to_json, spec_to_json
-from karvan.train.dense.messages import state_message, state_of, tensors_message
+from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.wire import Message, Server
-from karvan.wire.calls import said_by
 from karvan.wire.message import pack, read, write
+from karvan.wire.schema.calls import said_by
 from karvan.wire.service import Caller
 
 DIMS = {"t": 4, "u": 8}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
-from karvan import ranks
+from karvan import distributed
 from karvan.cluster.generations import Generations
-from karvan.cluster.registry import Registry
-from karvan.cluster.server import ParameterServer
+from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.discovery.registry import Registry
 from karvan.wire import Server
 
 TEMPORARY = tempfile.gettempdir()  # tests save below it
@@ -29,7 +29,7 @@ def serving(count, checkpoints=TEMPORARY, registry=""):
     try:
         yield [server.address for server in servers]
     finally:
-        ranks.disconnect()
+        distributed.disconnect()
         for server in servers:
             server.close(0.1)
 
@@ -76,7 +76,7 @@ class Processes:
         return self
 
     def __exit__(self, *exception):
-        ranks.disconnect()
+        distributed.disconnect()
         for process in self.processes:
             process.terminate()
         for process in self.processes:

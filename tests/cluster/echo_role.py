@@ -3,7 +3,7 @@
 import sys
 
 from karvan.cli.main import main
-from karvan.cluster import role
+from karvan.cluster import role_process
 from karvan.wire import Message, Service
 
 
@@ -23,5 +23,5 @@ def make(settings):
 
 
 if __name__ == "__main__":
-    role.FACTORIES["loader"] = "echo_role:make"
+    role_process.FACTORIES["loader"] = "echo_role:make"
     sys.exit(main(["role", *sys.argv[1:]]))

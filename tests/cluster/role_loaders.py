@@ -7,8 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
-from karvan.cluster.registry import Registry
-from karvan.cluster.stream import stream
+from karvan.cluster.loader_stream.stream import stream
+from karvan.discovery.registry import Registry
 
 PROGRAM = Path(__file__).parent / "loader_program.py"
 

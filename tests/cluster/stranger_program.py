@@ -22,7 +22,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from karvan.ranks.wire_store import WireStore
+from karvan.distributed.wire_store import WireStore
 from karvan.wire import Peer, RefusedError, Security, WireError
 
 NOBODY = 65534

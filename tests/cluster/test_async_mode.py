@@ -10,11 +10,11 @@ import torch
 from cluster_helpers import Processes, serving
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint import Checkpoint
-from karvan.cluster.registry import Registry
-from karvan.ranks.modes import choose_dense, choose_mode
-from karvan.train.dense.peers import DensePeer
+from karvan.dense.server_proxy import DensePeer
+from karvan.discovery.registry import Registry
+from karvan.distributed.sync_modes import choose_dense, choose_mode
 from karvan.wire import Peer, RefusedError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
@@ -57,7 +57,7 @@ def assert_same(one, other, step):
 def connected(servers, **options):
     """Servers in this process, and a connection to them in mode async."""
     with serving(servers) as addresses:
-        ranks.connect("remote", servers=addresses, mode="async", **{"staleness": 1, **options})
+        distributed.connect("remote", servers=addresses, mode="async", **{"staleness": 1, **options})
         yield
 
 
@@ -97,7 +97,7 @@ def test_a_fit_goes_on_in_any_mode(tmp_path):
             fit(tmp_path / "moved", steps)
             continue
         with serving(servers) as addresses:
-            ranks.connect("remote", servers=addresses, mode=mode, staleness=1)
+            distributed.connect("remote", servers=addresses, mode=mode, staleness=1)
             fit(tmp_path / "moved", steps)
     assert_same(tmp_path / "moved", tmp_path / "straight", 20)
 
@@ -135,11 +135,11 @@ class Intruder:
         self.times, self.steps, self.servers, self.sequence = times, steps, servers, 0
 
     def __call__(self, output, batch):
-        if self.times and ranks.current().servers is not None:
+        if self.times and distributed.current().servers is not None:
             self.times -= 1
             for _ in range(self.steps):
                 for number in self.servers:
-                    server = DensePeer(ranks.current().servers, number, 1)
+                    server = DensePeer(distributed.current().servers, number, 1)
                     version, _ = server.pull()
                     assert server.push_gradients({}, version, trainer="b", sequence=self.sequence).accepted
                 self.sequence += 1
@@ -388,7 +388,7 @@ WRONG = {
 def test_wrong_options_are_refused(name):
     options, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
-        ranks.connect(**{"kind": "remote", "servers": ["127.0.0.1:1"], **options})
+        distributed.connect(**{"kind": "remote", "servers": ["127.0.0.1:1"], **options})
 
 
 def test_modes_come_from_the_program_the_job_or_the_staleness():

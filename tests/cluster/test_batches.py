@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import karvan as kv
-from karvan.cluster.server import ParameterServer
-from karvan.store.messages import words
-from karvan.store.wording import rule_to_json, spec_to_json
+from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.store.exchange.message_layout import words
+from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.wire import Peer, RefusedError, Server
 
 HELLO = {

@@ -8,7 +8,7 @@ from cluster_helpers import serving
 from test_remote_training import Net, assert_same_checkpoint, batches, loss
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 
 def context(net=None, **options):
@@ -58,7 +58,7 @@ def test_synchronous_servers_hold_what_memory_would(tmp_path, options):
     step = trainer.fit(batches(), epochs=2).step
     for servers in (1, 3):
         with serving(servers) as addresses:
-            ranks.connect("remote", servers=addresses)
+            distributed.connect("remote", servers=addresses)
             assert run(tmp_path / f"{servers}") == sizes
     for name in ("1", "3", "trainer"):
         assert_same_checkpoint(tmp_path / name / f"step-{step:012d}", tmp_path / f"memory/step-{step:012d}")
@@ -67,7 +67,7 @@ def test_synchronous_servers_hold_what_memory_would(tmp_path, options):
 @pytest.mark.parametrize("bound", [2, 4])
 def test_lookups_run_ahead_within_the_bound(bound):
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=bound)
+        distributed.connect("remote", servers=addresses, staleness=bound)
         net = Net()
         window = net.embeddings.store.window
 
@@ -89,7 +89,7 @@ def test_lookups_run_ahead_within_the_bound(bound):
 
 def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         ctx = train(context())
         ctx.save(tmp_path)
         sizes = ctx.sizes()
@@ -98,7 +98,7 @@ def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
     for servers in (0, 1, 2):
         with serving(servers) as addresses:
             if servers:
-                ranks.connect("remote", servers=addresses)
+                distributed.connect("remote", servers=addresses)
             net = Net()
             with kv.InferContext(net, tmp_path) as infer:
                 unknown = {"user": torch.tensor([10**9]), "item": torch.tensor([10**9])}
@@ -132,7 +132,7 @@ def test_one_trainer_with_dense_parameters_on_servers_has_the_bits_of_memory(tmp
     expected = run(tmp_path / "memory")
     for servers in (1, 3):
         with serving(servers) as addresses:
-            ranks.connect("remote", servers=addresses, mode="async", staleness=1)
+            distributed.connect("remote", servers=addresses, mode="async", staleness=1)
             assert run(tmp_path / f"{servers}") == expected
         step = f"step-{expected[2]:012d}"
         assert_same_checkpoint(tmp_path / f"{servers}" / step, tmp_path / "memory" / step)
@@ -140,6 +140,6 @@ def test_one_trainer_with_dense_parameters_on_servers_has_the_bits_of_memory(tmp
 
 def test_a_loop_of_ones_own_cannot_compute_a_step_again():
     with serving(1) as addresses:
-        ranks.connect("remote", servers=addresses, mode="async", tolerance=1)
+        distributed.connect("remote", servers=addresses, mode="async", tolerance=1)
         with pytest.raises(ValueError, match=r"cannot compute again.*kv\.Trainer"):
             context()

@@ -10,9 +10,9 @@ from dense_helpers import MAKERS, SGD, make_model, one_server, push, same, throu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.cluster.dense import DenseParameters
-from karvan.train.dense.described import describe
-from karvan.train.dense.policies import AsyncPolicy, SyncPolicy
+from karvan.cluster.parameter_server.dense_parameters import DenseParameters
+from karvan.dense.optimizer_spec import describe
+from karvan.dense.step_policies import AsyncPolicy, SyncPolicy
 
 
 def test_the_first_model_wins_and_later_ones_get_its_version():

@@ -16,11 +16,11 @@ from dense_helpers import (
     values_of,
 )
 
-from karvan.checkpoint.tree import encode
-from karvan.cluster.dense import DenseParameters
-from karvan.train.dense.described import describe
-from karvan.train.dense.policies import AsyncPolicy, SyncPolicy
-from karvan.train.dense.shares import merge_states, owner_of_parameter, split_state
+from karvan.checkpoint.format.state_tree import encode
+from karvan.cluster.parameter_server.dense_parameters import DenseParameters
+from karvan.dense.optimizer_spec import describe
+from karvan.dense.sharding import merge_states, owner_of_parameter, split_state
+from karvan.dense.step_policies import AsyncPolicy, SyncPolicy
 
 
 def test_owners_of_parameters_are_pinned():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from dense_helpers import MAKERS, backward, batches, make_model, make_servers, same
 
-from karvan.train.dense.policies import SyncPolicy
-from karvan.train.dense.trainer import AsyncDense
+from karvan.dense.client import AsyncDense
+from karvan.dense.step_policies import SyncPolicy
 
 
 @pytest.mark.parametrize("servers", [1, 3])

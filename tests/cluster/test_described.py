@@ -6,8 +6,8 @@ import pytest
 import torch
 from dense_helpers import MAKERS, make_model
 
-from karvan.cluster.dense import DenseParameters
-from karvan.train.dense.described import describe, make_optimizer
+from karvan.cluster.parameter_server.dense_parameters import DenseParameters
+from karvan.dense.optimizer_spec import describe, make_optimizer
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -7,13 +7,13 @@ import pytest
 from cluster_helpers import Processes
 from neighbour import needs_root, run_as_neighbour
 
+from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.generations import Generations
-from karvan.cluster.loader import LoaderService
-from karvan.cluster.registry import Registry
-from karvan.cluster.server import ParameterServer
-from karvan.cluster.worker import EmbeddingWorker
+from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.discovery.membership import Membership
+from karvan.discovery.registry import Registry
 from karvan.wire import Peer, RefusedError, Server
-from karvan.wire.membership import Membership
 
 HUGE = 10**9
 WHO = {"trainer": 0, "trainers": 1, "run": "a"}

@@ -12,8 +12,8 @@ import torch
 from cluster_helpers import serving
 
 import karvan as kv
-from karvan import ranks
-from karvan.cli.demo import run_demo
+from karvan import distributed
+from karvan.cli.commands.demo import run_demo
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
@@ -33,7 +33,7 @@ def _one_thread():
 def hybrid(work):
     """What work gives with rows on two servers, at staleness 8."""
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=8)
+        distributed.connect("remote", servers=addresses, staleness=8)
         return work()
 
 

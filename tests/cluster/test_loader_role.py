@@ -10,8 +10,8 @@ import torch
 from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
 
 import karvan as kv
-from karvan.cluster.loader import LoaderService
-from karvan.cluster.loader_role import read_share
+from karvan.cluster.loader.builtin import read_share
+from karvan.cluster.loader.service import LoaderService
 from karvan.data import DataError, synthetic
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.wire import RefusedError, Security, Server, WireError

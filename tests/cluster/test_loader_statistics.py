@@ -14,8 +14,8 @@ from feature_loader import BATCH, features, fitted, run
 from role_loaders import Loaders
 
 import karvan as kv
-from karvan.cluster.role import Settings
-from karvan.train.gathering import pack
+from karvan.cluster.role_process import Settings
+from karvan.train.state.gathering import pack
 
 PROGRAM = str(Path(__file__).parent / "feature_loader.py")
 ROWS = 60

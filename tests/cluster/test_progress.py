@@ -12,9 +12,9 @@ from role_loaders import Loaders, close_all
 
 import karvan as kv
 from karvan.activity import Activity, activity
-from karvan.cluster.registry import Registry
+from karvan.discovery.membership import Membership
+from karvan.discovery.registry import Registry
 from karvan.wire import Message, Peer, Server, Service, WireError
-from karvan.wire.membership import Membership
 
 
 def wait_for(condition, seconds=60.0):

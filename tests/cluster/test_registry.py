@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from karvan.cluster.registry import Registry
+from karvan.discovery.directory import Directory, StaticDirectory, directory_from_environment
+from karvan.discovery.membership import Membership
+from karvan.discovery.registry import Registry
 from karvan.wire import RefusedError, Security, WireError
-from karvan.wire.directory import Directory, StaticDirectory, directory_from_environment
-from karvan.wire.membership import Membership
 
 MEMBER = """
 import sys, threading
-from karvan.wire.membership import Membership
+from karvan.discovery.membership import Membership
 Membership(sys.argv[1], "parameter-server", 0, sys.argv[2], beat=0.1)
 print("there", flush=True)
 threading.Event().wait()
@@ -136,7 +136,7 @@ def test_members_register_again_with_a_registry_that_was_restarted():
 
 FAILING = """
 import logging, sys
-from karvan.wire.membership import Membership
+from karvan.discovery.membership import Membership
 logging.basicConfig(level="WARNING")
 Membership(sys.argv[1], "trainer", 0, "h:1", beat=0.001)
 raise KeyError("the real error")

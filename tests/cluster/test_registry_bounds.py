@@ -5,10 +5,10 @@ import contextlib
 import pytest
 from neighbour import needs_root, run_as_neighbour
 
-from karvan.cluster.registry import Registry
+from karvan.discovery.directory import Directory
+from karvan.discovery.membership import Membership
+from karvan.discovery.registry import Registry
 from karvan.wire import Peer, RefusedError
-from karvan.wire.directory import Directory
-from karvan.wire.membership import Membership
 
 MEMBER = {"role": "loader", "index": 0, "address": "h:1", "generation": 0, "pid": 1, "process": "p"}
 FLOOD = """

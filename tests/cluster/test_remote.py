@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan import ranks
-from karvan.cluster.registry import Registry
+from karvan import distributed
+from karvan.discovery.registry import Registry
 from karvan.wire import RefusedError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
@@ -109,7 +109,7 @@ def test_vectors_may_travel_in_two_bytes(wire):
 @pytest.mark.parametrize("bound", [1, 2, 5])
 def test_no_more_batches_are_out_than_the_bound_allows(bound):
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=bound)
+        distributed.connect("remote", servers=addresses, staleness=bound)
         engine = kv.EmbeddingEngine({name: make() for name, make in FEATURES.items()})
         sparse = kv.optim.SGD(engine, lr=0.1)
         batches = [part_of(global_batch(step, 6), 0, 1) for step in range(20)]
@@ -128,7 +128,7 @@ def test_no_more_batches_are_out_than_the_bound_allows(bound):
 
 def test_batches_that_are_never_used_do_not_stand_in_the_way():
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=2)
+        distributed.connect("remote", servers=addresses, staleness=2)
         engine = kv.EmbeddingEngine({"user": kv.Table(4)})
         sparse = kv.optim.SGD(engine, lr=0.1)
         for number in range(6):
@@ -144,7 +144,7 @@ def test_batches_that_are_never_used_do_not_stand_in_the_way():
 
 def test_an_evaluation_changes_nothing_and_unknown_keys_give_zeros():
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=4)
+        distributed.connect("remote", servers=addresses, staleness=4)
         engine = kv.EmbeddingEngine({"user": kv.Table(4)}).eval()
         assert not engine({"user": torch.arange(5)})["user"].any()
         assert engine.table("user").rows == 0
@@ -152,7 +152,7 @@ def test_an_evaluation_changes_nothing_and_unknown_keys_give_zeros():
 
 def test_a_table_that_is_not_finite_is_left_alone_and_counted():
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=3)
+        distributed.connect("remote", servers=addresses, staleness=3)
         engine = kv.EmbeddingEngine({"good": kv.Table(2), "bad": kv.Table(2)})
         sparse = kv.optim.SGD(engine, lr=0.5)
         batch = {"good": torch.arange(8), "bad": torch.arange(8)}
@@ -184,7 +184,7 @@ def test_rows_are_looked_into_and_maintained_like_those_in_memory():
 
     expected = use()
     with serving(3) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         received = use()
     assert received[0] == expected[0]
     for one, other in zip(received[1], expected[1], strict=True):
@@ -194,14 +194,14 @@ def test_rows_are_looked_into_and_maintained_like_those_in_memory():
 
 def test_who_asks_for_the_wrong_server_is_refused():
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses[::-1])
+        distributed.connect("remote", servers=addresses[::-1])
         with pytest.raises(RefusedError, match="expected to be asked for as server 1 of 2, got 0 of 2"):
             kv.EmbeddingEngine({"user": kv.Table(4)})
 
 
 def test_a_table_of_another_shape_is_refused():
     with serving(1) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         kv.EmbeddingEngine({"user": kv.Table(4)})
         with pytest.raises(ValueError, match="Table 'user' is in the store already"):
             kv.EmbeddingEngine({"user": kv.Table(8)})
@@ -218,7 +218,7 @@ def test_a_table_of_another_shape_is_refused():
 )
 def test_wrong_options_are_refused(options, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
-        ranks.connect(options.pop("kind"), **options)
+        distributed.connect(options.pop("kind"), **options)
 
 
 def test_a_launched_job_says_what_travels_and_how_stale(monkeypatch):
@@ -226,19 +226,19 @@ def test_a_launched_job_says_what_travels_and_how_stale(monkeypatch):
     monkeypatch.setenv("KARVAN_MODE", "hybrid")
     monkeypatch.setenv("KARVAN_STALENESS", "6")
     with serving(1) as addresses:
-        settings = ranks.connect("remote", servers=addresses).settings
+        settings = distributed.connect("remote", servers=addresses).settings
         assert (settings.wire, settings.mode, settings.staleness) == ("bfloat16", "hybrid", 6)
-        assert ranks.connect("remote", servers=addresses, wire="float16").settings.wire == "float16"
+        assert distributed.connect("remote", servers=addresses, wire="float16").settings.wire == "float16"
 
 
 def test_a_trainer_of_a_launched_job_is_known_to_its_registry(monkeypatch):
     with serving(1) as addresses, contextlib.closing(Registry()) as registry:
         monkeypatch.setenv("KARVAN_REGISTRY", registry.address)
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         assert registry.members() == []  # it is nobody's trainer
         monkeypatch.setenv("KARVAN_ROLE", "trainer")
         monkeypatch.setenv("KARVAN_INDEX", "3")
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         assert registry.healthy("trainer", 3) is True
-        ranks.disconnect()
+        distributed.disconnect()
         assert registry.healthy("trainer", 3) is None

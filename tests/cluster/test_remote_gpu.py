@@ -7,7 +7,7 @@ from cluster_helpers import serving
 from test_context_remote import context, train
 from test_remote_training import assert_same_checkpoint, batches, content, trainer_of
 
-from karvan import ranks
+from karvan import distributed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,7 +23,7 @@ def fit(folder, **options):
 def test_synchronous_servers_hold_what_memory_would(tmp_path, servers):
     fit(tmp_path / "memory")
     with serving(servers) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         fit(tmp_path / "remote")
         ctx = train(context(device="cuda"))
         assert torch.isfinite(ctx.model.out.bias).all()
@@ -33,7 +33,7 @@ def test_synchronous_servers_hold_what_memory_would(tmp_path, servers):
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16"}])
 def test_lookups_run_ahead_of_a_gpu_within_the_bound(tmp_path, options):
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=4, wire="bfloat16")
+        distributed.connect("remote", servers=addresses, staleness=4, wire="bfloat16")
         trainer = fit(tmp_path, **options)
         assert trainer.step == 24
         assert 1 <= trainer.model.embeddings.store.ahead.most <= 4
@@ -42,7 +42,7 @@ def test_lookups_run_ahead_of_a_gpu_within_the_bound(tmp_path, options):
 def test_dense_parameters_on_servers_follow_those_of_a_gpu(tmp_path):
     fit(tmp_path / "memory")
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, mode="async", staleness=1)
+        distributed.connect("remote", servers=addresses, mode="async", staleness=1)
         fit(tmp_path / "async")
     (tables, state), (expected, expected_state) = (
         content(tmp_path / name / f"step-{24:012d}") for name in ("async", "memory")

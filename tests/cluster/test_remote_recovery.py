@@ -8,7 +8,7 @@ from cluster_helpers import serving
 from test_remote_training import Net, assert_same_checkpoint, batches, fit, trainer_of
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint import DamagedCheckpointError
 
 
@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
     """Checkpoints of two servers: 2 full, 4 a delta on it, 6 full, 8 a delta on it."""
     folder = tmp_path_factory.mktemp("trained")
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         trainer_of(checkpoints_of(folder), checkpoint_every=2).fit(batches(), train_steps=8)
     assert [one.kind for one in checkpoints_of(folder).list()] == ["full", "delta"] * 2
     return folder
@@ -44,7 +44,7 @@ def test_a_fit_on_servers_continues_from_the_newest_whole_checkpoint_bit_for_bit
     for step in (6, 8):
         shutil.rmtree(direct / name(step))
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         fit(checkpoints_of(damaged), 12)
     fit(checkpoints_of(direct), 12)  # in memory
     assert_same_checkpoint(damaged / name(12), direct / name(12))
@@ -69,7 +69,7 @@ def test_damage_that_a_server_finds_leads_to_the_same_fallback(trained, tmp_path
         return checkpoint.load(net)
 
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         net = Net()
         kv.optim.Adam(net, lr=0.05)
         with caplog.at_level(logging.WARNING):
@@ -86,6 +86,6 @@ def test_servers_keep_nothing_of_a_run_without_a_whole_checkpoint(trained, tmp_p
     for file in folder.glob("step-*/manifest.json"):
         file.unlink()
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         with pytest.raises(DamagedCheckpointError, match="got 4 damaged"):
             fit(checkpoints_of(folder), 12)

@@ -10,9 +10,9 @@ from cluster_helpers import Processes, serving
 from torch.nn import functional as F
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint import Checkpoint
-from karvan.cluster.registry import Registry
+from karvan.discovery.registry import Registry
 from karvan.train import JsonLinesLog
 from karvan.wire import PeerLostError, RefusedError
 
@@ -89,7 +89,7 @@ def test_a_fit_moves_between_memory_and_any_number_of_servers(tmp_path):
     for servers, steps in ((2, 5), (0, 9), (3, 14), (1, 18)):
         if servers:
             with serving(servers) as addresses:
-                ranks.connect("remote", servers=addresses)
+                distributed.connect("remote", servers=addresses)
                 fit(tmp_path / "moved", steps)
         else:
             fit(tmp_path / "moved", steps)
@@ -99,7 +99,7 @@ def test_a_fit_moves_between_memory_and_any_number_of_servers(tmp_path):
 
 def test_every_server_writes_its_own_files(tmp_path):
     with serving(3) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         fit(tmp_path, 4)
     entry = Checkpoint(tmp_path / "step-000000000004").manifest.tables["user"]
     assert len(entry.parts) >= 3
@@ -115,7 +115,7 @@ def test_deltas_have_what_changed_on_the_servers(tmp_path):
 
     run(tmp_path / "memory")
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         run(tmp_path / "remote")
     kinds = []
     for step in (2, 4, 6, 8):
@@ -130,7 +130,7 @@ def test_deltas_have_what_changed_on_the_servers(tmp_path):
 
 def test_a_save_goes_on_beside_training(tmp_path):
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses, staleness=4)
+        distributed.connect("remote", servers=addresses, staleness=4)
         trainer = trainer_of(tmp_path, checkpoint_every=1)
         result = trainer.fit(batches(), epochs=3)
         assert result.step == 36
@@ -139,15 +139,17 @@ def test_a_save_goes_on_beside_training(tmp_path):
 
 def test_a_newer_generation_begins_with_empty_tables(monkeypatch):
     with closing(Registry()) as registry, serving(2, registry=registry.address) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         old = kv.EmbeddingEngine({"user": kv.Table(4)})
         old({"user": torch.arange(9)})
         assert old.table("user").rows == 9
-        connection = ranks.connection._current  # its peers live on, like those of a process that was cut off
-        ranks.connection._current = ranks.Connection()
+        connection = (
+            distributed.connection._current
+        )  # its peers live on, like those of a process that was cut off
+        distributed.connection._current = distributed.Connection()
         registry.begin_generation(1)
         monkeypatch.setenv("KARVAN_GENERATION", "1")
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         new = kv.EmbeddingEngine({"user": kv.Table(4)})
         assert new.table("user").rows == 0
         with pytest.raises(RefusedError, match="older"):
@@ -159,7 +161,7 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
     with Processes(2) as cluster:
         for name, value in cluster.environment().items():
             monkeypatch.setenv(name, value)
-        ranks.connect("remote", timeout=120)
+        distributed.connect("remote", timeout=120)
         engine = kv.EmbeddingEngine({"user": kv.Table(4)})
         sparse = kv.optim.SGD(engine, lr=0.1)
         engine({"user": torch.arange(50)})["user"].sum().backward()
@@ -183,12 +185,12 @@ def test_the_staleness_that_was_observed_is_reported(tmp_path):
         (tmp_path / name).mkdir()
     assert reported(tmp_path / "memory") == [{}] * 6
     with serving(2) as addresses:
-        ranks.connect("remote", servers=addresses)
+        distributed.connect("remote", servers=addresses)
         assert reported(tmp_path / "sync") == [{"staleness": 1, "staleness_max": 1}] * 6
-        ranks.connect("remote", servers=addresses, staleness=3)
+        distributed.connect("remote", servers=addresses, staleness=3)
         for line in reported(tmp_path / "hybrid"):
             assert 1 <= line["staleness"] <= line["staleness_max"] <= 3
-        ranks.connect("remote", servers=addresses, mode="async", staleness=2)
+        distributed.connect("remote", servers=addresses, mode="async", staleness=2)
         for line in reported(tmp_path / "async"):
             assert line["dense_staleness"] == 0  # there is no other trainer
             assert 1 <= line["staleness"] <= 2

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from karvan.cluster.registry import Registry
-from karvan.cluster.rendezvous_store import RendezvousStore, StoreBounds
-from karvan.ranks.wire_store import WireStore
+from karvan.discovery.registry import Registry
+from karvan.discovery.rendezvous_store import RendezvousStore, StoreBounds
+from karvan.distributed.wire_store import WireStore
 from karvan.wire import Peer, RefusedError, Security
 
 KEYS = st.sampled_from(["a", "b", "number", "with/slash", "ключ"])

@@ -10,7 +10,7 @@ from slow_rows import owner_of
 from worker_helpers import Cluster
 
 import karvan as kv
-from karvan.store.remote import RemoteStore
+from karvan.store.remote.store import RemoteStore
 
 KEYS = torch.arange(64)
 SERVER = "parameter-server"

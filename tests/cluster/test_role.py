@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from karvan.cluster.registry import Registry
-from karvan.cluster.role import Settings, factory_of
+from karvan.cluster.role_process import Settings, factory_of
+from karvan.discovery.directory import Directory
+from karvan.discovery.membership import Membership
+from karvan.discovery.registry import Registry
 from karvan.wire import Peer, RefusedError, Security
-from karvan.wire.directory import Directory
-from karvan.wire.membership import Membership
 
 PROGRAM = Path(__file__).parent / "echo_role.py"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.cluster.loader import LoaderService
-from karvan.cluster.loader_source import serve
-from karvan.cluster.sent_ids import Reference, SentIds
+from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.id_forwarding import Reference, SentIds
+from karvan.cluster.loader.service import LoaderService
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
 

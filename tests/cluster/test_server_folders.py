@@ -13,8 +13,8 @@ from cluster_helpers import serving
 from neighbour import needs_root, run_as_neighbour
 
 import karvan as kv
-from karvan.cluster.server import ParameterServer
-from karvan.store.wording import spec_to_json
+from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.store.exchange.wire_format import spec_to_json
 from karvan.wire import Peer, Server
 
 HELLO = {

@@ -289,7 +289,7 @@ def test_ids_that_are_not_there_any_more_are_asked_for_again(job):
 
 def test_calls_that_are_malformed_are_refused(job):
     loader = job(1, 1)
-    workers = kv.ranks.current().workers
+    workers = kv.distributed.current().workers
     engine = kv.EmbeddingEngine({"user": kv.Table(2), "item": kv.Table(2)})
     sent = loader.send({"user": torch.arange(3), "item": torch.arange(3)})
     outputs = engine(sent)
@@ -332,7 +332,7 @@ def test_calls_that_are_malformed_are_refused(job):
 
 def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
     loader = job(1, 1)
-    kv.ranks.current().workers.resend = None
+    kv.distributed.current().workers.resend = None
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
     batch = {kv.ragged.REFERENCE: kv.ragged.Reference(0, "nothing", 3)}
     with pytest.raises(RuntimeError, match=r"worker 0: expected the ids of reference 'nothing'.*never came"):

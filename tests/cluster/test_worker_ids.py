@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from karvan.cluster.kept_ids import KeptIds
-from karvan.cluster.packing import pack, unpack
-from karvan.cluster.worker import EmbeddingWorker
-from karvan.cluster.worker_client import WorkerClient
+from karvan.cluster.batch_messages import pack, unpack
+from karvan.cluster.embedding_worker.client import WorkerClient
+from karvan.cluster.embedding_worker.id_cache import KeptIds
+from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.ragged import REFERENCE, Batch, Ragged, Reference
 from karvan.wire import Peer, RefusedError, Server, WireError
 

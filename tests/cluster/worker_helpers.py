@@ -12,10 +12,10 @@ import time
 import torch
 
 import karvan as kv
-from karvan.cluster.registry import Registry
-from karvan.cluster.worker_client import WorkerClient
+from karvan.cluster.embedding_worker.client import WorkerClient
+from karvan.discovery.directory import Directory
+from karvan.discovery.registry import Registry
 from karvan.ragged import REFERENCE, Batch, Ragged, Reference
-from karvan.wire.directory import Directory
 
 _generations = itertools.count(1)
 

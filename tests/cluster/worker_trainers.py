@@ -12,9 +12,9 @@ import torch
 from worker_helpers import Loader, all_layouts, batches, loss_of, rows_of, tensors
 
 import karvan as kv
-from karvan.cluster.worker_client import WorkerClient
+from karvan.cluster.embedding_worker.client import WorkerClient
+from karvan.discovery.directory import directory_from_environment
 from karvan.ragged import REFERENCE, Reference
-from karvan.wire.directory import directory_from_environment
 
 
 class Cluster:
@@ -76,7 +76,7 @@ def main():
         loader.close()
         cluster.directory.close()
     torch.save(made, folder / f"{rank}.pt")
-    kv.ranks.disconnect()
+    kv.distributed.disconnect()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 from pyarrow import csv, ipc, orc
 from pyarrow import parquet as pq
 
-from karvan.data.recordio import RecordWriter
+from karvan.data.formats.recordio import RecordWriter
 from karvan.data.source import Split
 from karvan.ragged import NestedRagged, Ragged
 

@@ -15,10 +15,10 @@ from cloud import serving
 from rows import FORMATS, read_all, table, write
 
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
-from karvan.data.paths import find, resolve
+from karvan.data.formats.open_files import open_files
+from karvan.data.formats.paths import find, resolve
 from karvan.data.read import read
-from karvan.data.windows import Windows
+from karvan.data.streaming.time_windows import Windows
 
 ROWS = table(60)
 KEYS = [
@@ -187,7 +187,7 @@ def test_hdfs_that_cannot_be_reached_says_what_it_needs(hdfs, monkeypatch):
 
 @pytest.mark.slow  # it starts a process, because pyarrow looks for the libraries only once in the life of one
 def test_hdfs_without_hadoop_says_what_it_needs():
-    command = [sys.executable, "-c", "from karvan.data.paths import find; find('hdfs://name:8020/x')"]
+    command = [sys.executable, "-c", "from karvan.data.formats.paths import find; find('hdfs://name:8020/x')"]
     hidden = {"ARROW_LIBHDFS_DIR": "", "HADOOP_HOME": "", "JAVA_HOME": ""}
     done = subprocess.run(command, env=os.environ | hidden, stderr=subprocess.PIPE, text=True)
     assert re.search(r"DataError: hdfs://name:8020/x: The file system.*needs Java and Hadoop", done.stderr)

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import read_all
 
-from karvan.data import cells, criteo
-from karvan.data import csv as csv_module
-from karvan.data.decode import Decoder
+from karvan.data.columns.decoder import Decoder
+from karvan.data.columns.type_names import type_of
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
+from karvan.data.formats import criteo
+from karvan.data.formats.csv import list_cells
+from karvan.data.formats.csv import source as csv_module
+from karvan.data.formats.open_files import open_files
 from karvan.data.read import read
 from karvan.data.source import Split
-from karvan.data.type_names import type_of
 
 
 def put(folder, text, name="x.csv"):
@@ -153,14 +154,14 @@ def test_a_cell_that_is_no_list_is_an_error_that_names_the_column(tmp_path, type
 def test_hexadecimal_ids_are_parsed(values, eight, skip):
     values = [x if x is None or not eight else x >> 32 for x in values]
     texts = [None if x is None else f"{x:08x}" if eight else f"{x:X}" for x in values]
-    got = cells.from_hex(pa.array(texts, pa.string())[skip:], "x").to_pylist()
+    got = list_cells.from_hex(pa.array(texts, pa.string())[skip:], "x").to_pylist()
     assert [None if x is None else x % (1 << 64) for x in got] == values[skip:]
 
 
 @pytest.mark.parametrize("texts", [["0000000g", "00000001"], ["xyz"], ["123456789012345678"]])
 def test_ids_that_are_not_hexadecimal_are_an_error(texts):
     with pytest.raises(DataError, match="column 'C1': Expected ids in base 16"):
-        cells.from_hex(pa.array(texts), "C1")
+        list_cells.from_hex(pa.array(texts), "C1")
 
 
 def criteo_line(draw):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan import ids
-from karvan.data.columns import Fixed, Raw, Varlen, infer
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import Fixed, Raw, Varlen, infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
 

@@ -10,11 +10,11 @@ from pyarrow import ipc
 from pyarrow import parquet as pq
 from rows import FORMATS, SCHEMA, assert_same, options, read_all, table, write
 
-from karvan.data import parquet
-from karvan.data.columns import infer
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
+from karvan.data.formats import parquet
+from karvan.data.formats.open_files import open_files
 from karvan.data.source import Split
 
 ROWS = table(523)

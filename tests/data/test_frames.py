@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import assert_same, read_all, table
 
-from karvan.data.columns import infer
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.frames import open_frame
-from karvan.data.records import record_batches
+from karvan.data.in_memory import open_frame
 from karvan.data.source import Split
+from karvan.data.streaming.record_batches import record_batches
 from karvan.ragged import Batch, NestedRagged, Ragged
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from rows import FORMATS, options, read_all, table, write
 
-from karvan.data.columns import infer
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import infer
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
+from karvan.data.formats.open_files import open_files
 
 ROWS, GROUP, ROUNDS = 60, 25, 100
 SECONDS = 60

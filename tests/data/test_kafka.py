@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from karvan.data.errors import DataError
-from karvan.data.kafka import KafkaReader
-from karvan.data.records import json_rows
+from karvan.data.streaming.kafka import KafkaReader
+from karvan.data.streaming.record_batches import json_rows
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
 

@@ -14,7 +14,7 @@ from loader_helpers import TableSource, decode, no_threads_left, records_of
 
 from karvan import Batch
 from karvan.data.errors import DataError
-from karvan.data.loader import Loader
+from karvan.data.loading.loader import Loader
 from karvan.data.source import Part
 
 
@@ -381,7 +381,7 @@ def test_an_interrupt_ends_a_program_that_waits_for_a_batch():
         import sys, threading
         sys.path.insert(0, "tests/data")
         from loader_helpers import TableSource, decode
-        from karvan.data.loader import Loader
+        from karvan.data.loading.loader import Loader
 
         class Stuck(TableSource):
             def read(self, split):
@@ -407,7 +407,7 @@ def test_a_program_may_end_in_the_middle_of_an_iteration():
     program = (
         'import sys; sys.path.insert(0, "tests/data")\n'
         "from loader_helpers import TableSource, decode\n"
-        "from karvan.data.loader import Loader\n"
+        "from karvan.data.loading.loader import Loader\n"
         "iterator = iter(Loader(TableSource([10000]), decode, 4))\n"
         "next(iterator)\n"
     )

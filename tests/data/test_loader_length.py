@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loader_helpers import TableSource, decode
 
-from karvan.data.loader import Loader
+from karvan.data.loading.loader import Loader
 
 
 @given(

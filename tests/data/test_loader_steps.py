@@ -11,10 +11,10 @@ from loader_helpers import TableSource, decode, no_threads_left, records_of
 from rows import assert_same
 
 from karvan import Batch, Feature, FeatureEngine, Ragged
-from karvan.data.columns import Fixed, Raw, Varlen
-from karvan.data.decode import Decoder
+from karvan.data.columns.declarations import Fixed, Raw, Varlen
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.loader import Loader
+from karvan.data.loading.loader import Loader
 from karvan.data.source import Part
 from karvan.features import ElementOp
 

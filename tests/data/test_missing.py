@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from rows import write
 
 import karvan as kv
-from karvan.cluster.packing import pack, unpack
-from karvan.data.decode import Decoder
+from karvan.batch_slicing import join_batches, split_batch
+from karvan.cluster.batch_messages import pack, unpack
+from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
-from karvan.data.recordio import RecordWriter
-from karvan.data.records import json_rows, record_batches
+from karvan.data.formats.recordio import RecordWriter
+from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Ragged
-from karvan.rows import join_batches, split_batch
 from karvan.wire import Message
 
 # Column, its type, its values, and what a batch of all of them has.

@@ -12,8 +12,8 @@ from pyarrow import parquet as pq
 from rows import read_all
 
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
-from karvan.data.parquet_flat import FlatColumns
+from karvan.data.formats.open_files import open_files
+from karvan.data.formats.parquet_flat import FlatColumns
 
 TYPES = [pa.int32(), pa.int64(), pa.uint32(), pa.uint64(), pa.float32(), pa.float64()]
 

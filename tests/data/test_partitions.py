@@ -6,7 +6,7 @@ from pyarrow import parquet as pq
 from rows import read_all
 
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
+from karvan.data.formats.open_files import open_files
 from karvan.data.read import read
 
 

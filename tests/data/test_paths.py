@@ -10,8 +10,8 @@ from pyarrow import fs
 from pyarrow import parquet as pq
 
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
-from karvan.data.paths import find
+from karvan.data.formats.open_files import open_files
+from karvan.data.formats.paths import find
 
 NAMES = [
     "b.csv", "a.csv", "c.tsv", "day=1/x.csv", "day=2/x.csv", "day=2/deep/y.csv",

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loader_helpers import TableSource, decode, records_of
 
-from karvan.data.loader import Loader
-from karvan.data.position import merge
+from karvan.data.loading.loader import Loader
+from karvan.data.loading.position import merge
 
 
 def loaders(world, **settings):

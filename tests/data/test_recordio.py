@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rows import read_all
 
-from karvan.data import recordio
 from karvan.data.errors import DataError
-from karvan.data.formats import open_files
-from karvan.data.recordio import RecordWriter, read_records
+from karvan.data.formats import recordio
+from karvan.data.formats.open_files import open_files
+from karvan.data.formats.recordio import RecordWriter, read_records
 
 
 def put(path, records):

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.data.shuffle import Plan, blocks
+from karvan.data.loading.shuffle import Plan, blocks
+from karvan.data.loading.splits import cut, default_split_records, permutation, shuffled
 from karvan.data.source import Part, Split
-from karvan.data.splits import cut, default_split_records, permutation, shuffled
 
 parts_of_any_sizes = st.lists(st.integers(0, 60), max_size=6).map(
     lambda sizes: [Part(f"f{i}", size) for i, size in enumerate(sizes)]

@@ -9,8 +9,8 @@ from pyarrow import ipc
 from pyarrow import parquet as pq
 
 import karvan as kv
+from karvan.data.columns.type_widening import widest
 from karvan.data.errors import DataError
-from karvan.data.widening import widest
 from karvan.ragged import OptionalRagged
 
 

@@ -5,8 +5,8 @@ import pytest
 from loader_helpers import TableSource, decode, records_of
 
 from karvan.data.errors import DataError
-from karvan.data.loader import Loader
-from karvan.data.windows import Windows
+from karvan.data.loading.loader import Loader
+from karvan.data.streaming.time_windows import Windows
 
 
 class Root:

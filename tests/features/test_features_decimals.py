@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.features import Feature, FeatureEngine
-from karvan.features.decimals import parse_anywhere
+from karvan.features.ops.decimals import parse_anywhere
 
 DECIMAL = re.compile(rb"-?[0-9]+")
 NUMBER = (

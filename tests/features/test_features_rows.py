@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from karvan.features import Feature, FeatureEngine
-from karvan.features.combine import murmur_words, murmur_words_anywhere
+from karvan.features.ops.cross import murmur_words, murmur_words_anywhere
 from karvan.ragged import Ragged
 
 SIDES = st.sampled_from(["left", "right"])

@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from karvan.launch.job import Job, Timing
-from karvan.launch.local import LocalEngine
-from karvan.launch.logs import Logs
-from karvan.launch.roles import START_ORDER
-from karvan.launch.spec import JobSpec
+from karvan.discovery.roles import START_ORDER
+from karvan.launch.engines.local import LocalEngine
+from karvan.launch.job_spec import JobSpec
+from karvan.launch.merged_logs import Logs
+from karvan.launch.supervision.supervisor import Job, Timing
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths

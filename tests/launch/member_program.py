@@ -10,7 +10,7 @@ import sys
 import time
 
 from karvan.activity import activity
-from karvan.wire.membership import Membership
+from karvan.discovery.membership import Membership
 
 folder = sys.argv[1]
 role, index = os.environ["KARVAN_ROLE"], int(os.environ["KARVAN_INDEX"])

@@ -47,7 +47,7 @@ PROGRAMS = {
         "error: nowhere.parquet: There is no such file",
     ),
     "a lost rank": (
-        "from karvan.ranks import RankError\nraise RankError('Rank 1 has died.')",
+        "from karvan.distributed import RankError\nraise RankError('Rank 1 has died.')",
         75,
         True,
         "error: Rank 1 has died.",

@@ -5,7 +5,7 @@ import signal
 import pytest
 from launch_helpers import Running, is_alive, wait_until
 
-from karvan.launch.job import Timing
+from karvan.launch.supervision.supervisor import Timing
 
 ALL = {"trainers": 2, "parameter_servers": 2, "embedding_workers": 1, "loaders": 1}
 COUNT = 6

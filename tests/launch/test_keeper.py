@@ -8,8 +8,8 @@ import threading
 import pytest
 from launch_helpers import HERE, Launched, Running, is_alive, wait_until
 
-from karvan.launch.engine import Process
-from karvan.launch.local import LocalEngine
+from karvan.launch.engines.base import Process
+from karvan.launch.engines.local import LocalEngine
 
 FAMILY = "roles: {trainers: 1, parameter_servers: 1}"
 

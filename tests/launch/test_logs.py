@@ -8,9 +8,9 @@ import pytest
 from launch_helpers import wait_until
 from small_disk import small_disk
 
-from karvan.launch.engine import Process
-from karvan.launch.local import LocalEngine
-from karvan.launch.logs import Logs
+from karvan.launch.engines.base import Process
+from karvan.launch.engines.local import LocalEngine
+from karvan.launch.merged_logs import Logs
 
 # Writes every line in two pieces, to both streams in turn.
 TALKER = """

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from karvan.launch.environment import environment_of
-from karvan.launch.network import interface_of, interface_settings
-from karvan.launch.spec import JobSpec
+from karvan.launch.job_spec import JobSpec
+from karvan.launch.network_interfaces import interface_of, interface_settings
+from karvan.launch.role_environment import environment_of
 
 NAMES = {name for _, name in socket.if_nameindex()}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from karvan.cli.main import main
-from karvan.launch import environment
-from karvan.launch.commands import commands_of
-from karvan.launch.spec import JobSpec, read_spec
+from karvan.launch import role_environment
+from karvan.launch.job_spec import JobSpec, read_spec
+from karvan.launch.role_commands import commands_of
 
 WRONG = {
     "an unknown key": ("mod: sync", "unknown key 'mod'; there are: name, entry"),
@@ -150,7 +150,7 @@ def test_staleness_follows_the_mode(mode, staleness):
 )
 def test_trainers_find_the_dense_options_in_their_environment(dense, expected):
     spec = JobSpec.model_validate({"name": "a", "entry": "t.py", "mode": "async", "dense": dense})
-    found = environment.environment_of(spec, "trainer", 0, registry="a:1", generation=0)
+    found = role_environment.environment_of(spec, "trainer", 0, registry="a:1", generation=0)
     names = {name: found[f"KARVAN_{name}"] for name in expected}
     assert names == expected
     assert ("KARVAN_GRADS_TO_WAIT" in found) == ("GRADS_TO_WAIT" in expected)
@@ -174,7 +174,7 @@ def test_the_page_lists_every_key_and_every_name_of_the_environment():
     page = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     keys = [name for name in JobSpec.model_fields if name != "roles"]
     keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
-    names = [*environment.NAMES, *environment.TORCH_NAMES]
+    names = [*role_environment.NAMES, *role_environment.TORCH_NAMES]
     assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
 
 

@@ -4,8 +4,8 @@ import pytest
 from launch_helpers import HERE, Launched, Running, wait_until
 
 from karvan.activity import ActivityReport
-from karvan.launch.job import Timing
-from karvan.launch.stalls import SERVICE_TIMEOUT, find_stalls
+from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
+from karvan.launch.supervision.supervisor import Timing
 
 T = 100.0
 

@@ -17,9 +17,9 @@ import pytest
 from launch_helpers import spec_of, wait_until
 from neighbour import needs_root, run_as_neighbour
 
+from karvan.discovery.directory import Directory
 from karvan.launch.token import with_token
 from karvan.wire import Security
-from karvan.wire.directory import Directory
 
 # A trainer's program that notes its environment, and ends when it is told to.
 TRAINER = """

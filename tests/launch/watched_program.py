@@ -8,9 +8,9 @@ from pathlib import Path
 
 from launch_helpers import HERE, QUICK, small_commands
 
-from karvan.cli.launch import supervise
-from karvan.cluster.registry import Registry
-from karvan.launch.spec import read_spec
+from karvan.cli.commands.launch import supervise
+from karvan.discovery.registry import Registry
+from karvan.launch.job_spec import read_spec
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 
 class Net(torch.nn.Module):
@@ -111,7 +111,7 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
     """A fit of this rank's batches, what came of it, and what the servers say."""
     torch.set_num_threads(1)
     kv.connect("remote", timeout=60, **connect)
-    here = ranks.current()
+    here = distributed.current()
     watch, slow = Losses(), Overtaken()
     trainer = trainer_of(checkpoints, seed=here.rank, callbacks=[watch], loss=slow)
     if overtaken and here.rank == here.world - 1:
@@ -126,7 +126,7 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
         "staleness": vars(trainer.dense.staleness),
         "settings": (here.settings.mode, here.settings.staleness, here.settings.dense.lr_staleness),
     }
-    ranks.disconnect()
+    distributed.disconnect()
     return made
 
 
@@ -134,7 +134,7 @@ def loop(epochs, counts, **connect):
     """The same in a loop of one's own."""
     torch.set_num_threads(1)
     kv.connect("remote", timeout=60, **connect)
-    rank = ranks.current().rank
+    rank = distributed.current().rank
     torch.manual_seed(rank)
     ctx = kv.TrainContext(
         Net(),
@@ -159,5 +159,5 @@ def loop(epochs, counts, **connect):
         "told": told(ctx),
         "staleness": vars(ctx.dense.staleness),
     }
-    ranks.disconnect()
+    distributed.disconnect()
     return made

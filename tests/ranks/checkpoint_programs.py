@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint import CheckpointError
-from karvan.checkpoint import writing as writing_module
+from karvan.checkpoint.io import writer as writing_module
 
 PART_BYTES = 1500
 RARE = range(5000, 5040)  # keys that are seen too seldom for a row
@@ -44,21 +44,21 @@ class Model(torch.nn.Module):
 
     def see_rare(self, rank):
         """All ranks together see every rare key once."""
-        mine = [key for key in RARE if key % ranks.current().world == rank]
+        mine = [key for key in RARE if key % distributed.current().world == rank]
         self.step(mine, [1] * len(mine))
 
 
 def error_of(work):
     try:
         work()
-    except (CheckpointError, ranks.RankError, ValueError, TypeError) as error:
+    except (CheckpointError, distributed.RankError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def go_on(before, place, see_rare):
     """Load what another number of ranks has saved, train, and save, also while training goes on."""
-    rank = ranks.connect("sharded").rank
+    rank = distributed.connect("sharded").rank
     model = Model()
     latest = kv.Checkpoints(before).latest()
     state = latest.load(model)
@@ -80,7 +80,7 @@ def go_on(before, place, see_rare):
 
 def trouble(place):
     """Everything that goes wrong short of a death; returns what each rank has seen of it."""
-    connection = ranks.connect("sharded")
+    connection = distributed.connect("sharded")
     rank, main, folder = connection.rank, connection.main, Path(place)
     seen = {}
     model = Model()
@@ -163,7 +163,7 @@ def trouble(place):
     writing_module.write_arrays = lambda *arguments: go.wait() and write(*arguments)
     pending = kv.checkpoint.start(folder / "last", {}, model, step=21)
     threading.Timer(0.3, go.set).start()
-    ranks.disconnect()
+    distributed.disconnect()
     seen["waited for"] = pending.done() and pending.wait().step
     seen["disconnected"] = error_of(lambda: kv.checkpoint.save(folder / "three", {}, model))
     return seen
@@ -171,7 +171,7 @@ def trouble(place):
 
 def die(place, victim):
     """One rank is killed while all write; the others say what they hear of it."""
-    connection = ranks.connect("sharded")
+    connection = distributed.connect("sharded")
     rank = connection.rank
     model = Model()
     model.train_on(rank)
@@ -195,7 +195,7 @@ def die(place, victim):
 
 def recover(place):
     """Rank 1's share of the newest checkpoint is damaged; returns what each rank resumes from."""
-    connection = ranks.connect("sharded")
+    connection = distributed.connect("sharded")
     rank, main, folder = connection.rank, connection.main, Path(place)
     model = Model()
     checkpoints = kv.Checkpoints(folder, keep_last=None, full_every=2, part_bytes=PART_BYTES)

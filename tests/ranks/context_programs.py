@@ -4,7 +4,7 @@ import torch
 from trainer_programs import loader, net_of, shares, trainer_of
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 LOSS = kv.losses.BinaryCrossEntropy()
 
@@ -83,9 +83,9 @@ def resumed(world, path):
     """A loop that was left, and one that goes on from its checkpoint, beside one that never stopped."""
 
     def made():
-        torch.manual_seed(20 + ranks.current().rank)
+        torch.manual_seed(20 + distributed.current().rank)
         ctx = context_of(net_of(dropout=0.3))
-        torch.manual_seed(50 + ranks.current().rank)
+        torch.manual_seed(50 + distributed.current().rank)
         return ctx
 
     straight = made()
@@ -115,5 +115,5 @@ def run_all(path, kind, **options):
         "anywhere": anywhere(2),
         "resumed": resumed(2, path),
     }
-    ranks.disconnect()
+    distributed.disconnect()
     return made

@@ -8,7 +8,7 @@ import torch
 import trainer_programs
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 from karvan.checkpoint import CheckpointError
 
 
@@ -34,7 +34,7 @@ class Limit(kv.train.Callback):
         pending = trainer.saver._checkpoints._pending
         if pending is not None:
             pending.join()
-        if ranks.current().rank == 1 and logs.step in (self.first, self.last):
+        if distributed.current().rank == 1 and logs.step in (self.first, self.last):
             soft = 10 if logs.step == self.first else self.before[0]
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, self.before[1]))
 

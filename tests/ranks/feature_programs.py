@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 
 def records():
@@ -60,7 +60,7 @@ def fit_shares(run_folder):
     own = int(os.environ["RANK"])
     before = engine_of().fit(kv.data.read(records(), 64, rank=own, world=2))  # this rank's share alone
     kv.connect("sharded", timeout=60)
-    rank = ranks.current().rank
+    rank = distributed.current().rank
     made = {"even": plain(engine_of().fit(kv.data.read(records(), 64)))}
     whole = list(kv.data.read(records(), 100, rank=0, world=1))
     made["uneven"] = plain(engine_of().fit(whole[:2] if rank else whole[2:]))
@@ -72,7 +72,7 @@ def fit_shares(run_folder):
     }.items():
         try:
             engine_of().fit(batches)
-        except (ValueError, KeyError, ranks.RankError) as error:
+        except (ValueError, KeyError, distributed.RankError) as error:
             made[name] = f"{type(error).__name__}: {error}"
     try:
         features = [kv.Feature("price").normalise(), *([kv.Feature("p").normalise()] if rank else [])]
@@ -93,5 +93,5 @@ def fit_shares(run_folder):
     logging.getLogger("karvan.train").addHandler(handler)
     train(engine_of().fit(whole[:1]), run_folder, 6)
     made["replaced"] = [line for line in said if "other statistics" in line]
-    ranks.disconnect()
+    distributed.disconnect()
     return made

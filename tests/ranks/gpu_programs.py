@@ -5,7 +5,7 @@ import torch.distributed as dist
 from trainer_programs import net_of, numbers_of, shares, trainer_of
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 
 def fit(world, device):
@@ -25,7 +25,7 @@ def one_rank(device):
     dist.all_reduce(value)
     sharded = fit(1, device)
     backend = type(dist.group.WORLD._get_backend(torch.device(device))).__name__
-    ranks.disconnect()
+    distributed.disconnect()
     return plain, sharded, (backend, value.tolist())
 
 
@@ -35,6 +35,6 @@ def two_ranks(device):
     dist.init_process_group("gloo")
     kv.connect("sharded", timeout=60)
     made = [fit(2, device), fit(2, device)]
-    ranks.disconnect()
+    distributed.disconnect()
     dist.destroy_process_group()
     return made

@@ -7,12 +7,12 @@ import time
 
 import torch
 
-from karvan import ranks
+from karvan import distributed
 
 
 def talk(transport):
     """All collectives, with numbers that tell who sent what."""
-    connection = ranks.connect("sharded", transport=transport)
+    connection = distributed.connect("sharded", transport=transport)
     lane = connection.main
     rank, world = lane.rank, lane.world
     given = torch.tensor([rank + 1.0, 10.0])
@@ -43,7 +43,7 @@ def left(lane):
     def wait():
         try:
             lane.barrier()
-        except ranks.RankError as error:
+        except distributed.RankError as error:
             heard.append(str(error))
 
     waits = threading.Thread(target=wait)
@@ -56,7 +56,7 @@ def left(lane):
 
 def lose(how, timeout, transport, victim=1):
     """One rank ends or stops in the middle; the others say what they hear of it, and how long it took."""
-    lane = ranks.connect("sharded", timeout=timeout, transport=transport).main
+    lane = distributed.connect("sharded", timeout=timeout, transport=transport).main
     for _ in range(3):  # all have seen all others' memory
         lane.barrier()
     begin = time.monotonic()
@@ -69,6 +69,6 @@ def lose(how, timeout, transport, victim=1):
             time.sleep(0.1)
     try:
         lane.barrier()
-    except ranks.RankError as error:
+    except distributed.RankError as error:
         return str(error), time.monotonic() - begin
     return "nothing", 0.0

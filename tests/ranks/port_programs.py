@@ -33,7 +33,7 @@ def strangers(transport):
     value = torch.ones(1)
     dist.all_reduce(value, group=later)
     connection.main.barrier()
-    kv.ranks.disconnect()
+    kv.distributed.disconnect()
     return {
         "open": sorted(names.get(port, "unknown") for port in found),
         "sum": total.tolist(),

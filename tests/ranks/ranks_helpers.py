@@ -58,7 +58,14 @@ def fork(world, function, folder, **arguments):
     """Like `start`, but forked from a process that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch.distributed", "karvan.embedding", "karvan.ranks", "karvan.train", "karvan.data"]
+        [
+            "torch",
+            "torch.distributed",
+            "karvan.embedding",
+            "karvan.distributed",
+            "karvan.train",
+            "karvan.data",
+        ]
     )
     started = []
     for rank, added in enumerate(environments(world)):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import karvan as kv
-from karvan import ranks
+from karvan import distributed
 
 FEATURES = {
     "pooled": lambda: kv.Table(4, name="shared", combiner="sum"),
@@ -91,13 +91,13 @@ def train(
 ):
     """Train some steps; returns this rank's rows of every table, outputs of an evaluation and counters."""
     if servers:
-        connection = ranks.connect(
+        connection = distributed.connect(
             "remote", servers=servers, staleness=staleness, wire=wire, grad_reduce=grad_reduce
         )
     elif shared:
-        connection = ranks.connect("sharded", wire=wire, grad_reduce=grad_reduce)
+        connection = distributed.connect("sharded", wire=wire, grad_reduce=grad_reduce)
     else:
-        connection = ranks.current()
+        connection = distributed.current()
     rank, world = connection.rank, connection.world
     options = {"dtype": getattr(torch, dtype)}
     if admit:

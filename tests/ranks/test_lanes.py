@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks_helpers import run, start
 
-from karvan import ranks
+from karvan import distributed
 
 
 @pytest.mark.parametrize("transport", ["memory", "network"])
@@ -28,7 +28,7 @@ def test_collectives_bring_everything_to_its_place(transport):
 
 
 def test_one_who_is_alone_hears_herself():
-    lane = ranks.Connection().main
+    lane = distributed.Connection().main
     assert (lane.rank, lane.world) == (0, 1)
     numbers = torch.tensor([[1, 2]])
     assert lane.gather_json([1, "a"]) == [[1, "a"]]
@@ -73,28 +73,28 @@ def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport, vict
 
 def test_wrong_settings_are_told():
     with pytest.raises(ValueError, match="one of memory, sharded, remote, got 'shared'"):
-        ranks.connect("shared")
+        distributed.connect("shared")
     with pytest.raises(ValueError, match="wire must be one of"):
-        ranks.connect("sharded", wire="int8")
+        distributed.connect("sharded", wire="int8")
     with pytest.raises(ValueError, match="grad_reduce must be one of"):
-        ranks.connect("sharded", grad_reduce="sum")
+        distributed.connect("sharded", grad_reduce="sum")
     with pytest.raises(ValueError, match="transport must be one of"):
-        ranks.connect("sharded", transport="pigeons")
+        distributed.connect("sharded", transport="pigeons")
     with pytest.raises(ValueError, match=r'are for connect\("sharded"\), got "memory"'):
-        ranks.connect("memory", wire="bfloat16")
+        distributed.connect("memory", wire="bfloat16")
     with pytest.raises(ValueError, match="timeout must be above 0"):
-        ranks.connect("sharded", timeout=0)
+        distributed.connect("sharded", timeout=0)
 
 
 def test_sharded_needs_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node"):
-        ranks.connect("sharded")
-    assert ranks.current().world == 1
+        distributed.connect("sharded")
+    assert distributed.current().world == 1
 
 
 def test_a_thread_talks_on_the_lane_it_was_put_on():
-    connection = ranks.Connection()
+    connection = distributed.Connection()
     assert connection.here is connection.lanes["main"]
     with connection.on("fit") as lane:
         assert connection.here is lane is connection.lanes["fit"]

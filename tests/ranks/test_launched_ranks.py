@@ -4,7 +4,7 @@ import pytest
 from ranks_helpers import run
 from test_failing_ranks import ended
 
-from karvan.cluster.registry import Registry
+from karvan.discovery.registry import Registry
 from karvan.wire import Security
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from karvan.ranks.meeting import meet
+from karvan.distributed.rendezvous import meet
 
 
 def met(store, world):

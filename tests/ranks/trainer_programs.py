@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import karvan as kv
-from karvan import ranks
-from karvan.train.saving import NoSaver
+from karvan import distributed
+from karvan.train.state.saving import NoSaver
 
 SIZES = {0: [6, 6, 6, 6, 3], 1: [6, 6, 2], 2: []}  # rows of each rank's batches; the last rank has none
 
@@ -81,7 +81,7 @@ def pieces(rank, seed=0):
 
 def shares(world, seed=0, kind=kv.Batch):
     """This rank's batches; those of one process are the ones of all ranks together, round by round."""
-    here = ranks.current()
+    here = distributed.current()
     if here.world == world:
         return [batch_of(rows, kind) for rows in pieces(here.rank, seed)]
     every = [pieces(rank, seed) for rank in range(world)]
@@ -116,7 +116,7 @@ def numbers_of(trainer, result):
 
 def net_of(kind=Net, **options):
     # Each rank begins with another one: the Trainer has to make them equal.
-    torch.manual_seed(7 + ranks.current().rank)
+    torch.manual_seed(7 + distributed.current().rank)
     return kind(**options)
 
 
@@ -167,19 +167,19 @@ def models(world):
 
 def accumulated(world):
     """Steps of two rounds of unequal rows; one process has those of a step in one batch."""
-    if ranks.current().world == world:
+    if distributed.current().world == world:
         data = shares(world)
     else:
         every = [pieces(rank) for rank in range(world)]
         steps = [[each[n : n + 2] for each in every] for n in range(0, 5, 2)]
         data = [batch_of([row for two in step for rows in two for row in rows]) for step in steps]
-    trainer = trainer_of(net_of(), accumulate=2 if ranks.current().world == world else 1)
+    trainer = trainer_of(net_of(), accumulate=2 if distributed.current().world == world else 1)
     return numbers_of(trainer, trainer.fit(data, epochs=2))
 
 
 def fixed(world, batches=18, together=4):
     """A fixed global batch: each step has the same batches on any number of ranks, the last has two."""
-    here = ranks.current()
+    here = distributed.current()
     turn, mine = list(range(batches)), []
     for step in range(-(-batches // together)):
         for rank in range(here.world):
@@ -278,16 +278,16 @@ class Kept(NoSaver):
         self.saved.append(step)
         rows = {table.name: table.snapshot() for table in model.embeddings.tables()}
         part = {"step": step, "state": state, "rows": rows}
-        torch.save(part, self.path / f"{ranks.current().rank}.pt")
-        ranks.current().main.barrier()
+        torch.save(part, self.path / f"{distributed.current().rank}.pt")
+        distributed.current().main.barrier()
 
 
 def resumed(world, folder, until, steps=None, times=()):
     """A fit with dropout that goes on from what lies in a folder."""
     Path(folder).mkdir(exist_ok=True)
-    torch.manual_seed(50 + ranks.current().rank)
+    torch.manual_seed(50 + distributed.current().rank)
     trainer = trainer_of(net_of(dropout=0.3), ahead=2)
-    torch.manual_seed(100 + ranks.current().rank)
+    torch.manual_seed(100 + distributed.current().rank)
     trainer.saver = Kept(folder, steps, times)
     result = trainer.fit(loader(), train_steps=until, epochs=2)
     return numbers_of(trainer, result) | {"saved": trainer.saver.saved}
@@ -303,7 +303,7 @@ def error_of(trainer, data):
 
 def refused(world, folder):
     """Fits that are refused when they begin; the ranks train together afterwards all the same."""
-    here = ranks.current()
+    here = distributed.current()
     file = Path(folder) / "file"
     if here.rank == here.world - 1:
         file.write_text("")
@@ -316,7 +316,7 @@ def refused(world, folder):
 
 def failures(world):
     """A step that one rank's gradients leave out; data that fails on one rank."""
-    here = ranks.current()
+    here = distributed.current()
     last = here.rank == here.world - 1
     data = [batch_of(records(4, [here.rank, n])) for n in range(4)]
     if last:
@@ -330,7 +330,7 @@ def failures(world):
 
     try:
         trainer_of(net_of()).fit(broken() if last else [*data[2:]] * 3)
-    except (OSError, ranks.RankError) as error:
+    except (OSError, distributed.RankError) as error:
         made["error"] = str(error)
     return made
 
@@ -348,7 +348,7 @@ class Failing(nn.Module):
         return self.loss(output, batch)
 
     def fail_in(self, where, step):
-        if (where, step) == (self.where, 3) and ranks.current().rank == self.victim:
+        if (where, step) == (self.where, 3) and distributed.current().rank == self.victim:
             raise ZeroDivisionError(f"the {where} fails")
 
     def called(self):
@@ -375,7 +375,7 @@ def fail(where, transport, victim):
     """A fit that fails on one rank and waits on the other; the error ends the process."""
     torch.set_num_threads(1)
     kv.connect("sharded", transport=transport, timeout=60)
-    if ranks.current().rank == victim:
+    if distributed.current().rank == victim:
         PROGRAMS["long end"] = LongEnd()
     failing = Failing(where, victim)
     trainer_of(net_of(), loss=failing, callbacks=[failing.called()], metrics={}).fit(loader(rows=400))
@@ -394,8 +394,8 @@ def bad_labels(victim):
 def fail_and_disconnect(**arguments):
     try:
         fail(**arguments)
-    except (ZeroDivisionError, ranks.RankError) as error:
-        ranks.disconnect()
+    except (ZeroDivisionError, distributed.RankError) as error:
+        distributed.disconnect()
         return f"{type(error).__name__}: {error}"
 
 
@@ -426,5 +426,5 @@ def run_plans(plans):
         if rank < world:
             kv.connect("sharded", timeout=60)
             results.append(run_all(world, programs))
-            ranks.disconnect()
+            distributed.disconnect()
     return results

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import karvan as kv
 from karvan import _native
 from karvan.store import MemoryStore, Rows
-from karvan.store.messages import words
-from karvan.store.owner import Owner
+from karvan.store.exchange.message_layout import words
+from karvan.store.exchange.row_owner import Owner
 
 KEYS = 12
 MIN_COUNT = 3

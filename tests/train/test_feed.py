@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.train.feed import feed
+from karvan.train.feed.feed import feed
 
 
 class Counted:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.train.goal import Goal
-from karvan.train.passes import Passes
-from karvan.train.results import Counts
+from karvan.train.reporting.results import Counts
+from karvan.train.step.accumulation import Passes
+from karvan.train.stopping.goal import Goal
 
 
 def read(records, rank=0, world=1, batch_size=10, **options):

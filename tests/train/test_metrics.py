@@ -11,7 +11,7 @@ from sklearn import metrics as sk
 
 import karvan as kv
 from karvan import metrics
-from karvan.train.metrics.auc import count_scores
+from karvan.metrics.auc import count_scores
 
 nan = float("nan")
 

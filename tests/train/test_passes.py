@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from train_helpers import assert_same, batches, model, trainer
 
 import karvan as kv
+from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.data import KafkaReader, Stream
-from karvan.train.empty import describe, empty
-from karvan.train.gathering import pack, unpack
-from karvan.train.passes import Passes
+from karvan.train.feed.empty_batch import describe, empty
+from karvan.train.step.accumulation import Passes
 
 
 def test_an_empty_batch_has_the_columns_of_a_full_one():

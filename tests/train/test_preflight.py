@@ -9,8 +9,8 @@ from torch import nn
 from train_helpers import batches, everything, model, trainer
 
 import karvan as kv
-from karvan import ranks
-from karvan.train.frozen import Frozen
+from karvan import distributed
+from karvan.train.checks.frozen import Frozen
 
 
 def changed(net, before):
@@ -265,7 +265,7 @@ def test_a_trainer_made_before_connect_is_refused_when_it_fits(sharded):
 def test_a_model_of_a_connection_that_has_ended_is_refused(sharded):
     sharded()
     net = model()
-    ranks.disconnect()
+    distributed.disconnect()
     with pytest.raises(ValueError, match=r'connection that has ended \(kv\.connect\("sharded"\)\)'):
         trainer(net)
 
@@ -384,6 +384,6 @@ def test_a_folder_without_room_is_noticed_before_the_first_step(tmp_path):
 
 def test_disconnect_is_public_and_ends_the_connection(sharded):
     sharded()
-    assert ranks.current().settings.kind == "sharded"
+    assert distributed.current().settings.kind == "sharded"
     kv.disconnect()
-    assert ranks.current().settings.kind == "memory"
+    assert distributed.current().settings.kind == "memory"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import karvan as kv
-from karvan.ranks import Connection
+from karvan.distributed import Connection
 
 
 def data(rows=64, seed=0):
@@ -145,7 +145,7 @@ def test_a_loaded_trainer_gives_features_of_the_data_their_statistics(tmp_path, 
     ],
 )
 def test_a_program_of_several_processes_that_did_not_connect_is_refused(monkeypatch, variables, call):
-    monkeypatch.setattr("karvan.ranks.connection._current", Connection())
+    monkeypatch.setattr("karvan.distributed.connection._current", Connection())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=rf'kv\.connect\("{call}"\).*kv\.connect\("memory"\)'):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from karvan.wire import Message, Peer, RefusedError, Server, Service, endpoints
-from karvan.wire.calls import (
+from karvan.wire.schema.calls import (
     ANY,
     ArrayKind,
     Call,
@@ -16,7 +16,7 @@ from karvan.wire.calls import (
     expect_array,
     table_of,
 )
-from karvan.wire.kinds import (
+from karvan.wire.schema.kinds import (
     Boolean,
     Fields,
     Float,

@@ -10,7 +10,7 @@ from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
 from karvan.wire import ListenError, Message, Peer, RefusedError, Server, Service, WireError
-from karvan.wire.kinds import Fields, Text
+from karvan.wire.schema.kinds import Fields, Text
 
 
 @pytest.fixture

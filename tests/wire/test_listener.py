@@ -10,8 +10,9 @@ import pytest
 from neighbour import NOBODY, needs_root
 from wire_helpers import Counting
 
-from karvan.wire import Peer, Security, Server, WireError, listener
-from karvan.wire.listener import check_listener
+from karvan.wire import Peer, Security, Server, WireError
+from karvan.wire.security import listener
+from karvan.wire.security.listener import check_listener
 
 TOKEN = Security(token="a-token-of-the-job")
 IMPOSTOR = f"""

@@ -12,7 +12,7 @@ import numpy as np
 
 from karvan.checkpoint import CheckpointError
 from karvan.wire import Message, Security, Server, Service
-from karvan.wire.kinds import Plain
+from karvan.wire.schema.kinds import Plain
 
 
 class Counting(Service):

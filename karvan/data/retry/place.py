@@ -19,7 +19,7 @@ from contextlib import suppress
 import pyarrow as pa
 
 from karvan.data.errors import DataError
-from karvan.data.paths import Files
+from karvan.data.formats.paths import Files
 from karvan.outages import is_temporary
 
 # Of the clients of S3, Google Cloud Storage and HDFS.

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from karvan import _native
 from karvan.embedding.engine import EmbeddingEngine
-from karvan.embedding.handle import TableHandle
+from karvan.embedding.table_handle import TableHandle
 
 Group: TypeAlias = dict[str, Any]
 Target: TypeAlias = EmbeddingEngine | nn.Module | TableHandle

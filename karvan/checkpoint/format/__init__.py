@@ -1,0 +1,1 @@
+"""The files of a checkpoint; docs/checkpoint.md describes them."""

@@ -1,0 +1,209 @@
+"""`manifest.json`: what a checkpoint holds, with a checksum of every file and of itself.
+
+The first line of the file carries the checksum of all bytes that follow it, so that anyone can check it:
+`tail -n +2 manifest.json | crc32 /dev/stdin`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.format.hash_ranges import SPACE, Range, between, equal_cuts
+from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
+
+NAME = "manifest.json"
+FORMAT = "karvan-checkpoint"
+VERSION = 1
+MIX_VERSION = 1  # of the hash that parts go by; see csrc/hash/mix.h
+_FIRST_LINE = re.compile(rb'\{"checksum": "(crc32:[0-9a-f]{8})",\n')
+
+
+@dataclass(frozen=True)
+class PartEntry(FileEntry):
+    """One part of a table: the rows in a range of key hashes, and in a delta the keys that left it.
+
+    first: the upper 32 bits of its least hash; it ends where the next part begins.
+    """
+
+    rows: int
+    erased: int = 0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class TableEntry:
+    """A table: `state` floats of optimizer state in each row, whose meaning `optimizer` says."""
+
+    dim: int
+    dtype: str
+    state: int
+    optimizer: str | None
+    admit: list[Any]
+    evict: list[Any]
+    init: list[Any]
+    seed: int
+    rows: int
+    parts: list[PartEntry]
+    extras: list[FileEntry | None]  # by the ranks that have saved it; empty if none had any
+    # By parameter server: how many updates of a run its rows contain; see cluster/update_counts.py.
+    updates: list[dict[str, Any] | None] = field(default_factory=list)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in its file."""
+        return row_bytes(self.dim, self.dtype, self.state)
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """All files of the table."""
+        return [*self.parts, *(extra for extra in self.extras if extra)]
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The hashes of each part."""
+        return between([part.first for part in self.parts])
+
+
+def row_bytes(dim: int, dtype: str, state: int) -> int:
+    """Bytes of a row in its file: key, vector, state, count and last step."""
+    return 8 + dim * (4 if dtype == "float32" else 2) + 4 * state + 8
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint that a delta adds to; `id` and `checksum` are those of its manifest."""
+
+    folder: str
+    step: int
+    id: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint says about itself."""
+
+    step: int
+    kind: str  # full or delta
+    id: str
+    created: str
+    karvan: str
+    base: Base | None
+    metrics: Any  # as the tree of state
+    tables: dict[str, TableEntry]
+    dense: FileEntry
+    state: Any  # see state_tree.py
+    checksum: str = ""
+
+    @property
+    def files(self) -> list[FileEntry]:
+        """All files but the manifest."""
+        return [self.dense, *(file for table in self.tables.values() for file in table.files)]
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The file."""
+    content = {"format": FORMAT, "version": VERSION, "mix": MIX_VERSION}
+    content |= {f.name: getattr(manifest, f.name) for f in fields(Manifest) if f.name != "checksum"}
+    text = json.dumps(content, default=asdict, allow_nan=False, indent=1)
+    rest = text.removeprefix("{\n").encode()
+    return f'{{"checksum": "{checksum_text(zlib.crc32(rest))}",\n'.encode() + rest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a folder, once its checksum and form are right."""
+    path = folder / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        kind, received = CheckpointError, "no such folder"
+        if folder.is_dir():
+            kind, received = DamagedCheckpointError, "none"
+        raise kind.mismatch(folder, f"a checkpoint, with a {NAME}", received) from error
+    except OSError as error:
+        raise unread_error(path, error) from error
+    first = _FIRST_LINE.match(data)
+    if not first:
+        raise DamagedCheckpointError.mismatch(
+            path, "a first line with a checksum, as Karvan writes it", repr(data[:40])
+        )
+    expected, received = first[1].decode(), checksum_text(zlib.crc32(data[first.end() :]))
+    if expected != received:
+        raise DamagedCheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
+    return parse(path, data)
+
+
+def parse(path: Path, data: bytes) -> Manifest:
+    """The manifest in a file's bytes, whose checksum is right; `path` is for errors."""
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DamagedCheckpointError.mismatch(path, "JSON", f"'{error}'") from error
+    for key, known in (("format", FORMAT), ("version", VERSION), ("mix", MIX_VERSION)):
+        received = content.pop(key, None)
+        if received != known:
+            raise CheckpointError.mismatch(path, f"{key} {known!r}", repr(received))
+    try:
+        content["tables"] = {name: _table(name, entry) for name, entry in content["tables"].items()}
+        content["dense"] = FileEntry(**content["dense"])
+        content["base"] = content["base"] and Base(**content["base"])
+        manifest = Manifest(**content)
+        _check(manifest)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise DamagedCheckpointError.mismatch(path, "the fields of a manifest", f"'{error}'") from error
+    return manifest
+
+
+def _table(name: str, entry: Mapping[str, Any]) -> TableEntry:
+    content = dict(entry)
+    parts = [dict(part) for part in content.pop("parts")]
+    if not any("first" in part for part in parts):  # as single processes once wrote it: equal parts
+        count = len(parts)
+        _require(count > 0 and count & (count - 1) == 0, f"table '{name}' has {count} parts")
+        parts = [part | {"first": first} for part, first in zip(parts, equal_cuts(count), strict=True)]
+    _require(all("first" in part for part in parts), f"table '{name}' has parts without 'first'")
+    extras = content.pop("extras", None)
+    if extras is None:  # as well
+        only = content.pop("extra")
+        extras = [only] if only else []
+    return TableEntry(
+        **content,
+        parts=[PartEntry(**part) for part in parts],
+        extras=[extra and FileEntry(**extra) for extra in extras],
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    _require(manifest.kind in ("full", "delta"), f"kind is {manifest.kind!r}")
+    _require((manifest.kind == "delta") == (manifest.base is not None), "a delta has a base, a full one none")
+    _require(isinstance(manifest.step, int), f"step is {manifest.step!r}")
+    for name, table in manifest.tables.items():
+        cuts = [part.first for part in table.parts]
+        _require(
+            all(type(cut) is int and 0 <= cut < SPACE for cut in cuts)
+            and cuts == sorted(set(cuts))
+            and cuts[:1] == [0],
+            f"the parts of table '{name}' do not cover all hashes once: they begin at {cuts[:9]}",
+        )
+        _require(
+            table.rows == sum(p.rows for p in table.parts), f"table '{name}' and its parts differ in rows"
+        )
+        _require(table.dtype in ("float32", "bfloat16", "float16"), f"table '{name}' is of {table.dtype}")
+    names = [file.name for file in manifest.files]
+    _require(len(set(names)) == len(names), "a file is listed twice")
+    for name in names:
+        place = PurePosixPath(name)
+        # Names come from a file that anyone may have written.
+        _require(not place.is_absolute() and ".." not in place.parts, f"a file lies outside: '{name}'")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

@@ -1,0 +1,266 @@
+"""One file of named arrays in the safetensors layout, written without copies and read with every doubt.
+
+The layout: eight bytes with the header's length, a JSON header padded so that the data begins at a multiple
+of 64, then the arrays one after the other. Written by hand, because the arrays then go from where they are
+straight to the file, and the checksum is taken on the way. Any safetensors reader opens these files.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from karvan._native import crc32
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.checkpoint.io.throttle import Pace
+from karvan.outages import is_temporary
+
+Bytes = NDArray[np.uint8]
+
+ITEM_BYTES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
+}
+_ALIGNMENT = 64
+_PIECE = 4 << 20  # bytes between two calls of the system: still in the cache when the checksum has seen them
+_MAX_HEADER = 100_000_000  # as in the safetensors library
+# What the system says of a file that is lost or broken. Other errors, such as a lack of permission or a
+# server that is away, say nothing about the file.
+_LOST = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG),
+    errno.ENODATA,
+)
+
+
+class Stored(NamedTuple):
+    """An array as it lies in a file."""
+
+    dtype: str  # in the words of safetensors
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+class Place(NamedTuple):
+    """Where an array lies in a file: `begin` counts from the file's first byte."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as the manifest knows it."""
+
+    name: str  # from the checkpoint's folder
+    bytes: int
+    checksum: str
+
+
+def checksum_text(crc: int) -> str:
+    """A checksum as it is written."""
+    return f"crc32:{crc:08x}"
+
+
+def stored(array: NDArray[Any], dtype: str | None = None) -> Stored:
+    """An array as it will lie in the file; `dtype` where numpy has no name for it."""
+    array = np.ascontiguousarray(array)
+    name = dtype or f"{'F' if array.dtype.kind == 'f' else array.dtype.kind.upper()}{8 * array.itemsize}"
+    if name not in ITEM_BYTES:
+        raise TypeError(f"Expected an array of numbers that safetensors knows, got {array.dtype}.")
+    return Stored(name, array.shape, array.reshape(-1).view(np.uint8))
+
+
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace) -> FileEntry:
+    """Write a new file and wait until it is on the disk. The order of the arrays is kept."""
+    header: dict[str, Any] = {}
+    at = 0
+    for key, array in arrays.items():
+        header[key] = {"dtype": array.dtype, "shape": array.shape, "data_offsets": (at, at + len(array.data))}
+        at += len(array.data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    buffers = [memoryview(struct.pack("<Q", len(text)) + text)]
+    buffers += [array.data.data for array in arrays.values()]
+    return FileEntry(name, *write_file(folder / name, buffers, pace))
+
+
+def write_file(path: Path, buffers: Iterable[memoryview], pace: Pace) -> tuple[int, str]:
+    """Write a new file and wait until it is on the disk; returns its size and checksum."""
+    crc = size = 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for pieces in _groups(buffers):
+            with pace.turn():
+                for piece in pieces:
+                    crc = crc32(piece, crc)
+                    size += len(piece)
+                _write_all(file, pieces)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return size, checksum_text(crc)
+
+
+def _groups(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Pieces of the buffers, some megabytes at a time."""
+    group: list[memoryview] = []
+    size = 0
+    for buffer in buffers:
+        for begin in range(0, len(buffer), _PIECE):
+            group.append(buffer[begin : begin + _PIECE])
+            size += len(group[-1])
+            if size >= _PIECE or len(group) == 512:  # the system takes 1024 at once
+                yield group
+                group, size = [], 0
+    yield group
+
+
+def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
+    left = list(pieces)
+    while left:
+        written = os.writev(file, left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if left:
+            left[0] = left[0][written:]
+
+
+class FileProblem(NamedTuple):
+    """What is wrong with a file; `unread` if the system did not let us read it, so that it may be whole."""
+
+    text: str
+    unread: bool = False
+
+
+def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
+    """What is wrong with a file, by its size and checksum; None if nothing is."""
+    path = folder / entry.name
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.bytes:
+                return FileProblem(f"expected {entry.bytes} bytes, got {size}")
+            crc = 0
+            buffer = memoryview(bytearray(min(_PIECE, size)))
+            while count := file.readinto(buffer):
+                crc = crc32(buffer[:count], crc)
+    except OSError as error:
+        text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
+        return FileProblem(text, unread=error.errno not in _LOST)
+    if checksum_text(crc) != entry.checksum:
+        return FileProblem(f"expected {entry.checksum}, got {checksum_text(crc)}")
+    return None
+
+
+def unread_error(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file that cannot be read."""
+    text = f"expected a file that can be read, got {error.strerror or error}."
+    if error.errno in _LOST:
+        return DamagedCheckpointError(path, text)
+    return CheckpointError(path, text, temporary=is_temporary(error))
+
+
+def read_header(path: Path) -> dict[str, Place]:
+    """Where the arrays of a file lie; everything the header says is checked."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            if len(start) < 8:
+                raise DamagedCheckpointError.mismatch(path, "at least 8 bytes", len(start))
+            (length,) = struct.unpack("<Q", start)
+            if length > min(_MAX_HEADER, size - 8):
+                raise DamagedCheckpointError.mismatch(
+                    path, f"a header within {size} bytes", f"one of {length}"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise unread_error(path, error) from error
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise DamagedCheckpointError.mismatch(path, "a header of JSON", f"'{error}'") from error
+    if not isinstance(header, dict):
+        raise DamagedCheckpointError.mismatch(
+            path, "a header that is an object", f"a {type(header).__name__}"
+        )
+    header.pop("__metadata__", None)
+    places = {name: _place(path, name, entry, 8 + length) for name, entry in header.items()}
+    at = 8 + length
+    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].size)):
+        if place.begin != at:
+            raise DamagedCheckpointError.mismatch(path, f"array '{name}' at byte {at}", place.begin)
+        at += place.size
+    if at != size:
+        raise DamagedCheckpointError.mismatch(path, f"{at} bytes, as the header says", size)
+    return places
+
+
+def _place(path: Path, name: str, entry: object, data: int) -> Place:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            sizes = tuple(n for n in shape if isinstance(n, int) and n >= 0)
+            if dtype in ITEM_BYTES and len(sizes) == len(shape):
+                if end - begin != prod(sizes) * ITEM_BYTES[dtype] or begin < 0:
+                    raise DamagedCheckpointError.mismatch(
+                        path, f"array '{name}' of {prod(sizes) * ITEM_BYTES[dtype]} bytes", end - begin
+                    )
+                return Place(dtype, sizes, data + begin, end - begin)
+    raise DamagedCheckpointError.mismatch(
+        path, f"array '{name}' with a known dtype, a shape and offsets", entry
+    )
+
+
+def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
+    """All arrays of a file, in memory of their own, once its checksum is right."""
+    path = folder / entry.name
+    places = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
+    found: dict[str, Stored] = {}
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            crc = crc32(_read_bytes(path, file, places[0][1].begin if places else size), 0)
+            for name, place in places:
+                data = _read_bytes(path, file, place.size)
+                crc = crc32(data, crc)
+                found[name] = Stored(place.dtype, place.shape, data)
+    except OSError as error:
+        raise unread_error(path, error) from error
+    if checksum_text(crc) != entry.checksum:
+        raise DamagedCheckpointError.mismatch(path, entry.checksum, checksum_text(crc))
+    return found
+
+
+def _read_bytes(path: Path, file: FileIO, size: int) -> Bytes:
+    data = np.empty(size, np.uint8)
+    view, at = data.data, 0
+    while at < size:
+        count = file.readinto(view[at:])
+        if not count:
+            raise DamagedCheckpointError.mismatch(path, f"{size} more bytes", at)
+        at += count
+    return data
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the folder's entries are on the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

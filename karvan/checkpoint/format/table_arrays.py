@@ -1,0 +1,163 @@
+"""Tables in files: which ones a model has, how many parts, and rows to and from a part's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from karvan import ids
+from karvan.checkpoint.errors import DamagedCheckpointError
+from karvan.checkpoint.format.manifest import PartEntry, TableEntry, row_bytes
+from karvan.checkpoint.format.safetensors_file import Stored, read_arrays, read_header, stored
+from karvan.embedding import EmbeddingEngine, TableHandle
+from karvan.store import Rows
+from karvan.store.exchange.key_sharding import Keys, hashes_of
+
+Model: TypeAlias = nn.Module | Iterable[nn.Module] | None
+
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def tables_of(model: Model) -> dict[str, TableHandle]:
+    """The tables of all engines in a model, by name; one that engines share is there once."""
+    modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
+    found: dict[str, TableHandle] = {}
+    for module in modules:
+        for engine in module.modules():
+            if not isinstance(engine, EmbeddingEngine):
+                continue
+            for handle in engine.tables():
+                other = found.setdefault(handle.name, handle)
+                if other.engine.store is not engine.store:
+                    raise ValueError(
+                        f"Two engines have a table '{handle.name}' in stores of their own: expected names "
+                        f"that differ, or one store for both."
+                    )
+                if other.optimizer is None:
+                    found[handle.name] = handle
+    return found
+
+
+def parts_for(handle: TableHandle, part_bytes: int) -> int:
+    """How many equal parts of all hashes, a power of two, so that none is much above `part_bytes`.
+
+    A rank that owns one of n shares has a file for each part that meets its own.
+    """
+    store = handle.engine.store
+    total = store.stats(handle.name)["rows"] * row_bytes(
+        handle.dim, handle.spec.dtype, len(handle.initial_state)
+    )
+    wanted = -(-total // part_bytes)
+    if wanted > 1:
+        wanted *= store.share[1]
+    return 1 << max(0, wanted - 1).bit_length()
+
+
+def folder_of(table: str) -> str:
+    """A folder's name for any table's name."""
+    name = quote(table, safe=" ,;=+@~()[]{}#!$&'^")
+    if name.startswith(".") or not name:
+        name = "%2E" + name[1:] if name else "%"
+    if len(name) > 200:
+        name = f"{name[:180]}-{ids.farm(table) & (2**64 - 1):016x}"
+    return f"tables/{name}"
+
+
+def file_name(what: str, rank: int, ranks: int) -> str:
+    """A file of a table; it says whose it is where there are several ranks."""
+    return f"{what}.safetensors" if ranks == 1 else f"rank-{rank:05d}-{what}.safetensors"
+
+
+def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
+    """Rows as a part's arrays. Vectors come last: the others then begin where their elements may."""
+    arrays = {"keys": stored(rows.keys)}
+    if erased is not None:
+        arrays["erased"] = stored(erased)
+    arrays["state"] = stored(rows.state)
+    arrays["counts"] = stored(rows.counts)
+    arrays["last_steps"] = stored(rows.last_steps)
+    vectors: NDArray[Any] = rows.vectors
+    if dtype == "bfloat16":  # the lower half is zero, as the values come from a table of this type
+        vectors = (np.ascontiguousarray(vectors).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    elif dtype == "float16":
+        vectors = vectors.astype(np.float16)
+    arrays["vectors"] = stored(vectors, _CODES[dtype])
+    return arrays
+
+
+def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> tuple[Rows, Keys]:
+    """The rows of a part, and the keys that left."""
+    check_part(folder, table, part, delta)
+    data = {name: array.data for name, array in read_arrays(folder, part).items()}
+    if table.dtype == "bfloat16":
+        vectors = (data["vectors"].view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif table.dtype == "float16":
+        vectors = data["vectors"].view(np.float16).astype(np.float32)
+    else:
+        vectors = data["vectors"].view(np.float32)
+    rows = Rows(
+        data["keys"].view(np.int64),
+        vectors.reshape(part.rows, table.dim),
+        data["state"].view(np.float32).reshape(part.rows, table.state),
+        data["counts"].view(np.uint32),
+        data["last_steps"].view(np.uint32),
+    )
+    return rows, data["erased"].view(np.int64) if delta else np.empty(0, np.int64)
+
+
+def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> None:
+    """Raise unless the file's header is that of this part."""
+    path = folder / part.name
+    places = read_header(path)
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "keys": ("I64", (part.rows,)),
+        "state": ("F32", (part.rows, table.state)),
+        "counts": ("U32", (part.rows,)),
+        "last_steps": ("U32", (part.rows,)),
+        "vectors": (_CODES[table.dtype], (part.rows, table.dim)),
+    }
+    if delta:
+        expected["erased"] = ("I64", (part.erased,))
+    for name, (dtype, shape) in expected.items():
+        received = places.get(name)
+        if received is None:
+            raise DamagedCheckpointError.mismatch(path, f"an array '{name}'", ", ".join(places) or "no array")
+        if (received.dtype, received.shape) != (dtype, shape):
+            raise DamagedCheckpointError.mismatch(
+                path, f"'{name}' of {dtype} {shape}", f"{received.dtype} {received.shape}"
+            )
+
+
+def select(rows: Rows, which: NDArray[Any]) -> Rows:
+    """Some of the rows, by a mask or places."""
+    return Rows(
+        rows.keys[which],
+        rows.vectors[which],
+        rows.state[which],
+        rows.counts[which],
+        rows.last_steps[which],
+    )
+
+
+def join(pieces: Sequence[Rows]) -> Rows:
+    """The rows of all."""
+    return Rows(
+        np.concatenate([rows.keys for rows in pieces]),
+        np.concatenate([rows.vectors for rows in pieces]),
+        np.concatenate([rows.state for rows in pieces]),
+        np.concatenate([rows.counts for rows in pieces]),
+        np.concatenate([rows.last_steps for rows in pieces]),
+    )
+
+
+def overlay(rows: Rows, erased: Keys, changed: Rows) -> Rows:
+    """Rows after a delta: erased keys leave, then changed rows come, as a key may have left and come back."""
+    kept = select(rows, ~np.isin(rows.keys, np.concatenate([erased, changed.keys])))
+    both = join([kept, changed])
+    return select(both, np.argsort(hashes_of(both.keys)))

@@ -1,0 +1,1 @@
+"""Writing and reading checkpoints: saves in flight, shares of ranks, locks."""

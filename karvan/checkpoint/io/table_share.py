@@ -1,0 +1,116 @@
+"""A rank's share of a checkpoint: its files of every table, and the shares of all ranks put together.
+
+A rank cuts all hashes into a power of two of equal parts, as many as its rows want, and writes those that
+meet the hashes it owns. A process that is alone owns all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format.hash_ranges import Range, pieces, share_of
+from karvan.checkpoint.format.manifest import PartEntry, TableEntry
+from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, stored
+from karvan.checkpoint.format.table_arrays import file_name, folder_of, to_arrays
+from karvan.checkpoint.format.table_extras import Extra
+from karvan.checkpoint.io.throttle import Pace
+from karvan.store import Capture, Rows, TableSpec
+
+# Has arrays written to a file of that name; the first argument is called with what it is, then.
+Put: TypeAlias = Callable[[Callable[[FileEntry], None], str, Mapping[str, Stored]], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table as it was at the call, and how this rank writes it."""
+
+    spec: TableSpec
+    optimizer: str | None
+    capture: Capture
+    parts: int  # of all hashes
+    extra: Extra
+    delta: bool
+    rank: int
+    ranks: int
+
+
+def put_table(
+    source: Source,
+    folder: Path,
+    put: Put,
+    pace: Pace,
+    working: Callable[[], None] = lambda: None,
+) -> Callable[[], dict[str, Any]]:
+    """Have this rank's files of a table written; what is returned tells of them once they are, in JSON.
+
+    working is called after each part.
+    """
+    name, place = source.spec.name, folder_of(source.spec.name)
+    (folder / place).mkdir(parents=True, exist_ok=True)
+    erased = np.unique(source.capture.erased(name)) if source.delta else None
+    mine = pieces(source.parts, share_of(source.rank, source.ranks))
+    entries: dict[int, PartEntry] = {}
+    extra: list[FileEntry] = []
+    state_size = 0
+
+    def file(what: str) -> str:
+        return f"{place}/{file_name(what, source.rank, source.ranks)}"
+
+    def put_part(part: int, range_: Range, rows: Rows) -> None:
+        gone = None if erased is None else erased[range_.has(erased)]
+        arrays = to_arrays(rows, gone, source.spec.dtype)
+        count, left = len(rows.keys), 0 if gone is None else len(gone)
+
+        def note(made: FileEntry) -> None:
+            entries[part] = PartEntry(**asdict(made), rows=count, erased=left, first=range_.first)
+
+        put(note, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
+
+    for part in range(max(mine) + 1):  # a capture is read from the beginning
+        with pace.turn():
+            rows = source.capture.part(name, part)
+        if part in mine:
+            state_size = rows.state.shape[1]
+            put_part(part, mine[part], rows)
+        working()
+    if source.extra:
+        put(extra.append, file("extra"), {key: stored(array) for key, array in source.extra.items()})
+    return lambda: {
+        "state": state_size,
+        "parts": [asdict(entries[part]) for part in sorted(entries)],
+        "extra": asdict(extra[0]) if extra else None,
+    }
+
+
+def joined(
+    folder: Path, spec: TableSpec, optimizer: str | None, shares: Sequence[Mapping[str, Any]]
+) -> TableEntry:
+    """The entry of a table whose shares all ranks have told, in their order."""
+    sizes = {share["state"] for share in shares}
+    if len(sizes) > 1:
+        raise CheckpointError.mismatch(
+            folder, f"table '{spec.name}' with as much optimizer state on all ranks", sorted(sizes)
+        )
+    parts = [PartEntry(**part) for share in shares for part in share["parts"]]
+    extras = [share["extra"] and FileEntry(**share["extra"]) for share in shares]
+    updates = [share.get("updates") for share in shares]
+    return TableEntry(
+        dim=spec.dim,
+        dtype=spec.dtype,
+        state=sizes.pop(),
+        optimizer=optimizer,
+        admit=list(spec.admit),
+        evict=list(spec.evict),
+        init=list(spec.init),
+        seed=spec.seed,
+        rows=sum(part.rows for part in parts),
+        parts=parts,
+        extras=extras if any(extras) else [],
+        updates=updates if any(updates) else [],
+    )

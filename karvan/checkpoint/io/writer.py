@@ -1,0 +1,343 @@
+"""Writing one checkpoint: what must be of one step is taken at the call, the rest happens on threads.
+
+At the call the tables are captured and the dense state is copied. The saving thread then asks the capture for
+one part after the other; a few writing threads take checksums and write, so that some compute while others
+wait for the disk. The manifest comes last, then the folder's name.
+
+The ranks of a job do this together, on their saving threads. Rank 0 makes the hidden folder and tells its
+name; all write what they own into it; rank 0 hears of their files, adds the dense state and the manifest, and
+publishes. After each of these steps all ranks know whether it went well on all; if not, all fail and nothing
+is published. A rank that dies is a RankError on the others; the folder then stays hidden.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from karvan import distributed
+from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format import manifest as manifests
+from karvan.checkpoint.format.atomic_folder import HiddenFolder
+from karvan.checkpoint.format.manifest import Base, Manifest
+from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, write_arrays, write_file
+from karvan.checkpoint.format.state_tree import encode
+from karvan.checkpoint.format.table_arrays import parts_for
+from karvan.checkpoint.format.table_extras import own_extra
+from karvan.checkpoint.io.pending_save import Pending, Report, Writers, no_report
+from karvan.checkpoint.io.table_share import Source, joined, put_table
+from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.rank_agreement import together
+from karvan.distributed import Lane
+from karvan.distributed.rank_turns import Rounds
+from karvan.embedding import TableHandle
+from karvan.store import AwayStore, Capture, Store
+
+Versions = dict[str, int]
+T = TypeVar("T")
+
+
+class Writing:
+    """Everything of one step that this rank has, held until it is written.
+
+    since: the tables' versions of an earlier one, to write only what changed after it (a delta on `base`); a
+    ValueError says that this is not known any more, and nothing is held then.
+    track: whether tables note what changes, for a delta on this one.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        tables: Mapping[str, TableHandle],
+        *,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        part_bytes: int,
+        base: Base | None = None,
+        since: Versions | None = None,
+        track: bool = False,
+    ) -> None:
+        self.step = step
+        self.base = base
+        self._connection = distributed.current()
+        rank, world = self._connection.rank, self._connection.world
+        # Dense state is the same everywhere.
+        self._tree, self._dense = encode(dict(state) if rank == 0 else {})
+        self._metrics, odd = encode(dict(metrics or {}))
+        if odd:
+            raise TypeError(
+                f"Expected metrics that are numbers or text, got a tensor as '{next(iter(odd))}'."
+            )
+        _check_shares(tables, rank, world)
+        self.versions: Versions = {}
+        self._captures: dict[str, Capture] = {}
+        parts = {name: parts_for(handle, part_bytes) for name, handle in tables.items()}
+        try:
+            for store, names in _by_store(tables).items():
+                asked = None if since is None else {name: since[name] for name in names}
+                capture = store.capture(names, {name: parts[name] for name in names}, asked, track=track)
+                self._captures |= dict.fromkeys(names, capture)
+                self.versions |= capture.versions
+            self._away = {
+                name: handle for name, handle in tables.items() if isinstance(handle.engine.store, AwayStore)
+            }
+            self._parts = parts
+            self._handles = dict(tables)
+            self._sources = {
+                name: Source(
+                    handle.spec,
+                    handle.optimizer,
+                    self._captures[name],
+                    parts[name],
+                    own_extra(handle.engine.store.extra(name), rank, world),
+                    base is not None,
+                    rank,
+                    world,
+                )
+                for name, handle in tables.items()
+                if name not in self._away
+            }
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of what was captured."""
+        for capture in self._captures.values():
+            capture.close()
+
+    def start(
+        self,
+        target: Path,
+        check: Callable[[], None] = lambda: None,
+        after: Callable[[Checkpoint], None] = lambda _: None,
+        prune: Callable[[], None] = lambda: None,
+        report: Report | None = None,
+    ) -> Pending:
+        """Write to `target` on threads.
+
+        check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
+        prune: runs last, on rank 0. report: is told of a failure at once, on rank 0; by default it is logged.
+        """
+        pace = Pace()
+        writers = None
+
+        def work() -> Checkpoint:
+            assert writers is not None
+            try:
+                with self._connection.on("save") as lane:
+                    made = self._write(lane, target, writers, pace, check)
+                    after(made)
+                    together(lane, target, prune if lane.rank == 0 else _nothing)
+                    return made
+            finally:
+                writers.end()
+                self.close()
+
+        try:
+            if self._connection.under_way is not None:
+                self._connection.under_way.join()  # two saves would mix up what they tell each other
+            writers = Writers()
+            pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
+        except BaseException:  # no thread to be had
+            if writers is not None:
+                writers.end()
+            self.close()
+            raise
+        if self._connection.settings.kind != "memory":
+            self._connection.under_way = pending
+        return pending
+
+    def _write(
+        self, lane: Lane, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]
+    ) -> Checkpoint:
+        hidden: HiddenFolder | None = None
+
+        def begin() -> str:
+            nonlocal hidden
+            if lane.rank == 0:
+                hidden = HiddenFolder(target)
+            return hidden.path.name if hidden else ""
+
+        dense: list[FileEntry] = []
+        rounds = Rounds(lane, self._connection.settings.timeout)
+
+        def put() -> dict[str, Any]:
+            try:
+                return self._put(lane, folder, writers, pace, rounds, dense.append)
+            finally:
+                writers.end()
+                rounds.finish()
+
+        def publish() -> str:
+            if hidden is None:
+                return ""
+            data = self._manifest(folder, shares, dense[0])
+            _remove_unnamed(folder, manifests.parse(folder / manifests.NAME, data))
+            write_file(folder / manifests.NAME, [memoryview(data)], pace)
+            hidden.publish(check, _is_checkpoint)
+            return data.decode()
+
+        try:
+            folder = target.parent / together(lane, target, explaining(target, begin))[0]
+            shares = together(lane, target, explaining(target, put))
+            text = together(lane, target, explaining(target, publish))[0]
+        finally:
+            if hidden is not None:
+                hidden.remove()
+        # Not read from its place, where another process may have replaced or removed it by now.
+        return Checkpoint(target, manifests.parse(target / manifests.NAME, text.encode()))
+
+    def _put(
+        self,
+        lane: Lane,
+        folder: Path,
+        writers: Writers,
+        pace: Pace,
+        rounds: Rounds,
+        dense: Callable[[FileEntry], None],
+    ) -> dict[str, Any]:
+        """Write this rank's files; returns what there is to tell of its tables."""
+        if not folder.is_dir():
+            raise CheckpointError(
+                folder.parent,
+                f"expected to see '{folder.name}', which rank 0 has made, got nothing: checkpoints must lie "
+                "on storage that all ranks share.",
+            )
+
+        def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
+            writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
+
+        if lane.rank == 0:
+            put(dense, "dense.safetensors", self._dense)
+        tables = {
+            name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
+        }
+        away = self._put_away(folder, rounds) if lane.rank == 0 else {}
+        writers.finish()
+        return {**{name: [made()] for name, made in tables.items()}, **away}
+
+    def _put_away(self, folder: Path, rounds: Rounds) -> dict[str, list[Any]]:
+        """Have others write the tables that they hold; returns what each of them tells, by table."""
+        told: dict[str, list[Any]] = {}
+        for store, names in _by_store(self._away).items():
+            assert isinstance(store, AwayStore)
+            tables = {
+                name: {
+                    "optimizer": self._handles[name].optimizer,
+                    "parts": self._parts[name],
+                    "delta": self.base is not None,
+                    "base": None if self.base is None else self.base.id,
+                }
+                for name in names
+            }
+            shares = store.save_away(
+                self._captures[names[0]], str(folder.absolute()), tables, rounds.still_working
+            )
+            told |= {name: [share[name] for share in shares] for name in names}
+        return told
+
+    def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> bytes:
+        return manifests.to_bytes(
+            Manifest(
+                step=self.step,
+                kind="full" if self.base is None else "delta",
+                id=secrets.token_hex(16),
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                karvan=version("karvan"),
+                base=self.base,
+                metrics=self._metrics,
+                tables={
+                    name: joined(
+                        folder,
+                        handle.spec,
+                        handle.optimizer,
+                        [one for share in shares for one in share.get(name, ())],
+                    )
+                    for name, handle in self._handles.items()
+                },
+                dense=dense,
+                state=self._tree,
+            )
+        )
+
+
+def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
+    """Remove what a parameter server left that died while it wrote its share; another wrote it instead."""
+    named = {folder / file.name for file in manifest.files}
+    for path in [path for path in folder.rglob("*") if path.is_file() and path not in named]:
+        path.unlink(missing_ok=True)
+
+
+def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:
+    """What `take` made, if it did on all ranks."""
+    made: list[Writing] = []
+    try:
+        together(lane, target, lambda: made.append(take()))
+    except BaseException:
+        for one in made:
+            one.close()
+        raise
+    return made[0]
+
+
+def _is_checkpoint(target: Path) -> bool:
+    try:
+        manifests.read(target)
+    except CheckpointError:
+        return False
+    return True
+
+
+def check_target(target: Path) -> None:
+    """Raise if something is there that is no checkpoint, and would be lost."""
+    if target.exists() and not (target / manifests.NAME).exists():
+        raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
+
+
+def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> None:
+    for name, handle in tables.items():
+        received = handle.engine.store.share
+        if received != (rank, world):
+            raise ValueError(
+                f"Expected table '{name}' to hold the share of rank {rank} of {world}, got that of rank "
+                f"{received[0]} of {received[1]}: make engines after kv.connect, and save while connected."
+            )
+
+
+def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:
+    groups: dict[Store, list[str]] = {}
+    for name, handle in tables.items():
+        groups.setdefault(handle.engine.store, []).append(name)
+    return groups
+
+
+def _nothing() -> None:
+    pass
+
+
+def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """The same work; what the system refuses is a CheckpointError."""
+
+    def explained() -> T:
+        try:
+            return work()
+        except OSError as error:
+            raise _explained(target, error) from error
+
+    return explained
+
+
+def _explained(target: Path, error: OSError) -> CheckpointError:
+    where = f" at {error.filename}" if error.filename else ""
+    what = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        what += ", so that nothing was kept of it; the checkpoints that were there are untouched"
+    # Whatever the system refuses here: a folder was writable when the fit began.
+    return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.", temporary=True)

@@ -1,0 +1,315 @@
+"""`Checkpoints`: the checkpoints of a run, one folder each, of which the last and the best are kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from karvan import distributed
+from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
+from karvan.checkpoint.format.manifest import Base
+from karvan.checkpoint.format.table_arrays import Model, tables_of
+from karvan.checkpoint.io.pending_save import Pending, Report
+from karvan.checkpoint.io.writer import Versions, Writing, explaining, taken
+from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.recovery import newest_step, resume
+from karvan.checkpoint.selection import all_chosen, best_of, folders, newest, one_chosen, readable
+from karvan.checkpoint.survey import step_of
+from karvan.distributed import Lane
+from karvan.embedding import TableHandle
+from karvan.owner import check_owner
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PART_BYTES = 64 << 20
+
+
+class Checkpoints:
+    """A folder of checkpoints: `step-000000001000`, ….
+
+    keep_last: how many to keep, the newest; None keeps all.
+    keep_best: a metric's name and "max" or "min"; the best checkpoint by it is kept as well.
+    full_every: n means one full checkpoint, then n - 1 deltas with what changed since the one before, and so
+    on. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
+    part_bytes: how large the files of a table may become.
+
+    Several processes may read the folder while one writes to it. The ranks of a job write together: all make
+    a `Checkpoints` and call its methods alike, each with the rows it owns, on storage that all of them see.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        keep_best: tuple[str, str] | None = None,
+        full_every: int = 1,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"Checkpoints expects keep_last of at least 1, or None, got {keep_last}.")
+        if full_every < 1:
+            raise ValueError(f"Checkpoints expects full_every of at least 1, got {full_every}.")
+        if part_bytes < 1:
+            raise ValueError(f"Checkpoints expects part_bytes of at least 1, got {part_bytes}.")
+        if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("max", "min")):
+            raise ValueError(f'Checkpoints expects keep_best as ("auc", "max") or "min", got {keep_best!r}.')
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.full_every = full_every
+        self.part_bytes = part_bytes
+        self._pending: Pending | None = None
+        self._last: _Last | None = None  # what a delta can build on
+        self._later_reported = False
+
+    def __repr__(self) -> str:
+        options = {"keep_last": self.keep_last, "keep_best": self.keep_best, "full_every": self.full_every}
+        usual = {"keep_best": None, "full_every": 1}
+        given = [f"{name}={value!r}" for name, value in options.items() if usual.get(name, "") != value]
+        steps = [path.name.removeprefix("step-").lstrip("0") or "0" for path in folders(self.folder)]
+        more = "… " if len(steps) > 5 else ""
+        there = f"{len(steps)} of steps {more}{', '.join(steps[-5:])}" if steps else "none yet"
+        return f"Checkpoints({str(self.folder)!r}, {', '.join(given)}: {there})"
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        model: Model,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        block: bool = False,
+        report: Report | None = None,
+    ) -> Pending:
+        """Save the state and the model's tables as they are now; training may go on while it is written.
+
+        A save that is under way is waited for first, and if it failed, and nobody has been told, its error
+        is raised here. block: return when the checkpoint is complete. report: is called with the step and the
+        error as soon as writing has failed, on rank 0 and on any thread; by default the error is logged.
+        """
+        if step < 0:
+            raise ValueError(f"Expected a step of at least 0, got {step}.")
+        lane = distributed.current().here
+        target = self.folder / f"step-{step:012d}"
+        tables: dict[str, TableHandle] = {}
+
+        def prepare() -> tuple[int, bool]:
+            self.wait()
+            tables.update(tables_of(model))
+            if lane.rank == 0:
+                check_owner(self.folder)
+            return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
+
+        said = together(lane, target, explaining(target, prepare))
+        if len({its_step for its_step, _ in said}) > 1:
+            raise CheckpointError.mismatch(
+                self.folder, "all ranks to save the same step", [its_step for its_step, _ in said]
+            )
+
+        def take(base: Base | None, since: Versions | None) -> Writing:
+            return Writing(
+                state,
+                tables,
+                step=step,
+                metrics=metrics,
+                part_bytes=self.part_bytes,
+                base=base,
+                since=since,
+                track=self.full_every > 1,
+            )
+
+        # Until this save is complete there is nothing to build on: the one after a failure is full.
+        last, self._last = self._last, None
+        writing = None
+        if last is not None and all(may for _, may in said):
+            writing = _delta(lane, target, partial(take, last.base, last.versions))
+        if writing is None:
+            writing = taken(lane, target, partial(take, None, None))
+        base, versions = writing.base, writing.versions
+
+        def check() -> None:
+            check_owner(self.folder)  # a process that was paused while it wrote may have lost the folder
+            if base is not None and not _is(self.folder, base):
+                raise CheckpointError(
+                    target, f"expected its base {base.folder} to stay while it was written, but it has gone."
+                )
+
+        def after(made: Checkpoint) -> None:
+            deltas = last.deltas + 1 if last is not None and base is not None else 0
+            self._last = _Last(made, tables, versions, deltas)
+
+        self._pending = writing.start(target, check, after, partial(self._prune, target), report)
+        if block:
+            self._pending.wait()
+        return self._pending
+
+    def _may_be_delta(self, step: int, tables: Mapping[str, TableHandle], target: Path | None) -> bool:
+        """Whether what was saved last may be built on; `target` of the rank that looks into the folder."""
+        last = self._last
+        return (
+            last is not None
+            and last.deltas + 1 < self.full_every
+            and last.made.step < step
+            and last.describes(tables)
+            and (target is None or (_is(self.folder, last.base) and not target.exists()))
+        )
+
+    def require_writable(self) -> None:
+        """Raise a CheckpointError if nothing can be saved into the folder, which is made if it is not there.
+
+        Ranks that train together all call it; if one of them, or a parameter server, cannot write, all raise.
+        """
+        connection = distributed.current()
+
+        def try_all() -> None:
+            try_writing(self.folder)
+            if connection.servers is not None and connection.rank == 0:
+                try:
+                    connection.servers.check_folder(str(self.folder.absolute()))
+                except ValueError as error:
+                    raise CheckpointError(self.folder, str(error)) from None
+
+        together(connection.here, self.folder, try_all)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; raises its error, unless that was raised before."""
+        if self._pending is not None:
+            self._pending.settle()
+
+    def list(self) -> list[Checkpoint]:
+        """All checkpoints whose manifests can be read, oldest first."""
+        return all_chosen(self.folder, lambda: readable(self.folder))
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint; None if there is none. One whose manifest is damaged is an error."""
+        return one_chosen(self.folder, lambda: newest(self.folder))
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint, whole or damaged; None if there is none."""
+        return newest_step(self.folder)
+
+    def resume(self, model: Model, name: str | None = None) -> tuple[Checkpoint, dict[str, Any]] | None:
+        """Load the newest checkpoint that is whole, or the one of a name; gives it and its state, or None.
+
+        Damaged ones are a warning, and are renamed to damaged-step-…. If all are damaged, that is an error,
+        and nothing is renamed. With a name, such as "step-000000001000", only that one is loaded, and those
+        of later steps are renamed to abandoned-step-….
+        """
+        return self.resume_with(lambda checkpoint: checkpoint.load(model), name)
+
+    def resume_with(
+        self, load: Callable[[Checkpoint], T], name: str | None = None
+    ) -> tuple[Checkpoint, T] | None:
+        """As `resume`, with a function that loads; it is called again for an older checkpoint if it raises a
+        DamagedCheckpointError."""
+        return resume(self.folder, load, name)
+
+    def best(self) -> Checkpoint | None:
+        """The best checkpoint by `keep_best`, the newest of equal ones; None if none has the metric."""
+        if self.keep_best is None:
+            raise ValueError('Checkpoints was made without keep_best: expected ("auc", "max"), got None.')
+        metric, mode = self.keep_best
+        return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
+
+    def _prune(self, made: Path) -> None:
+        later = [path.name for path in folders(self.folder) if step_of(path) > step_of(made)]
+        if later and not self._later_reported:
+            self._later_reported = True
+            _log.warning(
+                "%s has checkpoints of later steps than the one just saved, %s: %s. The next resume takes "
+                "the newest of them, unless they are moved away.",
+                self.folder,
+                made.name,
+                ", ".join(later),
+            )
+        if self.keep_last is not None:
+            remove_folders(self.folder, lambda: _doomed(self.folder, self.keep_last, self.keep_best, made))
+
+
+class _Last:
+    """The newest checkpoint this process has saved, as a base for deltas."""
+
+    def __init__(
+        self, made: Checkpoint, tables: Mapping[str, TableHandle], versions: Versions, deltas: int
+    ) -> None:
+        self.made = made
+        self.versions = versions
+        self.deltas = deltas  # since the last full one
+        manifest = made.manifest
+        self.base = Base(made.path.name, made.step, manifest.id, manifest.checksum)
+        self._stores = {name: handle.engine.store for name, handle in tables.items()}
+
+    def describes(self, tables: Mapping[str, TableHandle]) -> bool:
+        """Whether these are the tables that were saved, with the same kind of rows."""
+        saved = self.made.manifest.tables
+        return self._stores.keys() == tables.keys() and all(
+            handle.engine.store is self._stores[name]
+            and handle.optimizer == saved[name].optimizer
+            and len(handle.initial_state) == saved[name].state
+            for name, handle in tables.items()
+        )
+
+
+def _delta(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing | None:
+    """What `take` made; None on all ranks if a table of any does not know any more what changed."""
+    made: list[Writing] = []
+
+    def attempt() -> bool:
+        try:
+            made.append(take())
+        except ValueError:
+            return False
+        return True
+
+    complete = False
+    try:
+        complete = all(together(lane, target, attempt))
+    finally:
+        if not complete:
+            for one in made:
+                one.close()
+    return made[0] if complete else None
+
+
+def _is(folder: Path, base: Base) -> bool:
+    try:
+        found = Checkpoint(folder / base.folder).manifest
+    except CheckpointError:
+        return False
+    return (found.id, found.checksum) == (base.id, base.checksum)
+
+
+def _doomed(
+    folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, made: Path
+) -> dict[Path, Path | None]:
+    """What is to go, the newest first, each with what it builds on; `made`, just saved, stays."""
+    there = readable(folder)
+    kept = [
+        *(there if keep_last is None else there[-keep_last:]),
+        *(one for one in there if one.path == made),
+    ]
+    best = best_of(there, *keep_best) if keep_best else None
+    needed: set[Path] = set()
+    for one in [*kept, *([best] if best else [])]:
+        needed.add(one.path)
+        try:
+            needed |= {below.path for below in one.chain}
+        except CheckpointError:
+            continue  # it lacks something already
+    # What cannot be read may be somebody else's: it is left alone. The newest first: a delta must not outlive
+    # what it builds on, even if this process is killed in between.
+    return {one.path: _below(one) for one in reversed(there) if one.path not in needed}
+
+
+def _below(one: Checkpoint) -> Path | None:
+    base = one.manifest.base
+    return None if base is None else one.path.parent / Path(base.folder).name

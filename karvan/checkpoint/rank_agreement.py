@@ -1,0 +1,48 @@
+"""What the ranks of a job do together: a step succeeds on all of them, or is an error on all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from karvan.distributed import Lane, RankError
+from karvan.outages import is_temporary
+
+
+def together(
+    lane: Lane, path: str | os.PathLike[str], work: Callable[[], Any], *, name_rank: bool = True
+) -> list[Any]:
+    """What `work` returned on every rank; it must be something that JSON can say.
+
+    If it raised on any rank, all raise a CheckpointError, which names the rank unless `name_rank` is off. It
+    is of damage if that is all that any rank has found.
+    A process that is alone just does the work.
+    """
+    if lane.world == 1:
+        return [work()]
+    value, own = None, None
+    try:
+        value = work()
+    except RankError:
+        raise  # the others will not hear anything any more
+    except Exception as error:
+        own = error
+    said = lane.gather_json({"value": value, "problem": own and _told(path, own)})
+    problems = [(rank, *one["problem"]) for rank, one in enumerate(said) if one["problem"] is not None]
+    # What an older checkpoint would not mend comes first.
+    for rank, where, what, temporary, damaged in sorted(problems, key=lambda problem: bool(problem[4])):
+        # An error that all have agreed on names its rank already.
+        named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
+        kind = DamagedCheckpointError if damaged else CheckpointError
+        # The text of a CheckpointError has its cause; of any other error people want the place as well.
+        agreed = kind(where, named, temporary=temporary)
+        raise agreed from None if isinstance(own, CheckpointError) else own
+    return [one["value"] for one in said]
+
+
+def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool, bool]:
+    if isinstance(error, CheckpointError):
+        return error.path, error.problem, error.temporary, isinstance(error, DamagedCheckpointError)
+    return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error), False

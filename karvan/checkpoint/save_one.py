@@ -1,0 +1,74 @@
+"""One checkpoint at a path of one's choice, and finding one at a path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from karvan import distributed
+from karvan.checkpoint.checkpoint import Checkpoint
+from karvan.checkpoint.format.table_arrays import Model, tables_of
+from karvan.checkpoint.io.pending_save import Pending
+from karvan.checkpoint.io.writer import Writing, check_target, taken
+from karvan.checkpoint.manager import PART_BYTES
+from karvan.checkpoint.recovery import resume
+from karvan.checkpoint.selection import chosen, find_alone, is_checkpoint
+
+T = TypeVar("T")
+
+
+def start(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    model: Model = None,
+    *,
+    step: int = 0,
+    metrics: Mapping[str, Any] | None = None,
+    part_bytes: int = PART_BYTES,
+) -> Pending:
+    """Begin to save a full checkpoint; training may go on while it is written. All ranks of a job call it."""
+    target = Path(os.path.abspath(path))
+    lane = distributed.current().here
+
+    def take() -> Writing:
+        if lane.rank == 0:
+            check_target(target)
+        return Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
+
+    return taken(lane, target, take).start(target)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    model: Model = None,
+    *,
+    step: int = 0,
+    metrics: Mapping[str, Any] | None = None,
+    part_bytes: int = PART_BYTES,
+) -> Checkpoint:
+    """Save a full checkpoint and wait until it is complete."""
+    return start(path, state, model, step=step, metrics=metrics, part_bytes=part_bytes).wait()
+
+
+def resume_at(
+    path: str | os.PathLike[str] | Checkpoint, load: Callable[[Checkpoint], T]
+) -> tuple[Checkpoint, T]:
+    """A checkpoint, or the newest whole one of a run's folder, and what `load` made of it; a collective."""
+    if isinstance(path, Checkpoint):
+        return path, load(path)
+    folder = Path(path)
+    if not is_checkpoint(folder):
+        resumed = resume(folder, load)
+        if resumed is not None:
+            return resumed
+    found = find(folder)
+    return found, load(found)
+
+
+def find(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at a path, or the newest one of a run's folder; the same on all ranks, which all ask."""
+    folder = Path(path)
+    return chosen(folder, lambda: find_alone(folder))

@@ -1,0 +1,225 @@
+"""`warm_start`: rows and dense tensors of another checkpoint, where a new model begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from karvan import distributed
+from karvan.checkpoint.checkpoint import Checkpoint, check_table, with_state_of
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format.hash_ranges import share_of
+from karvan.checkpoint.format.table_arrays import tables_of
+from karvan.checkpoint.rank_agreement import together
+from karvan.checkpoint.save_one import find
+from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
+from karvan.embedding import TableHandle
+from karvan.features import FeatureEngine
+
+Patterns: TypeAlias = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What was taken (the model's names → the checkpoint's) and what was not (its names → why).
+
+    new_tables and new_dense are what the model has and nothing was taken for: it begins as it was made.
+    statistics are the names of the data's transforms that the checkpoint has something for, each with the
+    reason why it did not take that, or with nothing if it did.
+    `str(report)` is a table for people.
+    """
+
+    path: Path
+    step: int
+    tables: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)  # by the model's names of tables
+    dense: dict[str, str] = field(default_factory=dict)
+    left_tables: dict[str, str] = field(default_factory=dict)
+    left_dense: dict[str, str] = field(default_factory=dict)
+    new_tables: list[str] = field(default_factory=list)
+    new_dense: list[str] = field(default_factory=list)
+    statistics: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        made = [(f"table {_arrow(old, new)}", f"{self.rows[new]:,} rows") for new, old in self.tables.items()]
+        made += [(f"dense {_arrow(old, new)}", "loaded") for new, old in self.dense.items()]
+        made += [
+            (f"statistics {name}", f"left in the checkpoint: {why}" if why else "loaded")
+            for name, why in self.statistics.items()
+        ]
+        both = (("table", self.left_tables, self.new_tables), ("dense", self.left_dense, self.new_dense))
+        for kind, left, new_names in both:
+            made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
+            made += [
+                (f"{kind} {name}", "not from the checkpoint: begins as made")
+                for name in new_names
+                if name not in left
+            ]
+        width = max((len(what) for what, _ in made), default=0)
+        lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
+        return "\n".join([f"Warm start from {self.path}, step {self.step}", *lines])
+
+
+def warm_start(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    tables: Patterns = "*",
+    rename: Mapping[str, str] | None = None,
+    exclude: Patterns = (),
+    dense: Patterns = "*",
+    optimizer_state: bool = True,
+    transforms: Sequence[Transform] = (),
+) -> WarmStart:
+    """Take over rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
+
+    tables, dense: shell patterns of the checkpoint's names to take; `()` takes none. Dense tensors go by
+    their names in the saved `state["model"]`.
+    rename: the checkpoint's names of tables and tensors → the model's.
+    exclude: shell patterns of the checkpoint's names to leave out, tables and tensors alike.
+    optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
+    transforms: feature engines of the data. They take the statistics that were saved by their names, if any:
+    the net that is taken over knows features of that scale.
+
+    Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
+    What either side does not have is left and reported; a pattern that fits no name, and what does not fit
+    in shape, is an error, and nothing has changed then. Ranks that train together all call it, and each takes
+    the rows it owns; the report counts those of all.
+    """
+    lane = distributed.current().here
+    checkpoint = find(path)
+    checkpoint.require_intact()
+    renamed = dict(rename or {})
+    saved: dict[str, Tensor] = {}
+    together(lane, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
+    known = {*checkpoint.manifest.tables, *saved}
+    for old in renamed:
+        if old not in known:
+            raise CheckpointError.mismatch(checkpoint.path, f"a table or tensor '{old}' to rename", "none")
+    for kind, names, patterns in (("table", checkpoint.manifest.tables, tables), ("tensor", saved, dense)):
+        _check_patterns(checkpoint, kind, names, patterns)
+    report = WarmStart(checkpoint.path, checkpoint.step)
+    handles, own = tables_of(model), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    _choose(checkpoint.manifest.tables, handles, tables, exclude, renamed, report.tables, report.left_tables)
+    _choose(saved, own, dense, exclude, renamed, report.dense, report.left_dense)
+    report.new_tables.extend(name for name in handles if name not in report.tables)
+    report.new_dense.extend(name for name in own if name not in report.dense)
+    for new, old in report.tables.items():
+        entry = checkpoint.manifest.tables[old]
+        check_table(checkpoint.path, old, entry, handles[new], optimizer_state=optimizer_state)
+    for new, old in report.dense.items():
+        if saved[old].shape != own[new].shape:
+            raise CheckpointError.mismatch(
+                checkpoint.path,
+                f"tensor '{old}' of shape {tuple(own[new].shape)}",
+                f"{tuple(saved[old].shape)}; exclude it to leave it out",
+            )
+
+    def take() -> dict[str, int]:
+        kept = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+        return {
+            new: _take(checkpoint, old, handles[new], optimizer_state and old in kept)
+            for new, old in report.tables.items()
+        }
+
+    taken = together(lane, checkpoint.path, take)
+    report.rows.update((new, sum(of_rank[new] for of_rank in taken)) for new in report.tables)
+    with torch.no_grad():
+        for new, old in report.dense.items():
+            own[new].copy_(saved[old])  # state_dict() shares memory with the model
+    _take_statistics(
+        model, checkpoint, report, lambda name: _matches(name, dense) and not _matches(name, exclude)
+    )
+    state = checkpoint.state() if transforms else {}
+    for transform in transforms:
+        name = name_of(transform)
+        if name not in state.get(KEY, {}):
+            continue
+        try:
+            load_transforms(checkpoint.path, state, transform)
+            report.statistics[name] = ""
+        except CheckpointError as error:
+            report.statistics[name] = error.problem
+    return report
+
+
+def _take_statistics(
+    model: nn.Module, checkpoint: Checkpoint, report: WarmStart, wanted: Callable[[str], bool]
+) -> None:
+    """What engines of the model were fitted to: its dense tensors know features of that scale."""
+    engines = {
+        f"{name}._extra_state".lstrip("."): module
+        for name, module in model.named_modules()
+        if isinstance(module, FeatureEngine) and module.get_extra_state()
+    }
+    saved = checkpoint.state().get("model", {}) if engines else {}
+    for name, engine in engines.items():
+        if name not in saved or not wanted(name):
+            continue
+        try:
+            engine.set_extra_state(saved[name])
+            report.dense[name] = name
+        except ValueError as error:
+            report.left_dense[name] = f"the model's has other features: {error}"
+
+
+def _choose(
+    saved: Mapping[str, object],
+    own: Mapping[str, object],
+    patterns: Patterns,
+    exclude: Patterns,
+    rename: Mapping[str, str],
+    taken: dict[str, str],
+    left: dict[str, str],
+) -> None:
+    for old in saved:
+        new = rename.get(old, old)
+        if not _matches(old, patterns):
+            left[old] = "not asked for"
+        elif _matches(old, exclude):
+            left[old] = "excluded"
+        elif new not in own:
+            left[old] = f"the model has no '{new}'"
+        elif new in taken:
+            raise ValueError(f"Expected one source for '{new}', got '{taken[new]}' and '{old}'.")
+        else:
+            taken[new] = old
+
+
+def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
+    total = 0
+    for rows in checkpoint.parts(old, share_of(*handle.engine.store.share)):
+        # Steps of another run mean nothing here.
+        steps = np.full(len(rows.keys), handle.engine.step, np.uint32)
+        handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
+        total += len(rows.keys)
+    return total
+
+
+def _saved_model(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    saved = checkpoint.state().get("model", {})
+    return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+
+
+def _check_patterns(checkpoint: Checkpoint, kind: str, names: Iterable[str], patterns: Patterns) -> None:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(names) or "none"
+            raise CheckpointError.mismatch(checkpoint.path, f"a {kind} like '{pattern}'", known)
+
+
+def _matches(name: str, patterns: Patterns) -> bool:
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    return any(fnmatchcase(name, pattern) for pattern in listed)
+
+
+def _arrow(old: str, new: str) -> str:
+    return old if old == new else f"{old} → {new}"

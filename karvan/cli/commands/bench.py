@@ -1,0 +1,179 @@
+"""`karvan bench`: what limits a training run on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from karvan.cli.errors import OK, CommandError
+from karvan.cli.output import bytes_text, console, help_of, plain, print_table
+
+_FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One part of training: how fast it runs alone, and a remark."""
+
+    part: str
+    rate: float
+    unit: str
+    remark: str = ""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bench", help=help_of(bench))(bench)
+
+
+def bench(
+    quick: bool = typer.Option(
+        False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
+    ),
+    folder: Path | None = typer.Option(
+        None, help="Where files are read and written; a temporary folder unless given."
+    ),
+    out: Path | None = typer.Option(
+        None, "--json", metavar="PATH", help="Write the numbers to a file as JSON.", show_default=False
+    ),
+) -> int:
+    """Measure the parts of training on this machine, one by one: which one limits a run here?
+
+    The shape is that of Criteo's logs: 26 ids of dim 16, 13 numbers, batches of 4096, and a DLRM.
+
+    \b
+    Examples:
+      karvan bench --quick
+      karvan bench --json bench.json
+      karvan bench --folder /data/runs      # the disk that runs go to
+    """
+    if folder is not None and not folder.is_dir():
+        raise CommandError(f"--folder expects a folder that exists, got '{folder}'.")
+    if out is not None and not out.parent.is_dir():
+        raise CommandError(f"--json expects a path in a folder that exists, got '{out}'.")
+    with tempfile.TemporaryDirectory(prefix=".karvan-bench-", dir=folder) as place:
+        results = measure_all(Path(place), quick=quick)
+    print_table(
+        f"{len(os.sched_getaffinity(0))} cores; each part alone",
+        ["part", "rate", "unit", ""],
+        [[each.part, f"{each.rate:,.0f}", each.unit, each.remark] for each in results],
+        right=["rate"],
+    )
+    training = [each for each in results if each.unit == "samples/s"]
+    slowest = min(training, key=lambda each: each.rate)
+    console().print(f"A run here is limited by: {slowest.part}, {slowest.rate:,.0f} samples/s.", markup=False)
+    if out is not None:
+        numbers = {"quick": quick, "limited_by": slowest.part, "parts": [plain(each) for each in results]}
+        out.write_text(json.dumps(numbers, indent=2) + "\n")
+    return OK
+
+
+def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
+    """All parts, one after the other."""
+    import torch
+
+    import karvan as kv
+    from karvan.cli.measurements import disk_rate, exhaust, seconds_to, steps_per_second
+
+    seconds = 0.5 if quick else 3.0
+    rows = 20_000 if quick else 500_000  # of each table
+    names = [f"id_{number}" for number in range(_FEATURES)]
+    numbers = [f"number_{number}" for number in range(_NUMBERS)]
+    random = torch.Generator().manual_seed(0)
+    batches = [_batch(names, numbers, rows, random) for _ in range(8)]
+
+    engine = kv.EmbeddingEngine({name: kv.Table(_DIM) for name in names})
+    optimizer = kv.optim.Adagrad(engine, lr=0.05)
+    spread = 0x9E3779B97F4A7C15 - (1 << 64)  # any odd number: neighbours become strangers
+    for first in range(0, rows, 1 << 16):
+        keys = torch.arange(first, min(first + (1 << 16), rows)) * spread
+        engine(kv.Batch(dict.fromkeys(names, keys)))
+    gradients = [torch.full((_BATCH, _DIM), 1e-3)] * _FEATURES
+
+    def sparse(number: int) -> None:
+        vectors = engine(batches[number % len(batches)])
+        torch.autograd.backward([vectors[name] for name in names], gradients)
+        optimizer.step()
+
+    model = kv.models.DLRM(numbers, names, dim=_DIM)
+    parameters = list(model.parameters())
+    dense_optimizer = torch.optim.Adam(parameters)
+    loss = kv.losses.BinaryCrossEntropy()
+    fixed = [torch.randn(_BATCH, _DIM, generator=random).requires_grad_() for _ in names]
+
+    def dense(number: int) -> None:
+        # The net alone: its vectors come from nowhere, and gradients go as far as these.
+        batch = batches[number % len(batches)]
+        first = model.bottom(model.numbers(batch)) if model.bottom is not None else fixed[0]
+        pairs = kv.models.pairwise_dots([first, *fixed], first)
+        loss(model.top(pairs).squeeze(1), batch).backward()  # type: ignore[no-untyped-call]
+        dense_optimizer.step()
+        dense_optimizer.zero_grad()
+
+    results = [
+        Measured(
+            "sparse step",
+            _BATCH * steps_per_second(sparse, seconds=seconds),
+            "samples/s",
+            f"26 ids, {26 * rows:,} rows; look up, pool, backward, Adagrad",
+        ),
+        Measured(
+            "dense step",
+            _BATCH * steps_per_second(dense, seconds=seconds),
+            "samples/s",
+            f"DLRM's nets of {sum(p.numel() for p in parameters):,} parameters, Adam; a GPU is faster",
+        ),
+    ]
+    count = 50_000 if quick else 500_000
+    kv.data.synthetic.ClickLog(seed=0, users=10_000, items=10_000).write(folder / "log", count, files=2)
+
+    def read() -> None:
+        exhaust(kv.data.read(str(folder / "log"), _BATCH))
+
+    read()  # once, so that the files are in memory
+    results.append(
+        Measured(
+            "reading Parquet",
+            count / min(seconds_to(read) for _ in range(2)),
+            "samples/s",
+            "11 columns, files in memory",
+        )
+    )
+    size = sum(table.bytes for table in engine.tables())
+    target = folder / "checkpoint"
+    taken = seconds_to(lambda: kv.checkpoint.save(target, {}, engine))
+    written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    disk = disk_rate(folder, min(max(written, 16 << 20), 256 << 20))
+    results.append(
+        Measured(
+            "checkpoint",
+            written / taken / 1e6,
+            "MB/s",
+            f"{bytes_text(written)} of {bytes_text(size)} tables; training goes on",
+        )
+    )
+    results.append(Measured("disk", disk / 1e6, "MB/s", "written and flushed: what a checkpoint can reach"))
+    return results
+
+
+def _batch(names: list[str], numbers: list[str], rows: int, random: Any) -> Any:
+    import torch
+
+    import karvan as kv
+
+    spread = 0x9E3779B97F4A7C15 - (1 << 64)
+    # About Zipf: small numbers are frequent.
+    drawn = {
+        name: (torch.rand(_BATCH, generator=random) * torch.tensor(float(rows)).log()).exp().long()
+        for name in names
+    }
+    made: dict[str, Any] = {name: ids.clamp(max=rows - 1) * spread for name, ids in drawn.items()}
+    made |= {name: torch.randn(_BATCH, generator=random) for name in numbers}
+    made["label"] = (torch.rand(_BATCH, generator=random) < 0.2).float()
+    return kv.Batch(made)

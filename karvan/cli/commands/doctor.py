@@ -1,0 +1,249 @@
+"""`karvan doctor`: what is installed, what this machine has, what is slow here and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from karvan.cli.commands.version import installed
+from karvan.cli.errors import FAILED, OK
+from karvan.cli.output import bytes_text, console, help_of, print_json, print_table
+from karvan.system_limits import limits
+
+_COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
+
+# Package → what it is for, and how one gets it.
+_NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "safetensors", "rich", "typer", "pydantic", "PyYAML")
+_EXTRAS = {
+    "tensorboard": ("logs for TensorBoard", "pip install 'karvan[monitor]'"),
+    "confluent-kafka": ("reading from Kafka", "pip install 'karvan[kafka]'"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about this machine: ok, slow, missing, or optional and not there; and what to do about it."""
+
+    what: str
+    state: str
+    value: str
+    advice: str = ""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor", help=help_of(doctor))(doctor)
+
+
+def doctor(
+    folder: Path = typer.Option(Path(), help="Where runs are written: its disk is measured."),
+    as_json: bool = typer.Option(False, "--json", help="As JSON on stdout."),
+) -> int:
+    """Look at this machine: what is installed, what is slow and why, what is missing and how to get it.
+
+    The exit code is 1 if something that Karvan needs is missing.
+
+    \b
+    Examples:
+      karvan doctor
+      karvan doctor --folder /data/runs
+      karvan doctor --json
+    """
+    findings = [finding for check in _CHECKS for finding in check(folder)]
+    if as_json:
+        print_json(findings)
+    else:
+        print_table(
+            None,
+            ["", "what", "found", "what to do"],
+            [
+                [f"[{_COLOURS[each.state]}]{each.state}[/]", each.what, each.value, each.advice]
+                for each in findings
+            ],
+        )
+        slow = sum(each.state == "slow" for each in findings)
+        missing = sum(each.state == "missing" for each in findings)
+        console().print(f"{missing} missing, {slow} slow.")
+    return FAILED if any(each.state == "missing" for each in findings) else OK
+
+
+def _packages(folder: Path) -> Iterator[Finding]:
+    for name in _NEEDED:
+        found = installed(name)
+        if found is None:
+            yield Finding(name, "missing", "not installed", f"pip install {name}")
+        else:
+            yield Finding(name, "ok", found)
+    for name, (purpose, how) in _EXTRAS.items():
+        found = installed(name)
+        yield Finding(
+            name,
+            "ok" if found else "optional",
+            found or "not installed",
+            "" if found else f"{how}: {purpose}",
+        )
+
+
+def _native(folder: Path) -> Iterator[Finding]:
+    try:
+        from karvan import _native
+    except ImportError as error:
+        yield Finding(
+            "native core", "missing", str(error), "Install Karvan anew: pip install --force-reinstall karvan."
+        )
+        return
+    used, best = _native.kernels(), _native.kernel_names()[0]
+    if used != best:
+        yield Finding("kernels", "slow", used, f"This CPU can run '{best}'; something chose others.")
+    elif used == "plain" and platform.machine() == "x86_64":
+        yield Finding(
+            "kernels", "slow", used, "There are faster kernels for AVX2 and AVX-512, which this CPU lacks."
+        )
+    else:
+        yield Finding("kernels", "ok", f"{used} (of {', '.join(_native.kernel_names())})")
+
+
+def _cores(folder: Path) -> Iterator[Finding]:
+    import torch
+
+    from karvan import get_num_threads
+
+    everywhere, here = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    limit = _cpu_limit()
+    allowed = min(here, max(1, round(limit))) if limit else here
+    text = f"{here} of {everywhere}" + (f", at most {limit:g} at a time" if limit and limit < here else "")
+    advice = "This process may not use all cores (affinity or cgroup limit)." if allowed < everywhere else ""
+    yield Finding("cores", "ok", text, advice)
+    for what, count, how in (
+        ("torch threads", torch.get_num_threads(), "torch.set_num_threads or OMP_NUM_THREADS"),
+        ("karvan threads", get_num_threads(), "kv.set_num_threads"),
+    ):
+        if count > allowed:
+            yield Finding(
+                what, "slow", str(count), f"More threads than cores ({allowed}) wait for each other: {how}."
+            )
+        elif count < allowed:
+            yield Finding(what, "slow", str(count), f"There are {allowed} cores: {how}.")
+        else:
+            yield Finding(what, "ok", str(count))
+
+
+def _cpu_limit() -> float | None:
+    """Cores' worth of time that a container may use."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _bf16(folder: Path) -> Iterator[Finding]:
+    from karvan.train.step.precision import fast_bf16
+
+    if fast_bf16():
+        yield Finding("bf16 on the CPU", "ok", "by instructions")
+    else:
+        yield Finding(
+            "bf16 on the CPU",
+            "slow",
+            "no instructions",
+            "precision='bf16' is not faster here than fp32; use fp32.",
+        )
+
+
+def _gpu(folder: Path) -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding(
+            "GPU", "optional", "none that torch can use", "The dense part of a model is faster on one."
+        )
+        return
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        yield Finding(f"GPU {number}", "ok", f"{about.name}, {bytes_text(about.total_memory)}")
+
+
+def _huge_pages(folder: Path) -> Iterator[Finding]:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    try:
+        chosen = path.read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        yield Finding(
+            "huge pages", "optional", "unknown", "Large tables are faster with transparent huge pages."
+        )
+        return
+    if chosen == "never":
+        yield Finding(
+            "huge pages",
+            "slow",
+            chosen,
+            f"Lookups in large tables miss the TLB; as root: echo madvise > {path}",
+        )
+    else:
+        yield Finding("huge pages", "ok", chosen)
+
+
+def _limits(folder: Path) -> Iterator[Finding]:
+    for limit in limits():
+        if limit.enough:
+            yield Finding(limit.name, "ok", limit.text(limit.hard))
+        else:
+            yield Finding(limit.name, "missing", limit.text(limit.hard), limit.advice)
+
+
+def _memory(folder: Path) -> Iterator[Finding]:
+    values = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    total, free = values["MemTotal"], values.get("MemAvailable", values["MemFree"])
+    row = 162  # bytes of a row of dim 16 with Adagrad, index included
+    text = f"{bytes_text(free)} of {bytes_text(total)} free"
+    if free < 2**30:
+        yield Finding(
+            "memory", "slow", text, "Little is left; tables that do not fit make the system swap or kill."
+        )
+    else:
+        yield Finding("memory", "ok", f"{text}: about {free // row / 1e6:,.0f} M rows of dim 16 with Adagrad")
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    from karvan.cli.measurements import disk_rate
+
+    if not folder.is_dir():
+        yield Finding(f"disk at {folder}", "missing", "no such folder", "Make it, or give another --folder.")
+        return
+    try:
+        rate = disk_rate(folder)
+    except OSError as error:
+        yield Finding(f"disk at {folder}", "missing", str(error), "Checkpoints cannot be written there.")
+        return
+    text = f"{rate / 1e6:,.0f} MB/s written"
+    if rate < 50e6:
+        yield Finding(
+            f"disk at {folder}",
+            "slow",
+            text,
+            "Checkpoints take long; keep runs on a faster disk, or save deltas.",
+        )
+    else:
+        yield Finding(f"disk at {folder}", "ok", text)
+
+
+_CHECKS: list[Callable[[Path], Iterator[Finding]]] = [
+    _packages,
+    _native,
+    _cores,
+    _bf16,
+    _gpu,
+    _huge_pages,
+    _limits,
+    _memory,
+    _disk,
+]

@@ -1,0 +1,59 @@
+"""`karvan evaluate`: losses and metrics of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from karvan.cli.config.target import Target, pairs
+from karvan.cli.errors import OK, CommandError
+from karvan.cli.output import Watched, help_of, number_text, print_json, print_table, progress
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("evaluate", help=help_of(evaluate))(evaluate)
+
+
+def evaluate(
+    target: Path = typer.Argument(
+        metavar="FILE.py|CONFIG.yaml", help="What was trained.", show_default=False
+    ),
+    checkpoint: Path | None = typer.Option(
+        None, help="A checkpoint, or a run's folder: its newest. The job's own folder unless given."
+    ),
+    data: str | None = typer.Option(
+        None, help="Other files to evaluate on: data.eval of a config, the parameter eval_data of a job()."
+    ),
+    settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train."),
+    device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
+    as_json: bool = typer.Option(False, "--json", help="The metrics as JSON on stdout."),
+) -> int:
+    """Evaluate a checkpoint on the job's evaluation data, or on other files.
+
+    \b
+    Examples:
+      karvan evaluate my.yaml --checkpoint out/run
+      karvan evaluate my.yaml --data 'clicks/day=8/*.parquet'
+      karvan evaluate job.py --checkpoint out/run --json
+    """
+    from karvan.cli.restore_model import restore
+
+    given = {"eval_data": data, "device": device}
+    job = Target(target, pairs(settings), {n: text for n, text in given.items() if text is not None}).job(
+        training=False
+    )
+    if job.eval_data is None:
+        raise CommandError(
+            f"{target} has no data to evaluate on: expected eval_data, or data.eval; --data gives some."
+        )
+    found = restore(job, checkpoint)
+    with progress("Evaluating", "samples") as steps:
+        metrics = job.trainer.evaluate(Watched(job.eval_data, steps))
+    if as_json:
+        print_json({"checkpoint": found.path, "step": found.step, "metrics": metrics})
+    else:
+        rows = [[name, number_text(value)] for name, value in metrics.items()]
+        print_table(f"{found.path}, step {found.step:,}", ["metric", "value"], rows, right=["value"])
+    return OK

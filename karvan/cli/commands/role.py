@@ -1,0 +1,106 @@
+"""`karvan role`: one process of a job, as an engine starts it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
+from karvan.cli.output import help_of
+from karvan.system_limits import require_limits
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("role", help=help_of(role))(role)
+
+
+def role(
+    name: str = typer.Argument(..., metavar="NAME", help="parameter-server, embedding-worker or loader."),
+    index: int | None = typer.Option(None, help="Which of them this is, from 0.", show_default=False),
+    count: int | None = typer.Option(None, help="How many of them the job has.", show_default=False),
+    host: str | None = typer.Option(
+        None,
+        help="Where it listens: 127.0.0.1; others need TLS and a token.",
+        show_default=False,
+    ),
+    port: int | None = typer.Option(None, help="The port; 0, the default, is any.", show_default=False),
+    advertise: str | None = typer.Option(
+        None, metavar="HOST", help="The host by which others reach it.", show_default=False
+    ),
+    registry: str | None = typer.Option(
+        None, metavar="HOST:PORT", help="The job's registry.", show_default=False
+    ),
+    threads: int | None = typer.Option(None, help="Of lookups and updates; all cores.", show_default=False),
+    generation: int | None = typer.Option(None, help="Of the job; 0.", show_default=False),
+    checkpoints: Path | None = typer.Option(
+        None,
+        metavar="FOLDER",
+        help="Where a parameter server may save; without it, it does not.",
+        show_default=False,
+    ),
+    token_file: Path | None = typer.Option(
+        None, help="A file with the token that callers show.", show_default=False
+    ),
+    tls_cert: Path | None = typer.Option(None, help="The certificate, in PEM.", show_default=False),
+    tls_key: Path | None = typer.Option(None, help="Its key.", show_default=False),
+    tls_ca: Path | None = typer.Option(None, help="The authority that signed it.", show_default=False),
+    tls_mutual: bool | None = typer.Option(
+        None, "--tls-mutual", help="Callers need a certificate, too.", show_default=False
+    ),
+) -> int:
+    """Run one process of a job until SIGTERM or Ctrl-C.
+
+    Engines start roles with environment variables (KARVAN_INDEX, KARVAN_REGISTRY, …); an option comes before
+    the variable of its name.
+
+    \b
+    Examples:
+      karvan role parameter-server
+      karvan role parameter-server --index 0 --count 2 --port 7000 --checkpoints out/run
+      karvan role parameter-server --registry 127.0.0.1:6000
+      karvan role parameter-server --host 0.0.0.0 --token-file token --tls-cert ps.pem --tls-key ps.key
+    """
+    options = {
+        "INDEX": index,
+        "COUNT": count,
+        "HOST": host,
+        "PORT": port,
+        "ADVERTISE": advertise,
+        "REGISTRY": registry,
+        "THREADS": threads,
+        "GENERATION": generation,
+        "CHECKPOINTS": checkpoints,
+        "TOKEN_FILE": token_file,
+        "TLS_CERT": tls_cert,
+        "TLS_KEY": tls_key,
+        "TLS_CA": tls_ca,
+        "TLS_MUTUAL": None if tls_mutual is None else int(tls_mutual),
+    }
+    for variable, value in options.items():
+        if value is not None:  # in the environment, so that all parts of the role see the same
+            os.environ[f"KARVAN_{variable}"] = str(value)
+    require_limits(2)  # with whom it talks is not known yet
+    return _run(name)
+
+
+def _run(name: str) -> int:
+    import logging
+
+    from karvan.cluster.role_process import Settings, end, factory_of, serve
+    from karvan.wire import ListenError, RefusedError, WireError
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        make = factory_of(name)
+        settings = Settings.from_environment(name)
+        serve(make, settings)
+    except ValueError as error:
+        code = code_of(error)
+        raise CommandError(str(error), code if code in (DAMAGED, TEMPORARY) else USAGE) from error
+    except (WireError, RefusedError, ListenError) as error:
+        raise CommandError(str(error), code_of(error)) from error
+    end(OK)
+    return OK

@@ -1,0 +1,181 @@
+"""`karvan train`: run a job, and go on with it after a stop."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from karvan.cli.config.target import Target, pairs
+from karvan.cli.errors import OK, STOPPED, CommandError
+from karvan.cli.feature_fitting import fit_features
+from karvan.cli.output import console, help_of, number_text, print_json, print_table
+from karvan.system_limits import require_limits
+
+if TYPE_CHECKING:
+    import karvan as kv
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("train", help=help_of(train))(train)
+
+
+def train(
+    target: Path | None = typer.Argument(
+        None,
+        metavar="FILE.py|CONFIG.yaml",
+        help="A file with [bold]def job() -> kv.Job[/bold], or a config.",
+        show_default=False,
+    ),
+    settings: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="A parameter of job(), or a key of the config: train.clip_norm=1.",
+    ),
+    epochs: int | None = typer.Option(None, min=1, help="Train so many epochs."),
+    steps: int | None = typer.Option(None, min=1, help="Train so many optimizer steps at most."),
+    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every so many steps."),
+    folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
+    precision: str | None = typer.Option(None, help="fp32, bf16 or fp16."),
+    device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
+    resume: bool = typer.Option(
+        True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
+    ),
+    resume_from: str | None = typer.Option(
+        None,
+        "--resume-from",
+        metavar="step-…",
+        help="Continue from this checkpoint of the folder; later ones are set aside.",
+        show_default=False,
+    ),
+    drop_unfinished: bool = typer.Option(
+        False, "--drop-unfinished", help="Take new data although the data before was not trained to its end."
+    ),
+    new_settings: bool = typer.Option(
+        False, "--new-settings", help="Optimizers continue with the learning rates and settings given now."
+    ),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
+    as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
+    example: bool = typer.Option(False, "--example", help="Print a config to start from."),
+) -> int:
+    """Train a model, or go on where the last run stopped.
+
+    A job is made by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
+    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command goes on
+    from it. With other data, such as tomorrow's, a finished run continues on that.
+
+    \b
+    Examples:
+      karvan train --example > my.yaml
+      karvan train my.yaml --folder out/run --epochs 3
+      karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
+      karvan train job.py --set lr=0.01 --steps 1000 --folder out/run
+    """
+    if example:
+        print(resources.files("karvan.cli").joinpath("example.yaml").read_text(), end="")
+        return OK
+    if target is None:
+        raise CommandError(
+            "Expected a FILE.py or a CONFIG.yaml, got nothing; --example prints a config to start from."
+        )
+    require_limits()
+    from karvan.train import reset_termination
+
+    reset_termination()  # a command is a program of its own, even if several run in one process
+    given = {"folder": folder, "precision": precision, "device": device}
+    job = Target(
+        target, pairs(settings), {name: text for name, text in given.items() if text is not None}
+    ).job()
+    changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
+    job = replace(job, **{name: value for name, value in changes.items() if value is not None})
+    result = _fit(
+        job,
+        resume=_choice(resume, resume_from),
+        drop_unfinished=drop_unfinished,
+        new_settings=new_settings,
+        quiet=quiet,
+    )
+    if not quiet and job.trainer.saver.folder is not None:
+        tell_how_to_plot(job.trainer.saver.folder)
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    return STOPPED.get(result.stopped or "", OK)
+
+
+def _choice(resume: bool, resume_from: str | None) -> bool | str:
+    from karvan.checkpoint.recovery import check_resume
+
+    if resume_from is None:
+        return resume
+    if not resume:
+        raise CommandError("--no-resume and --resume-from exclude each other: give one of them.")
+    try:
+        check_resume(resume_from)
+    except ValueError:
+        raise CommandError(
+            f"--resume-from expects the name of a checkpoint, such as step-000000001000, got '{resume_from}'."
+        ) from None
+    return resume_from
+
+
+def _fit(
+    job: kv.Job, *, resume: bool | str, drop_unfinished: bool, new_settings: bool, quiet: bool
+) -> kv.train.FitResult:
+    from karvan.train import NoProgress
+    from karvan.train.state.dataset import UnfinishedError
+
+    if job.eval_every is not None and job.eval_data is None:
+        raise CommandError("--eval-every expects data to evaluate on, but the job has none.")
+    saver = job.trainer.saver
+    newest = None if resume else saver.newest_step()
+    if newest is not None:
+        raise CommandError(
+            f"--no-resume expects a folder without checkpoints, but {saver.folder} has some, "
+            f"up to step {newest}."
+        )
+    if quiet:
+        job.trainer.progress = NoProgress()
+    elif saver.folder is None:
+        console(stderr=True).print(
+            "[yellow]note:[/yellow] nothing will be saved; --folder says where checkpoints go."
+        )
+    try:
+        return job.fit(
+            resume=resume,
+            drop_unfinished=drop_unfinished,
+            new_settings=new_settings,
+            on_new_run=lambda: fit_features(job, quiet=quiet),
+        )
+    except UnfinishedError as error:
+        raise CommandError(str(error)) from error
+
+
+def tell_how_to_plot(folder: Path) -> None:
+    """Say how to look at the run."""
+    console(stderr=True).print(f"To look at the run: karvan plot {shlex.quote(str(folder))}", markup=False)
+
+
+def _show(result: kv.train.FitResult) -> None:
+    names: Sequence[str] = list(dict.fromkeys([*result.metrics, *result.evaluation]))
+    rows = [
+        [name, *(number_text(of[name]) if name in of else "" for of in (result.metrics, result.evaluation))]
+        for name in names
+    ]
+    if rows:
+        print_table(
+            f"Step {result.step:,}, {result.epoch} epochs, {result.samples:,} samples",
+            ["metric", "training", "evaluation"],
+            rows,
+            right=["training", "evaluation"],
+        )
+    sys.stdout.flush()

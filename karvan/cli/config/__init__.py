@@ -1,0 +1,1 @@
+"""From a FILE.py or CONFIG.yaml to a training job."""

@@ -1,0 +1,293 @@
+"""From a config to a `kv.Job`: classes are found by name, and their arguments checked."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+import karvan as kv
+from karvan.cli.config import schema as configs
+from karvan.cli.config.class_lookup import check_arguments, classes_of, found, made_by_name, tried
+from karvan.cli.errors import CommandError
+from karvan.train.reporting.loggers import CsvLog, JsonLinesLog, Log, TensorBoardLog
+
+_ADMISSIONS = {kind.__name__: kind for kind in (kv.Always, kv.MinCount, kv.Probability, kv.ReadOnly)}
+_EVICTIONS = {kind.__name__: kind for kind in (kv.Never, kv.LRU, kv.LFU, kv.Age, kv.TTL, kv.Norm)}
+
+
+def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.Job:
+    """A job by a config; without `training` its training data is not opened."""
+    torch.manual_seed(config.train.seed)
+    transform = make_features(config.features)
+    model = make_model(config.model)
+    train, saved = config.train, config.checkpoints
+    trainer: kv.Trainer = tried(
+        "train",
+        kv.Trainer,
+        model,
+        make_loss(config.loss),
+        dense_optimizer=_dense(config.optimizers.dense),
+        sparse_optimizer=_sparse(config.optimizers.sparse),
+        frozen=train.frozen,
+        metrics=make_metrics(config.metrics),
+        scheduler=_schedule(config.optimizers.schedule),
+        schedule_per=config.optimizers.schedule_per,
+        precision=train.precision,
+        accumulate=train.accumulate,
+        global_accumulate=train.global_accumulate,
+        clip_norm=train.clip_norm,
+        clip_value=train.clip_value,
+        callbacks=[]
+        if train.early_stopping is None
+        else [kv.train.EarlyStopping(**dict(train.early_stopping))],
+        logs=_logs(config.logs),
+        log_every=config.logs.every,
+        progress=progress,
+        checkpoints=_checkpoints(saved),
+        checkpoint_every=saved.every,
+        checkpoint_seconds=saved.seconds,
+        tolerate_failed_saves=saved.tolerate_failed_saves,
+        save_retry_seconds=saved.save_retry_seconds,
+        device=train.device,
+        ahead=train.ahead,
+    )
+    data = config.data
+    return kv.Job(
+        trainer,
+        _read(data, data.train, data.batch_size, transform, data.labels, shuffle=data.shuffle)
+        if training
+        else (),
+        # Predictions are for data whose labels may not be known; an evaluation asks for those of its loss.
+        eval_data=_read(
+            data,
+            data.eval,
+            data.eval_batch_size or data.batch_size,
+            transform,
+            data.labels if training else (),
+        )
+        if data.eval
+        else None,
+        epochs=train.epochs,
+        train_steps=train.steps,
+        eval_every=train.eval_every,
+        predict_columns=tuple(config.predict.columns),
+        warm_start=None if train.warm_start is None else dict(train.warm_start),
+    )
+
+
+def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv.FeatureEngine | None:
+    """Chains of steps: `price: [log1p]`, `age: [{bucketize: [18, 35]}]`, `ab: [{cross: [a, b]}]`."""
+    known = _steps()
+    made = []
+    for name, steps in chains.items():
+        feature = kv.Feature(name)
+        for step in steps:
+            where = f"features.{name}"
+            if isinstance(step, Mapping) and len(step) != 1:
+                raise CommandError(f"{where}: a step is one name with its arguments, got {dict(step)!r}.")
+            kind, given = (step, {}) if isinstance(step, str) else next(iter(step.items()))
+            if kind not in known:
+                raise CommandError(f"{where}: there is no step '{kind}'; there are: {', '.join(known)}.")
+            args, kwargs = _step_arguments(known[kind], given)
+            check_arguments(known[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
+            feature = tried(where, getattr(feature, kind), *args, **kwargs)
+        made.append(feature)
+    return kv.FeatureEngine(made) if made else None
+
+
+def make_model(config: configs.Model) -> torch.nn.Module:
+    """A model of kv.models."""
+    known = classes_of(kv.models, torch.nn.Module)
+    kind = found("model", known, config.name)
+    arguments = config.arguments
+    dim = arguments.get("dim", inspect.signature(kind).parameters["dim"].default)
+    like = _table(config.table or configs.Table(), dim, "model.table")
+    if config.table is not None or config.tables:
+        names = arguments.get("ids", ())
+        tables = dict.fromkeys(names, like)
+        for name, table in config.tables.items():
+            # What a table does not say is as for all.
+            merged = {**dict(config.table or {}), **table.model_dump(exclude_unset=True)}
+            tables[name] = _table(configs.Table.model_validate(merged), dim, f"model.tables.{name}")
+        arguments["table"] = tables
+    if config.wide_table is not None:
+        wide = _table(config.wide_table, 1, "model.wide_table")
+        arguments["wide_table"] = (
+            wide if config.wide_table.init else replace(wide, init=kv.init.Constant(0.0))
+        )
+    check_arguments(kind, "model", (), arguments, ())
+    model: torch.nn.Module = tried("model", kind, **arguments)
+    return model
+
+
+def make_loss(given: configs.Named | Mapping[str, configs.Named]) -> Any:
+    """A loss of kv.losses, or several by name, each with an optional `times`."""
+    if isinstance(given, configs.Named):
+        return made_by_name("loss", _losses(), given, "loss")
+    losses, weights = {}, {}
+    for name, each in given.items():
+        arguments = each.arguments
+        if "times" in arguments:
+            weights[name] = float(arguments.pop("times"))
+        losses[name] = made_by_name(
+            "loss", _losses(), configs.Named(name=each.name, **arguments), f"loss.{name}"
+        )
+    return kv.losses.Sum(losses, weights)
+
+
+def _losses() -> dict[str, Any]:
+    return classes_of(kv.losses, kv.losses.ColumnLoss)
+
+
+def make_metrics(given: Sequence[str] | Mapping[str, configs.Named]) -> dict[str, Any]:
+    """Metrics of kv.metrics: a list of names, or by names of their own."""
+    if not isinstance(given, Mapping):
+        given = {name.lower(): configs.Named(name=name) for name in given}
+    known = classes_of(kv.metrics, kv.metrics.Metric)
+    return {name: made_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
+
+
+def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
+    usual = kv.init.Uniform(-(dim**-0.5), dim**-0.5)
+    parts: dict[str, Any] = {
+        "init": usual
+        if config.init is None
+        else made_by_name("init", classes_of(kv.init, kv.init.Initialiser), config.init, f"{where}.init"),
+        "admit": kv.Always()
+        if config.admit is None
+        else made_by_name("admission", _ADMISSIONS, config.admit, f"{where}.admit"),
+        "evict": kv.Never()
+        if config.evict is None
+        else made_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
+    }
+    made: kv.Table = tried(
+        where,
+        kv.Table,
+        dim,
+        name=config.name,
+        combiner=config.combiner,
+        dtype=getattr(torch, config.dtype),
+        **parts,
+    )
+    return made
+
+
+def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
+    if config is None:
+        return None
+    known = classes_of(kv.optim, kv.optim.SparseOptimizer)
+    made: kv.optim.SparseOptimizer = made_by_name(
+        "sparse optimizer", known, config, "optimizers.sparse", ("params",)
+    )
+    return made
+
+
+def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimizer] | None:
+    if config is None:
+        return None
+    known = classes_of(torch.optim, torch.optim.Optimizer)
+    kind = found("dense optimizer", known, config.name)
+    arguments = config.arguments
+    check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
+    return lambda parameters: tried("optimizers.dense", kind, parameters, **arguments)
+
+
+def _schedule(config: configs.Named | None) -> Any:
+    if config is None:
+        return None
+    schedulers = torch.optim.lr_scheduler
+    known = classes_of(schedulers, schedulers.LRScheduler)
+    kind = found("schedule", known, config.name)
+    arguments = config.arguments
+    check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
+    return lambda optimizer: tried("optimizers.schedule", kind, optimizer, **arguments)
+
+
+def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
+    if config.folder is None:
+        return None
+    best = config.keep_best
+    return kv.Checkpoints(
+        config.folder,
+        keep_last=config.keep_last,
+        keep_best=None if best is None else (best.metric, best.mode),
+        full_every=config.full_every,
+    )
+
+
+def _logs(config: configs.Logs) -> list[Log]:
+    kinds: dict[str, Callable[[Any], Log]] = {
+        "csv": CsvLog,
+        "jsonl": JsonLinesLog,
+        "tensorboard": TensorBoardLog,
+    }
+    return [make(getattr(config, name)) for name, make in kinds.items() if getattr(config, name) is not None]
+
+
+def _read(
+    data: configs.Data,
+    paths: Sequence[str],
+    batch_size: int,
+    transform: kv.FeatureEngine | None,
+    labels: Sequence[str],
+    shuffle: int = 0,
+) -> kv.data.Loader:
+    try:
+        return kv.data.read(
+            list(paths),
+            batch_size,
+            columns=None if data.columns is None else [_column(each) for each in data.columns],
+            labels=labels,
+            format=data.format,
+            options=data.options or None,
+            shuffle=shuffle,
+            seed=data.seed,
+            workers=data.workers,
+            transform=transform,
+            retry_seconds=data.retry_seconds,
+        )
+    except kv.data.DataError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"data: {error}") from error
+
+
+def _column(given: str | configs.Column) -> kv.data.Column | str:
+    if isinstance(given, str):
+        return given
+    kinds: dict[str, Any] = {"fixed": kv.data.Fixed, "varlen": kv.data.Varlen, "raw": kv.data.Raw}
+    kind = kinds[given.kind]
+    arguments = given.model_dump(exclude_unset=True, exclude={"kind"})
+    if given.dtype is not None:
+        arguments["dtype"] = getattr(torch, given.dtype)
+    allowed = [each.name for each in fields(kind)]
+    for name in arguments:
+        if name not in allowed:
+            raise CommandError(
+                f"data.columns: column '{given.name}' of kind {given.kind} has no '{name}'; "
+                f"it has: {', '.join(allowed)}."
+            )
+    column: kv.data.Column = tried(f"data.columns.{given.name}", kind, **arguments)
+    return column
+
+
+def _steps() -> dict[str, Callable[..., Any]]:
+    others = ("then", "width", "outputs")
+    return {
+        name: method
+        for name, method in vars(kv.Feature).items()
+        if inspect.isfunction(method) and name[0] != "_" and name not in others
+    }
+
+
+def _step_arguments(method: Callable[..., Any], given: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        arguments = dict(given)
+        columns = arguments.pop("columns", ())
+        return ([columns] if isinstance(columns, str) else list(columns)), arguments
+    several = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(method).parameters.values())
+    return (list(given) if several and isinstance(given, list) else [given]), {}

@@ -1,0 +1,62 @@
+"""Classes by their names: found, their arguments checked, and made with errors that name the place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from karvan.cli.config.schema import Named
+from karvan.cli.errors import CommandError
+
+
+def classes_of(module: Any, base: type) -> dict[str, Any]:
+    """The public classes of a module that derive from one."""
+    return {
+        name: each
+        for name, each in vars(module).items()
+        if isinstance(each, type) and issubclass(each, base) and each is not base and name[0] != "_"
+    }
+
+
+def found(what: str, known: Mapping[str, Any], name: str) -> Any:
+    """The one of that name."""
+    if name not in known:
+        raise CommandError(f"There is no {what} '{name}'; there are: {', '.join(sorted(known))}.")
+    return known[name]
+
+
+def made_by_name(
+    what: str, known: Mapping[str, Any], given: Named, where: str, hidden: Sequence[str] = ()
+) -> Any:
+    """One of the known classes, made with the arguments given; `hidden` are arguments of others to give."""
+    kind = found(what, known, given.name)
+    check_arguments(kind, where, (), given.arguments, hidden)
+    return tried(where, kind, **given.arguments)
+
+
+def check_arguments(
+    kind: Callable[..., Any],
+    where: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    hidden: Sequence[str],
+) -> None:
+    """Raise if something cannot be called with these arguments; says which it has."""
+    signature = inspect.signature(kind)
+    allowed = [name for name in signature.parameters if name not in hidden]
+    for name in kwargs:
+        if name not in allowed:
+            raise CommandError(f"{where}: unknown key '{name}'; there are: {', '.join(allowed) or 'none'}.")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CommandError(f"{where}: {error}; it takes: {', '.join(allowed) or 'nothing'}.") from error
+
+
+def tried(where: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Errors of what a config asks for name the place in it."""
+    try:
+        return make(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{where}: {error}") from error

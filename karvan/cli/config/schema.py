@@ -1,0 +1,243 @@
+"""What a config may say: `karvan train my.yaml`. Unknown keys, and wrong values, are errors that name them.
+
+Values that name one of Karvan's or torch's classes (a model, a loss, an optimizer, …) are a name alone, or a
+mapping with `name` and arguments, which are checked against the class's own when it is made, in
+`build_job.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+
+from karvan.cli.errors import CommandError
+from karvan.settings import (
+    Count,
+    CountOrZero,
+    Integer,
+    Positive,
+    Section,
+    parse,
+    problem_text,
+    read_settings,
+)
+
+
+class Named(BaseModel):
+    """A class by name, with arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All but the name."""
+        return dict(self.model_extra or {})
+
+
+def _named(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) else given
+
+
+def _listed(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+def _named_or(default: str) -> BeforeValidator:
+    """A class by name; arguments alone are those of the default class."""
+
+    def complete(given: Any) -> Any:
+        given = _named(given)
+        return {"name": default, **given} if isinstance(given, dict) else given
+
+    return BeforeValidator(complete)
+
+
+Choice = Annotated[Named, BeforeValidator(_named)]
+Paths = Annotated[list[str], BeforeValidator(_listed)]
+Names = Annotated[list[str], BeforeValidator(_listed)]
+
+
+class Column(Section):
+    """A column that is to be read otherwise than its type suggests; see docs/data.md."""
+
+    name: str
+    kind: Literal["fixed", "varlen", "raw"] = "fixed"
+    default: float | int | str | list[float] | None = None
+    length: Count | None = None
+    dtype: Literal["int64", "float32", "float64", "bool"] | None = None
+    hash: Literal["farm", "murmur", "farm63", "murmur63"] | None = None
+    bucket: CountOrZero | None = None
+
+
+class Data(Section):
+    """Files, and how they are read; the options of `kv.data.read`."""
+
+    train: Paths
+    eval: Paths | None = None
+    batch_size: Count = 4096
+    eval_batch_size: Count | None = None
+    shuffle: CountOrZero = 0
+    seed: Integer = 0
+    columns: list[str | Column] | None = None
+    labels: list[str] = Field(default_factory=list)
+    format: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    workers: Count = 2
+    retry_seconds: Annotated[float, Field(ge=0)] = 60.0
+
+
+class Table(Section):
+    """A table's options; see docs/guide.md."""
+
+    name: str | None = None
+    combiner: Literal["sum", "mean", "sqrtn"] = "mean"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    init: Choice | None = None
+    admit: Choice | None = None
+    evict: Choice | None = None
+
+
+class Model(Named):
+    """A model of kv.models with its arguments; `table` is for all ids, `tables` for some by name."""
+
+    table: Table | None = None
+    tables: dict[str, Table] = {}
+    wide_table: Table | None = None
+
+
+class Optimizers(Section):
+    """One of torch.optim for the net, and one of kv.optim for the tables; null if all of that is frozen."""
+
+    dense: Annotated[Named | None, _named_or("Adam")] = Named(name="Adam")
+    sparse: Annotated[Named | None, _named_or("Adagrad")] = Named.model_validate(
+        {"name": "Adagrad", "lr": 0.05}
+    )
+    schedule: Choice | None = None
+    schedule_per: Literal["step", "epoch"] = "step"
+
+
+class Early(Section):
+    """Stop when a metric does not become better any more."""
+
+    metric: str
+    patience: Count = 1
+    mode: Literal["max", "min"] = "max"
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class WarmStart(Section):
+    """The checkpoint that a new run begins with; the options of `kv.checkpoint.warm_start`."""
+
+    path: Path
+    tables: Paths = Field(default=["*"])
+    dense: Paths = Field(default=["*"])
+    exclude: Paths = Field(default_factory=list)
+    rename: dict[str, str] = Field(default_factory=dict)
+    optimizer_state: bool = True
+
+
+class Train(Section):
+    """How long, and how a step is made."""
+
+    epochs: Count | None = None
+    steps: Count | None = None
+    eval_every: Count | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    frozen: Names = Field(default_factory=list)
+    accumulate: Count = 1
+    global_accumulate: Count | None = None
+    clip_norm: Positive | None = None
+    clip_value: Positive | None = None
+    device: str | None = None
+    seed: Integer = 0
+    ahead: CountOrZero = 2
+    early_stopping: Early | None = None
+    warm_start: WarmStart | None = None
+
+
+class Best(Section):
+    """The metric whose best checkpoint is kept."""
+
+    metric: str
+    mode: Literal["max", "min"] = "max"
+
+
+class Saved(Section):
+    """Checkpoints; without a folder there are none."""
+
+    folder: Path | None = None
+    every: Count | None = None
+    seconds: Positive | None = 600.0
+    tolerate_failed_saves: CountOrZero = 3
+    save_retry_seconds: Annotated[float, Field(ge=0)] = 60.0
+    keep_last: Count | None = 3
+    keep_best: Best | None = None
+    full_every: Count = 1
+
+
+class Logs(Section):
+    """Files that get the numbers of training, every so many steps."""
+
+    csv: Path | None = None
+    jsonl: Path | None = None
+    tensorboard: Path | None = None
+    every: Count = 100
+
+
+class Predict(Section):
+    """Columns that go beside the predictions."""
+
+    columns: list[str] = Field(default_factory=list)
+
+
+class Config(Section):
+    """A whole config."""
+
+    data: Data
+    features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
+    model: Annotated[Model, BeforeValidator(_named)]
+    # What has a `name` is one loss; otherwise they are several by name.
+    loss: Annotated[Named | dict[str, Choice], Field(union_mode="left_to_right"), BeforeValidator(_named)] = (
+        Named(name="BinaryCrossEntropy")
+    )
+    optimizers: Optimizers = Optimizers()
+    train: Train = Train()
+    metrics: list[str] | dict[str, Choice] = Field(default=["AUC"])
+    checkpoints: Saved = Saved()
+    logs: Logs = Logs()
+    predict: Predict = Predict()
+
+
+def read_config(path: Path, settings: Mapping[str, str]) -> Config:
+    """Read a config, with some values set to others: {"train.epochs": "3"}."""
+    return read_settings(Config, path, settings)
+
+
+def converted(name: str, text: str, kind: Any) -> Any:
+    """Text of the command line as a value of an annotated kind."""
+    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+    try:
+        return adapter.validate_python(text)
+    except ValidationError as first:
+        try:
+            parsed = parse(text)
+            value = adapter.validate_python(parsed)
+            if isinstance(parsed, bool) and not isinstance(value, bool):
+                raise ValueError(f"{parsed} is not a number")
+            return value
+        except (ValueError, yaml.YAMLError):
+            wanted = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+            problem = first.errors()[0]["msg"]
+            raise CommandError(f"{name} must be {wanted}, got '{text}': {problem_text(problem)}.") from first

@@ -1,0 +1,133 @@
+"""The target of `train`, `evaluate` and `predict`: a FILE.py with `def job()`, or a CONFIG.yaml."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from karvan.cli.errors import DAMAGED, FAILED, CommandError
+
+if TYPE_CHECKING:
+    import karvan as kv
+
+# What an option of the command line is in a config.
+_IN_CONFIG = {
+    "folder": "checkpoints.folder",
+    "precision": "train.precision",
+    "device": "train.device",
+    "eval_data": "data.eval",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run, and what is set otherwise than it says itself.
+
+    `settings` are those of --set, `options` those of options with names of their own, such as --folder: of a
+    config they are keys, and of a file parameters of its job().
+    """
+
+    path: Path
+    settings: Mapping[str, str]
+    options: Mapping[str, str]
+
+    def job(self, *, training: bool = True) -> kv.Job:
+        """Make the job; without `training`, a config's training data is not opened."""
+        if not self.path.exists():
+            raise CommandError(
+                f"{self.path}: there is no such file; expected a FILE.py or a CONFIG.yaml.", DAMAGED
+            )
+        if self.path.suffix == ".py":
+            return self._of_file()
+        if self.path.suffix in (".yaml", ".yml"):
+            from karvan.cli.config.build_job import make_job
+            from karvan.cli.config.schema import read_config
+
+            given = {_IN_CONFIG[name]: text for name, text in self.options.items()}
+            return make_job(read_config(self.path, {**self.settings, **given}), training=training)
+        raise CommandError(
+            f"{self.path}: expected a FILE.py or a CONFIG.yaml, got '{self.path.suffix or 'no ending'}'."
+        )
+
+    def _of_file(self) -> kv.Job:
+        import karvan as kv
+
+        function = _job_function(self.path)
+        arguments = _arguments(self.path, function, self.settings, self.options)
+        made = function(**arguments)
+        if not isinstance(made, kv.Job):
+            raise CommandError(f"job() of {self.path} must return a kv.Job, got {type(made).__name__}.")
+        return made
+
+
+def pairs(settings: Sequence[str]) -> dict[str, str]:
+    """name=value of each --set."""
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.strip():
+            raise CommandError(f"--set expects name=value, got '{setting}'.")
+        found[name.strip()] = value
+    return found
+
+
+def _job_function(path: Path) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location("karvan_job", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise CommandError(f"{error.filename}, line {error.lineno}: {error.msg}.", FAILED) from error
+    function = getattr(module, "job", None)
+    if not callable(function):
+        raise CommandError(f"{path} must define a function job() that returns a kv.Job; there is none.")
+    return function  # type: ignore[no-any-return]
+
+
+def _arguments(
+    path: Path, function: Callable[..., Any], settings: Mapping[str, str], options: Mapping[str, str]
+) -> dict[str, Any]:
+    from karvan.cli.config.schema import converted
+
+    signature = inspect.signature(function)
+    try:
+        hints = get_type_hints(function)
+    except NameError:  # names that are there for type checkers only
+        hints = {}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    known = {
+        name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    listed = ", ".join(map(str, known.values())) or "none"
+    for name in options:
+        if name not in known and not open_ended:
+            raise CommandError(
+                f"--{_option(name)} sets the parameter '{name}' of job(), which {path} does not have; "
+                f"it has: {listed}."
+            )
+    for name in settings:
+        if name not in known and not open_ended:
+            raise CommandError(f"--set {name}: job() of {path} has no such parameter; it has: {listed}.")
+    made = {}
+    for name, text in {**settings, **options}.items():
+        default = known[name].default if name in known else None
+        usual = Any if default in (None, inspect.Parameter.empty) else type(default)
+        kind = hints.get(name, usual)
+        made[name] = converted(f"Parameter '{name}' of job()", text, kind)
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in made:
+            raise CommandError(f"job() of {path} needs '{name}': --set {name}=…")
+    return made
+
+
+def _option(name: str) -> str:
+    return {"eval_data": "data"}.get(name, name.replace("_", "-"))

@@ -1,0 +1,1 @@
+"""The embedding worker: looks up rows for trainers."""

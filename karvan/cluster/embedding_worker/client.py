@@ -1,0 +1,90 @@
+"""`WorkerClient`: how a loader sends id features to an embedding worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from karvan.clock import clock
+from karvan.cluster.batch_messages import pack
+from karvan.discovery.directory import directory_from_environment
+from karvan.protocol.embedding_worker import WORKER_CALLS
+from karvan.ragged import Ragged
+from karvan.wire import Peer, Security, WireError
+
+_FOUND_WITHIN = 5.0  # seconds; who does not find a worker tries again until the call's deadline
+_PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full, at first and at last
+
+
+class WorkerClient:
+    """One worker, at an address or where a function finds it; one that was replaced is found again."""
+
+    def __init__(
+        self,
+        index: int,
+        find: str | Callable[[], str],
+        security: Security | None = None,
+        *,
+        deadline: float = 120.0,
+    ) -> None:
+        self.index = index
+        self._deadline = deadline
+        self._peer = Peer(
+            f"embedding worker {index}",
+            find,
+            security,
+            hello={"loader": True},
+            deadline=deadline,
+            forgetful=True,
+            calls=WORKER_CALLS,
+        )
+
+    def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
+        """Have the worker keep id features; returns when it does. Harmless if it has them already.
+
+        A worker with too many batches that nobody has claimed is asked again, for so many seconds.
+        """
+        message = pack(ids)
+        within = self._deadline if within is None else within
+        due = clock.now() + within
+        pause, longest = _PAUSES
+        while not self._peer.call("put", {**message.head, "reference": reference}, message.arrays).head[
+            "kept"
+        ]:
+            if clock.now() > due:
+                raise WireError(
+                    f"embedding worker {self.index} expected to have room for a batch within "
+                    f"{within:g} s, got too few claims of those it keeps."
+                )
+            time.sleep(pause)
+            pause = min(longest, 2 * pause)
+
+    def forget(self, references: Sequence[str]) -> None:
+        """Batches that nobody will claim."""
+        self._peer.call("forget", {"references": list(references)})
+
+    def describe(self) -> dict[str, Any]:
+        """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
+        return self._peer.call("describe").head
+
+    def close(self) -> None:
+        """Leave it."""
+        self._peer.close()
+
+
+def workers_from_environment() -> list[WorkerClient]:
+    """The embedding workers of this process's job, none if it has none."""
+    count = int(os.environ.get("KARVAN_WORKERS", "0") or 0)
+    if not count:
+        return []
+    security = Security.from_environment()
+    directory = directory_from_environment(security=security)
+    return [
+        WorkerClient(worker, partial(directory.find, "embedding-worker", worker, _FOUND_WITHIN), security)
+        for worker in range(count)
+    ]

@@ -1,0 +1,257 @@
+"""The embedding worker: keeps the id features of batches, and embeds them for trainers.
+
+A loader sends ids under a name (`put`) and the name, as a `Reference`, to a trainer. The trainer claims the
+batch: the worker groups the ids by key, looks the keys up at the parameter servers in the trainer's name, and
+answers with the outputs of all features. The gradients of these outputs come back by the same name; the
+worker sums them by key, pushes the sums, and answers once all servers have applied them.
+
+A worker holds nothing that cannot be had again. One that replaces a dead one knows neither engines nor ids:
+it says so (`needs`), is told, and does what the dead one may have done already. That is no harm, because the
+numbers of lookups and pushes are the trainer's, and servers do each once.
+
+A parameter server that has restarted, and may take its rows as they were saved, is told to do so by whoever
+meets it first; workers tell their trainers of it.
+
+| variable | meaning | default |
+|---|---|---|
+| KARVAN_WORKER_EXPIRE | seconds after which a batch that nobody has claimed is dropped | 1000 |
+| KARVAN_WORKER_BATCHES | batches that may wait to be claimed; loaders wait then | 1000 |
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from karvan.cluster.batch_messages import unpack
+from karvan.cluster.embedding_worker.id_cache import KeptIds
+from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, Speaker
+from karvan.cluster.generations import Generations, generations_of
+from karvan.cluster.role_process import Settings
+from karvan.distributed.clients.parameter_servers import Servers, find_servers
+from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
+from karvan.ragged import Ragged
+from karvan.store.exchange.wire_format import to_wire
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+
+_SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
+
+
+class EmbeddingWorker(Service):
+    """Worker number `index`; expire and most: see `KeptIds`."""
+
+    hello = WORKER_HELLO
+
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        expire: float = 1000.0,
+        most: int = 1000,
+        generations: Generations | None = None,
+    ) -> None:
+        self.name = f"embedding worker {index}"
+        self._index = index
+        self._ids = KeptIds(expire, most)
+        self._lock = threading.Lock()
+        self._generations = generations or Generations()
+        self._generation = -1
+        self._run = ""
+        self._speakers: dict[int, Speaker] = {}  # by trainer
+        self.claims = 0
+        self.backwards = 0
+        self.endpoints = endpoints(
+            WORKER_CALLS,
+            {
+                "put": self._put,
+                "forget": self._forget,
+                "describe": self._describe,
+                "engine": self._engine,
+                "claim": self._claim,
+                "backward": self._backward,
+            },
+        )
+
+    def welcome(self, caller: Caller) -> dict[str, Any]:
+        """See `Service.welcome`: loaders may say anything, a trainer says what a parameter server wants."""
+        hello = caller.hello
+        if "run" not in hello:
+            return {"worker": self._index}
+        given, run, trainer, place = hello["generation"], hello["run"], hello["trainer"], hello["worker"]
+        if place != self._index:
+            raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
+        if trainer >= hello["trainers"]:
+            raise RefusedError(f"expected a trainer from 0 to {hello['trainers'] - 1}, got {trainer}.")
+        generation = self._generations.check(given)
+        with self._lock:
+            if generation < self._generation:
+                raise RefusedError(
+                    f"expected generation {self._generation} or a newer one, got {generation}."
+                )
+            if run != self._run:
+                self._leave()
+                self._generation, self._run = generation, run
+            if trainer not in self._speakers:
+                self._speakers[trainer] = Speaker(_servers_for(hello), hello)
+        return {"worker": self._index}
+
+    def _leave(self) -> None:
+        """Forget the trainers of a run that is over."""
+        for speaker in self._speakers.values():  # which may take a while, and nobody need wait for it
+            threading.Thread(target=speaker.close, name="karvan-leave", daemon=True).start()
+        self._speakers = {}
+        self._ids.forget_claimed()
+
+    def _speaker(self, caller: Caller) -> Speaker:
+        with self._lock:
+            hello = caller.hello
+            if "run" not in hello or hello["run"] != self._run:
+                raise RefusedError("expected a trainer of the job's newest run, got somebody else.")
+            return self._speakers[hello["trainer"]]
+
+    def _put(self, call: Request) -> Message:
+        ids = unpack(Message(call.head, call.arrays))
+        for feature, entry in ids.items():
+            values = entry.values if isinstance(entry, Ragged) else entry
+            if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
+                raise RefusedError(f"expected ids of 64 bits for '{feature}', got something else.")
+            if isinstance(entry, Ragged):
+                entry.validate()
+                if values.dim() != 1:
+                    raise RefusedError(f"expected ids of one dimension for '{feature}', got {values.dim()}.")
+                if entry.weights is not None and not entry.weights.is_floating_point():
+                    raise RefusedError(
+                        f"expected weights that are floats for '{feature}', got {entry.weights.dtype}."
+                    )
+        return Message({"kept": self._ids.put(call.head["reference"], ids)})
+
+    def _forget(self, call: Request) -> Message:
+        self._ids.forget(call.head["references"])
+        return Message({})
+
+    def _engine(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
+        made = Embedding(speaker, head["features"], head["wire"])
+        speaker.declare(head["tables"], head["declarations"])
+        speaker.engines[head["engine"]] = made
+        return Message({})
+
+    def _claim(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
+        self._let_go(head, speaker)
+        engine = _engine_of(head, speaker)
+        if engine is None:
+            return _needs_engine()
+        name = head["reference"]
+        ids = self._ids.claim(name)
+        if ids is None:
+            return self._needs_ids(name)
+        embedded = engine.begin(ids, head["store"], head["batch"], head)
+        outs = embedded.finish()
+        if head["training"]:
+            speaker.keep(head["store"], head["batch"], embedded)
+        self.claims += 1
+        laid, offsets = [], [np.empty(0, np.int64)]
+        for one in embedded.inputs:
+            out = one.laid()
+            laid.append([out.rows, out.ids, out.length, out.offsets is not None])
+            if out.offsets is not None:
+                offsets.append(out.offsets.numpy())
+        vectors = torch.cat([out.reshape(-1) for out in outs])
+        told = {"laid": laid, "begun_anew": speaker.take_begun_anew()}
+        return Message(told, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
+
+    def _backward(self, call: Request) -> Message:
+        head, speaker = call.head, self._speaker(call.caller)
+        engine = _engine_of(head, speaker)
+        if engine is None:
+            return _needs_engine()
+        if head["wire"] != engine.wire:
+            raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head['wire']}.")
+        store = head["store"]
+        batches = [head["batches"][place] for place in head["mine"]]
+        passes: list[Embedded] = []
+        for batch, told in zip(batches, head["passes"], strict=True):
+            embedded = speaker.kept(store, batch)
+            if embedded is None:
+                name = told["reference"]
+                ids = self._ids.claim(name)
+                if ids is None:
+                    return self._needs_ids(name)
+                embedded = engine.group(ids)
+                speaker.keep(store, batch, embedded)
+            passes.append(embedded)
+        sums = [
+            embedded.sum(array, told["given"], head["complete"])
+            for embedded, told, array in zip(passes, head["passes"], call.arrays, strict=True)
+        ]
+        engine.push(head, sums)
+        self._let_go(head, speaker)
+        self.backwards += 1
+        return Message({"begun_anew": speaker.take_begun_anew()})
+
+    def _let_go(self, head: Mapping[str, Any], speaker: Speaker) -> None:
+        speaker.forget(head["store"], head["done"])
+        self._ids.forget(head["gone"])
+
+    def _needs_ids(self, name: str) -> Message:
+        text = f"expected the ids of reference {name!r}, got a claim without: {self._ids.why_missing(name)}."
+        return Message({"needs": "ids", "reference": name, "text": text})
+
+    def _describe(self, call: Request) -> Message:
+        """What it holds and has done, for people and tests."""
+        return Message(
+            {
+                "waiting": self._ids.waiting,
+                "kept": len(self._ids),
+                "received": self._ids.received,
+                "expired": self._ids.expired,
+                "claims": self.claims,
+                "backwards": self.backwards,
+                "plans": sum(len(speaker) for speaker in list(self._speakers.values())),
+            }
+        )
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        with self._lock:
+            self._leave()
+
+
+def _servers_for(hello: Mapping[str, Any]) -> Servers:
+    """The parameter servers, as a trainer would talk to them."""
+    told = {name: value for name, value in hello.items() if name not in ("worker", "line")}
+    try:
+        servers = find_servers(None, told, _SERVER_WITHIN, hello.get("reload", False))
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
+    if len(servers) != hello["servers"]:
+        raise RefusedError(
+            f"expected a trainer with {len(servers)} parameter servers, got one with {hello['servers']}."
+        )
+    return servers
+
+
+def _engine_of(head: Mapping[str, Any], speaker: Speaker) -> Embedding | None:
+    """The engine, unless the trainer has more to tell of it."""
+    known = speaker.declarations >= head["declarations"]
+    return speaker.engines.get(head["engine"]) if known else None
+
+
+def _needs_engine() -> Message:
+    return Message({"needs": "engine", "text": "expected to know the trainer's engine."})
+
+
+def make(settings: Settings) -> Service:
+    """The worker of a process; see `karvan/cluster/role_process.py`."""
+    return EmbeddingWorker(
+        settings.index,
+        expire=float(os.environ.get("KARVAN_WORKER_EXPIRE", "1000")),
+        most=int(os.environ.get("KARVAN_WORKER_BATCHES", "1000")),
+        generations=generations_of(settings),
+    )

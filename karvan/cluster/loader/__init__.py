@@ -1,0 +1,1 @@
+"""The loader: reads data for trainers."""

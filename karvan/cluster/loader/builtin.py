@@ -1,0 +1,111 @@
+"""Karvan's own loader: reads what `data` of the job says, for as many epochs as trainers ask for.
+
+| key of `data` | meaning | default |
+|---|---|---|
+| files, or train | paths, folders, globs, URLs | required |
+| batch_size | | 4096 |
+| columns | names, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
+| others of `kv.data.read` | format, options, shuffle, seed, drop_remainder, workers, prefetch, … | |
+
+Keys that begin with `eval` are for trainers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from karvan.cluster.embedding_worker.client import workers_from_environment
+from karvan.cluster.generations import generations_of
+from karvan.cluster.loader.epoch_source import serve
+from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.role_process import Settings
+from karvan.data import Column, Fixed, Loader, Raw, Varlen, read
+from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.wire import Service
+
+_log = logging.getLogger("karvan.cluster")
+_KINDS: Mapping[str, type[Column]] = {"fixed": Fixed, "varlen": Varlen, "raw": Raw}
+_OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "filesystem")
+
+
+def make(settings: Settings) -> Service:
+    """The loader of a process; see `karvan/cluster/role_process.py`."""
+    source = read_share(_data_of(os.environ), settings.index, settings.count)
+    source.identity()  # reads a little of the files; a file that cannot be read is then an error at once
+    service = LoaderService(
+        settings.index,
+        settings.count,
+        generations=generations_of(settings),
+        workers=workers_from_environment(),
+    )
+
+    def run() -> None:
+        while not service.closed:
+            try:
+                serve(service, source)
+            except Exception as error:
+                if code_of(error) in (DAMAGED, TEMPORARY):
+                    _log.error("%s could not read on: %s", service.name, text_of(error))
+                else:
+                    _log.exception("%s could not read on", service.name)
+                service.fail(error)
+
+    threading.Thread(target=run, name="karvan-reading", daemon=True).start()
+    return service
+
+
+def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
+    """What loader `index` of `count` reads; a ValueError names what is wrong with `data`."""
+    given = {name: value for name, value in data.items() if not name.startswith("eval")}
+    names = [name for name in ("files", "train") if name in given]
+    if len(names) != 1:
+        raise ValueError(f"data of a job with loaders expects files, or train, got: {', '.join(data)}.")
+    files = given.pop(names[0])
+    batch_size = given.pop("batch_size", 4096)
+    allowed = [name for name in inspect.signature(read).parameters if name not in _OWN]
+    for name in given:
+        if name in ("features", "transform"):
+            raise ValueError(
+                f"data of a job has no '{name}': features are a part of the model, or of a loader's own "
+                "program, kv.DataContext().read(…, transform=engine); see docs/loaders.md."
+            )
+        if name not in allowed:
+            raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
+    if given.get("columns") is not None:
+        given["columns"] = [_column(each) for each in given["columns"]]
+    try:
+        return read(files, batch_size, rank=index, world=count, **given)
+    except TypeError as error:
+        raise ValueError(f"data: {error}") from error
+
+
+def _column(given: Any) -> Column | str:
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, Mapping) or "name" not in given or given.get("kind", "fixed") not in _KINDS:
+        raise ValueError(
+            f"data.columns expects names, or mappings with a name and a kind of {', '.join(_KINDS)}, "
+            f"got {given}."
+        )
+    arguments = {name: value for name, value in given.items() if name != "kind"}
+    try:
+        return _KINDS[given.get("kind", "fixed")](**arguments)
+    except TypeError as error:
+        raise ValueError(f"data.columns: column '{given['name']}': {error}") from error
+
+
+def _data_of(environment: Mapping[str, str]) -> Mapping[str, Any]:
+    text = environment.get("KARVAN_DATA", "")
+    try:
+        data = json.loads(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"KARVAN_DATA expects JSON, got {text[:100]!r}.") from error
+    if not isinstance(data, dict):
+        raise ValueError("A loader without a program expects `data` of the job (KARVAN_DATA), got none.")
+    return data

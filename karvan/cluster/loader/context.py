@@ -1,0 +1,224 @@
+"""`DataContext`: the program of a loader.
+
+    with kv.DataContext() as data:
+        data.serve(data.read("clicks/*.parquet", batch_size=4096))
+
+or, for batches that a program makes itself,
+
+    with kv.DataContext() as data:
+        for epoch in data.epochs():
+            for batch in batches_of(epoch, data.index, data.count):
+                if not data.send(batch):
+                    break
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import FrameType, TracebackType
+from typing import Any
+
+from karvan.checkpoint.transforms import has_state, name_of
+from karvan.cluster.embedding_worker.client import workers_from_environment
+from karvan.cluster.generations import generations_of
+from karvan.cluster.loader.epoch_source import Batches, as_batch, serve
+from karvan.cluster.loader.id_forwarding import Split, WorkerClient, split_by_name
+from karvan.cluster.loader.service import LoaderService
+from karvan.cluster.loader.statistics import SavedStatistics, Statistics
+from karvan.cluster.role_process import Settings, listening
+from karvan.data import Loader, read
+
+_TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
+
+
+class DataContext:
+    """This process as loader number `index` of `count`, at work from here on until `close`.
+
+    queue: how many batches wait for each trainer; reading waits while there are as many. Where it listens
+    comes from `settings`, or from the environment (see `karvan.cluster.role_process`), as in a launched job.
+    workers: those that ids go to, without it the embedding workers of the launched job.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: int = 8,
+        settings: Settings | None = None,
+        workers: Sequence[WorkerClient] | None = None,
+        split: Split = split_by_name,
+    ) -> None:
+        self._settings = settings = settings or Settings.from_environment("loader")
+        self.index = settings.index
+        self.count = settings.count
+        self._service = LoaderService(
+            settings.index,
+            settings.count,
+            queue=queue,
+            generations=generations_of(settings),
+            workers=workers_from_environment() if workers is None else workers,
+            split=split,
+        )
+        self._transforms: list[object] = []  # with statistics
+        self._saved = SavedStatistics(os.environ.get("KARVAN_CHECKPOINTS", ""))
+        self._begun = False
+        self._once = False  # whether batches are sent outside of `epochs`
+        self._open = False  # whether an epoch has begun and not ended
+        self._ended = threading.Event()
+        self._stack = ExitStack()
+        if threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, self._terminate)
+            self._stack.callback(signal.signal, signal.SIGTERM, before)
+        self._stack.enter_context(listening(self._service, settings, self._ended))
+        atexit.register(self._leave)
+
+    def read(self, data: Any, batch_size: int, **options: Any) -> Loader:
+        """`kv.data.read` for this loader's share of the data.
+
+        A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has by its
+        name, even if it was fitted to other data: the model knows no others. Trainers save the statistics of
+        the transforms that `read` was given before `serve`, `epochs` or `send`.
+        """
+        self._use(options.get("transform"))
+        return read(data, batch_size, rank=self.index, world=self.count, **options)
+
+    def serve(self, batches: Batches) -> None:
+        """Send all batches of as many epochs as trainers ask for; ends with the process, as a rule.
+
+        batches: something that gives an epoch each time it is iterated, or a function from the number of an
+        epoch to its batches. If it has `state_dict` and `load_state_dict`, as `read` gives, a loader that
+        takes over begins where the one before has ended. If not, it must give the same batches every time.
+        """
+        self._begun = True
+        with self._telling():
+            self._use(getattr(batches, "transform", None))
+            serve(self._service, batches, self._statistics())
+
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs that trainers ask for, each when it is asked for.
+
+        The same number comes again if an epoch has to be sent again, because a loader or a trainer was
+        replaced. Batches that are not needed then are dropped, so an epoch must have the same ones again.
+        """
+        self._service.identify(None, self._statistics())
+        while (start := self._service.begin()) is not None:
+            if start.index:  # the position is of a program that had positions
+                raise RuntimeError(
+                    f"Epoch {start.epoch} was begun by a loader with positions, "
+                    "which a program that sends batches itself cannot go on from."
+                )
+            self._begun = self._open = True
+            yield start.epoch
+            self.end()
+
+    def send(self, batch: Mapping[str, Any], meta: Any = None) -> bool:
+        """Send the next batch of the epoch; waits while the queue of its trainer is full.
+
+        It must not be changed afterwards. `meta` is anything that JSON can say; the trainer's batch has it.
+        False: batches from here on are not wanted, because the epoch, or another, has to be sent anew.
+        """
+        checked = as_batch(batch)
+        if not self._open:
+            self._begin_once()
+        if self._service.send(checked, None, meta):
+            return True
+        if self._once:
+            self._go_back()
+        return False
+
+    def end(self) -> None:
+        """The epoch has no more batches; without `epochs`, the only one."""
+        if not self._open and not self._once:
+            self._begin_once()
+        if self._open:
+            self._open = False
+            if not self._service.end() and self._once:
+                self._go_back()
+
+    def close(self) -> None:
+        """End the epoch, wait until trainers want no more, and leave."""
+        try:
+            with self._telling():
+                if self._open or not self._begun:
+                    self.end()
+                self._service.finish()
+                if not self._service.wait_until_left():
+                    self._go_back()
+        finally:
+            self._leave()
+
+    def __enter__(self) -> DataContext:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            if isinstance(error, Exception):
+                self._tell(error)
+            self._leave()
+
+    def _use(self, transform: object) -> None:
+        """Have the statistics of a transform be those of the checkpoint, and tell trainers of them."""
+        if not has_state(transform):
+            return
+        self._saved.give(transform)
+        known = self._service.statistics
+        if known is None:
+            if all(transform is not one for one in self._transforms):
+                self._transforms.append(transform)
+        elif Statistics.of([transform]).digests.items() - known.digests.items():
+            raise ValueError(
+                f"Trainers do not know the statistics of transform '{name_of(transform)}': expected "
+                "data.read(…, transform=…) with it before data.serve, data.epochs or the first data.send, so "
+                "that checkpoints have them."
+            )
+
+    def _statistics(self) -> Statistics:
+        for transform in self._transforms:
+            self._saved.give(transform)  # the program may have called fit since
+        return Statistics.of(self._transforms)
+
+    def _telling(self) -> ExitStack:
+        """Trainers hear of errors inside of it."""
+        stack = ExitStack()
+        stack.push(lambda kind, error, trace: self._tell(error))
+        return stack
+
+    def _tell(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _GoBackError):
+            self._service.fail(error)
+            self._service.wait_until_told(_TOLD_WITHIN)
+
+    def _begin_once(self) -> None:
+        if self._once:
+            raise RuntimeError("expected batches of one epoch, got one after its end; see `epochs`.")
+        self._begun = self._once = self._open = True
+        self._service.identify(None, self._statistics())
+        self._service.begin_once()
+
+    def _go_back(self) -> None:
+        if not self._ended.is_set():
+            raise _GoBackError(
+                f"{self._service.name} has to send its epoch anew, which takes a new process of its program: "
+                "a launched job starts it. A program with `for epoch in data.epochs()` does without."
+            )
+
+    def _leave(self) -> None:
+        atexit.unregister(self._leave)
+        self._ended.set()
+        self._stack.close()
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        sys.exit(0)
+
+
+class _GoBackError(RuntimeError):
+    """A program has to begin anew."""

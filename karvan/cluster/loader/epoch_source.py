@@ -1,0 +1,107 @@
+"""What a loader reads: the batches of an epoch, from a place on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from karvan.cluster.loader.service import LoaderService, Start
+from karvan.cluster.loader.statistics import Statistics
+from karvan.ragged import Batch
+from karvan.train.types import Positioned
+
+Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+def serve(service: LoaderService, batches: Batches, statistics: Statistics | None = None) -> None:
+    """Send batches for as long as trainers ask for epochs; until the service is closed.
+
+    statistics: of the transforms that make the batches.
+    """
+    source = _PerEpoch(batches) if callable(batches) else _Whole(batches)
+    known = getattr(batches, "identity", lambda: None)()
+    service.identify(None if known is None else known.state(), statistics)
+    while (start := service.begin()) is not None:
+        taken = source.batches(start)
+        try:
+            for batch in taken:
+                if not service.send(as_batch(batch), source.position()):
+                    break
+            else:
+                if service.end(source.end()):
+                    source.ended(start.epoch)
+        finally:
+            getattr(taken, "close", lambda: None)()
+
+
+def as_batch(batch: Any) -> Batch:
+    """The same, with all features checked to have equal numbers of rows."""
+    return batch if isinstance(batch, Batch) else Batch(batch)
+
+
+class _Whole:
+    """Something that gives an epoch whenever it is iterated."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+        self._begin = self.position()
+        self._next: int | None = 0  # the epoch that the next iteration would give; None: it is in between
+
+    def batches(self, start: Start) -> Iterator[Any]:
+        """From a place on; without a position all of the epoch."""
+        moved = False
+        if (start.epoch, start.index) != (self._next, 0):
+            position = self._begin if start == Start(0, 0, None) else start.position
+            if position is not None:
+                assert isinstance(self._source, Positioned)  # it has told the position
+                self._source.load_state_dict(position)
+                moved = start.index == 0
+            elif hasattr(self._source, "start_epoch"):
+                self._source.start_epoch(start.epoch)
+            elif self._begin is not None:
+                raise RuntimeError(f"Epoch {start.epoch} expects a position to begin at, got none.")
+        self._next = None
+        empty = True
+        for batch in self._source:
+            empty = False
+            yield batch
+        if empty and moved and start.epoch:
+            yield from self._source  # it was moved to the end of the epoch before, which had nothing left
+
+    def position(self) -> Any:
+        """Behind the last batch; None if the source does not know."""
+        return getattr(self._source, "state_dict", lambda: None)()
+
+    def end(self) -> Any:
+        """Where the next epoch begins."""
+        return self.position()
+
+    def ended(self, epoch: int) -> None:
+        """All of an epoch was given."""
+        self._next = epoch + 1
+
+
+class _PerEpoch:
+    """A function from the number of an epoch to its batches."""
+
+    def __init__(self, make: Callable[[int], Iterable[Any]]) -> None:
+        self._make = make
+        self._source: Any = None
+
+    def batches(self, start: Start) -> Iterator[Any]:
+        """See `_Whole.batches`."""
+        self._source = self._make(start.epoch)
+        if start.position is not None:
+            self._source.load_state_dict(start.position)
+        yield from self._source
+
+    def position(self) -> Any:
+        """See `_Whole.position`."""
+        return getattr(self._source, "state_dict", lambda: None)()
+
+    def end(self) -> Any:
+        """Each epoch begins by itself."""
+        return None
+
+    def ended(self, epoch: int) -> None:
+        """See `_Whole.ended`."""

@@ -1,0 +1,122 @@
+"""Statistics of the fitted transforms of loaders: trainers save them, and all loaders have the same.
+
+A loader transforms batches in a process of its own, but the model of the trainers is of use only together
+with the statistics of that transform.
+
+    trainer                                          loader
+    statistics(whole)                                once its program has begun: a digest for each transform,
+                                                       by name, and with `whole` the states as well; "wait"
+                                                       after a second
+
+A trainer asks one loader for the states and the others for digests, before it trains. Loaders that differ are
+an error. Each batch has a digest of the statistics that made it, so a loader that is replaced by one with
+other statistics is an error too. Where the job names a folder of checkpoints, a loader takes the statistics
+of the newest one: those of its own fit count only until there is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from karvan.checkpoint import CheckpointError
+from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.checkpoint.recovery import resume
+from karvan.checkpoint.transforms import KEY, has_state, name_of
+from karvan.cluster.loader_stream.loader_channel import Caller, Line
+from karvan.features import FeatureEngine
+from karvan.train.state.transforms import replace_statistics
+from karvan.wire import Message
+
+
+class Statistics:
+    """The states of a loader's transforms, ready to be sent."""
+
+    def __init__(self, packed: Mapping[str, bytes] | None = None) -> None:
+        self._packed = dict(packed or {})
+        self.digests = {name: hashlib.sha256(state).hexdigest()[:16] for name, state in self._packed.items()}
+        self.digest = digest_of(self.digests)
+
+    @classmethod
+    def of(cls, transforms: Iterable[object]) -> Statistics:
+        """Those of transforms that have some; an engine that was not fitted is an error."""
+        packed: dict[str, bytes] = {}
+        for transform in transforms:
+            if not has_state(transform):
+                continue
+            if isinstance(transform, FeatureEngine):
+                transform.require_fitted()
+            name, state = name_of(transform), pack(transform.state_dict())
+            if packed.setdefault(name, state) != state:
+                raise ValueError(
+                    f"Two transforms with different statistics have the name '{name}': expected one engine, "
+                    "or a name for each, FeatureEngine(…, name=…)."
+                )
+        return cls(packed)
+
+    def message(self, whole: bool) -> Message:
+        """The answer to a trainer."""
+        states = [np.frombuffer(state, np.uint8) for state in self._packed.values()] if whole else []
+        return Message({"statistics": self.digests}, states)
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """One digest for all transforms; empty if there are none."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16] if digests else ""
+
+
+def ask_loaders(lines: Sequence[Line], caller: Caller) -> tuple[dict[str, Any], str]:
+    """The states of the loaders' transforms by name, and their digest; an error if loaders differ."""
+    answers = [
+        line.ask_program("statistics", caller, {"whole": number == 0}) for number, line in enumerate(lines)
+    ]
+    first: dict[str, str] = answers[0].head["statistics"]
+    for line, answer in zip(lines, answers, strict=True):
+        other: dict[str, str] = answer.head["statistics"]
+        if other != first:
+            names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
+            raise ValueError(
+                f"{lines[0].name} and {line.name} have different statistics of transform '{names[0]}': "
+                "expected the same in all loaders. In every loader program, fit the engine to all of the "
+                "data, engine.fit(kv.data.read(…)), since data.read(…) of a DataContext is only the share of "
+                "one loader; or take the statistics of a checkpoint, "
+                "kv.checkpoint.find(folder).load_transforms(engine)."
+            )
+    arrays = zip(first, answers[0].arrays, strict=True)
+    return {name: unpack(array.tobytes()) for name, array in arrays}, digest_of(first)
+
+
+class SavedStatistics:
+    """The statistics of the newest checkpoint of a job's folder, read when they are needed first."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+        self._states: dict[str, Any] | None = {} if not folder else None
+
+    def give(self, transform: object) -> None:
+        """Let a transform have what was saved by its name, if anything."""
+        if not has_state(transform):
+            return
+        if self._states is None:
+            self._states = self._read()
+        name = name_of(transform)
+        if name in self._states:
+            try:
+                replace_statistics(transform, self._states[name])
+            except (ValueError, RuntimeError) as error:
+                assert self._path is not None
+                raise CheckpointError(self._path, f"its transform '{name}' is another: {error}") from error
+
+    def _read(self) -> dict[str, Any]:
+        # Trainers set aside what is damaged when they resume.
+        found = resume(Path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
+        if found is None:
+            return {}
+        self._path = found[0].path
+        return found[1]

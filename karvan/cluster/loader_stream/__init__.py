@@ -1,0 +1,1 @@
+"""The batches of a job's loaders, for a trainer."""

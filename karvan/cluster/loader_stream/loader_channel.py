@@ -1,0 +1,266 @@
+"""A trainer's line to one loader: the calls under way, and the batches that wait to be taken."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from karvan.clock import clock
+from karvan.cluster.loader_stream.position import Base, Known, base_of, loader_state
+from karvan.protocol.loader import LOADER_CALLS
+from karvan.wire import Message, Peer, RefusedError, Reply, Security, WireError
+
+_LEAVE_WITHIN = 2.0  # seconds
+_POSITIONS = 8  # of batches handed out, so that trainers that differ as much can begin where the last one is
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What all lines of a trainer have in common."""
+
+    rank: int
+    world: int
+    loaders: int
+    generation: int
+    ids: Sequence[str]
+    ahead: int
+    timeout: float
+    find: Callable[[int], str]
+    security: Security
+
+
+class Line:
+    """Batches of loader number `loader`; all but calls happens under the stream's condition `changed`."""
+
+    def __init__(
+        self,
+        loader: int,
+        changed: threading.Condition,
+        epoch: int = 0,
+        base: Base | None = None,
+        next_index: int = 0,
+        positions: Iterable[Known] = (),
+    ) -> None:
+        self.loader = loader
+        self.name = f"loader {loader}"
+        self.epoch = epoch
+        self.waiting: deque[Message] = deque()
+        self.end: Known | None = None  # of its epoch: how many batches, and the position behind
+        self.missing: list[int] = []  # trainers that the loader waits for
+        self.error: Exception | None = None
+        self._changed = changed
+        self._base = base or Base()
+        self._next = next_index  # behind the last batch that was handed out
+        self._received = next_index
+        self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
+        self._run = secrets.token_hex(8)
+        self._asked = 0
+        self._left = False
+        self._caller: Caller | None = None
+        self._peers: dict[str, Peer] = {}
+
+    @classmethod
+    def of(
+        cls,
+        loader: int,
+        changed: threading.Condition,
+        epoch: int,
+        state: Mapping[str, Any],
+        place: tuple[int, int, int],
+    ) -> Line:
+        """As a state says; `place` is the trainer's rank, of how many, and the number of loaders."""
+        rank, world, loaders = place
+        line = cls(
+            loader,
+            changed,
+            epoch,
+            base_of(state),
+            int(state["next"].get(str(rank), 0)),
+            [(int(index), position) for index, position in state["positions"][1:]],
+        )
+        if state["end"] is not None:
+            total, position = state["end"]
+            mine = (index for index in range(line.first, total) if (index * loaders + loader) % world == rank)
+            if not any(map(line.wants, mine)):  # otherwise the end comes again, behind what is left
+                line.end = (int(total), position)
+        return line
+
+    def state(self, rank: int) -> dict[str, Any]:
+        """See `stream_place`."""
+        with self._changed:
+            return loader_state(self._base, self._positions, self.end, {rank: self._next})
+
+    @property
+    def first(self) -> int:
+        """No batch before this index is wanted."""
+        return max(self._base.begin, self._next)
+
+    def wants(self, index: int) -> bool:
+        """Whether a batch of this trainer has not been taken yet, as far as is known."""
+        taken = index < self._next or self._base.has(index)
+        return not taken and (self.end is None or index < self.end[0])
+
+    def ready(self) -> bool:
+        """Whether there is a batch or the end."""
+        return bool(self.waiting) or self.end is not None
+
+    def ask(self, caller: Caller | None = None) -> None:
+        """Have as many calls under way as there should be."""
+        with self._changed:
+            self._caller = caller or self._caller
+            assert self._caller is not None
+            if "watch" not in self._peers:
+                self._peer("watch", self._caller).begin("stay", then=self._stayed)
+            if self.end is not None or self.error is not None:
+                return
+            number = self._caller.ahead - self._asked - len(self.waiting)
+            self._asked += max(0, number)
+            peer, epoch = self._peer("batches", self._caller), self.epoch
+        try:
+            for _ in range(number):
+                peer.begin("next", {"epoch": epoch}, then=partial(self._arrived, epoch))
+        except (WireError, RefusedError) as error:
+            with self._changed:
+                self.error = error
+                self._changed.notify_all()
+
+    def take(self) -> Message:
+        """The next batch, which counts as handed out."""
+        with self._changed:
+            answer = self.waiting.popleft()
+            self._next = int(answer.head["index"]) + 1
+            self._positions.append((self._next, answer.head["position"]))
+        self.ask()
+        return answer
+
+    def check(self, late: bool) -> None:
+        """Raise if no batch will come."""
+        if self.error is not None:
+            raise self.error
+        if late and self.missing:
+            who = ", ".join(map(str, self.missing))
+            raise WireError(f"{self.name} expected all trainers in time, got nothing from trainer {who}.")
+
+    def next_epoch(self) -> None:
+        """The epoch was taken to its end."""
+        with self._changed:
+            assert self.end is not None
+            self._base = Base(position=(0, self.end[1]))
+            self._next = self._received = 0
+            self._positions.clear()
+            self.epoch += 1
+            self.end = None
+
+    def identity(self, caller: Caller) -> dict[str, Any] | None:
+        """What tells the loader's data from other data."""
+        known = self.ask_program("identity", caller).head["identity"]
+        return None if known is None else dict(known)
+
+    def ask_program(self, method: str, caller: Caller, head: Mapping[str, Any] | None = None) -> Message:
+        """The answer `method` of the loader, which has it once its program begins to send batches."""
+        with self._changed:
+            self._caller = caller
+        deadline = clock.now() + caller.timeout
+        while method not in (answer := self.call(method, head or {}).wait()).head:
+            if clock.now() > deadline:
+                raise WireError(f"{self.name} expected its program to begin to send batches in time.")
+        return answer
+
+    def call(self, method: str, head: Mapping[str, Any], deadline: float | None = None) -> Reply:
+        """A call that need not wait for batches."""
+        assert self._caller is not None
+        with self._changed:
+            peer = self._peer("control", self._caller)
+        return peer.begin(method, head, deadline=deadline)
+
+    def leave(self) -> None:
+        """Tell the loader that nothing more is wanted."""
+        if not self._peers:
+            return
+        self._left = True
+        if not isinstance(self.error, WireError | RefusedError):  # otherwise nobody is there to be told
+            with contextlib.suppress(WireError, RefusedError, RuntimeError):
+                self.call("leave", {}, _LEAVE_WITHIN).wait()
+        for peer in self._peers.values():
+            peer.close()
+
+    def _peer(self, kind: str, caller: Caller) -> Peer:
+        if kind not in self._peers:
+            self._peers[kind] = Peer(
+                self.name,
+                partial(caller.find, self.loader),
+                caller.security,
+                hello=partial(self._hello, kind, caller),
+                deadline=caller.timeout,
+                forgetful=True,
+                calls=LOADER_CALLS,
+            )
+        return self._peers[kind]
+
+    def _hello(self, kind: str, caller: Caller) -> dict[str, Any]:
+        """What a loader has to know that meets this trainer for the first time."""
+        who = {
+            "kind": kind,
+            "run": self._run,
+            "generation": caller.generation,
+            "trainer": caller.rank,
+            "trainers": caller.world,
+            "loader": self.loader,
+            "loaders": caller.loaders,
+        }
+        with self._changed:
+            ahead = [(int(each.head["index"]) + 1, each.head["position"]) for each in self.waiting]
+            return {
+                **who,
+                "ids": list(caller.ids),
+                "epoch": self.epoch,
+                "next": max(self._base.begin, self._received),
+                "taken": sorted(self._base.taken),
+                "end": self.end,
+                "positions": [self._base.position, *self._positions, *ahead],
+            }
+
+    def _arrived(self, epoch: int, reply: Reply) -> None:
+        with self._changed:
+            self._asked -= 1
+            if reply.error is not None:
+                self.error = self.error or reply.error
+            elif epoch == self.epoch:
+                self._take_in(reply.wait())
+            self._changed.notify_all()
+        self.ask()
+
+    def _stayed(self, reply: Reply) -> None:
+        """Whatever becomes of batches, the loader has to know this trainer, and the one after it as well."""
+        if reply.error is not None:
+            with self._changed:
+                self.error = self.error or reply.error
+                self._changed.notify_all()
+        elif not self._left:
+            with contextlib.suppress(WireError, RefusedError):
+                self._peers["watch"].begin("stay", then=self._stayed)
+
+    def _take_in(self, answer: Message) -> None:
+        head = answer.head
+        self.missing = list(head.get("wait", ()))
+        if "end" in head:
+            self.end = self.end or (int(head["end"]), head["position"])
+        elif "index" in head and int(head["index"]) >= self._received:
+            self._received = int(head["index"]) + 1
+            self.waiting.append(answer)
+
+
+def leave_all(lines: Iterable[Line]) -> None:
+    """Leave all loaders, at the same time."""
+    leaving = [threading.Thread(target=line.leave, daemon=True) for line in lines]
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more when the process ends
+        for each in leaving:
+            each.start()
+        for each in leaving:
+            each.join()

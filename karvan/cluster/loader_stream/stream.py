@@ -1,0 +1,372 @@
+"""`stream`: the batches that a job's loaders read, for a trainer.
+
+For each loader a trainer has a few calls of `next` under way; an answer that nobody has taken yet counts as
+one of them, so a trainer that is slow asks for nothing, and the loader's queue fills up.
+`karvan/cluster/loader/service.py` has the protocol, and what happens when somebody dies. A loader that is
+gone is looked for until `timeout` has passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from karvan import distributed, ragged
+from karvan.activity import activity
+from karvan.clock import clock
+from karvan.cluster.batch_messages import unpack
+from karvan.cluster.loader.id_forwarding import Reference
+from karvan.cluster.loader.statistics import ask_loaders
+from karvan.cluster.loader_stream import position
+from karvan.cluster.loader_stream.loader_channel import Caller, Line, leave_all
+from karvan.data.identity import Identity
+from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
+from karvan.ragged import REFERENCE, Batch
+from karvan.wire import Security
+
+_log = logging.getLogger("karvan.cluster")
+
+_FOUND_WITHIN = 5.0  # seconds; who does not find a loader tries again until the call's deadline
+_WAKE = 1.0  # seconds after which one who waits looks whether it is too late
+_LONG = 60.0  # seconds without a batch after which people are told
+
+
+class LoadedBatch(Batch):
+    """A batch and where it comes from: its number in the epoch, and what its loader sent along (`meta`).
+
+    Where embedding workers have its ids, `reference` names them and `worker` is who has them.
+    """
+
+    epoch = 0
+    number = 0
+    meta: Any = None
+    reference: Reference | None = None
+    worker: int | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
+        """See `Batch.to`."""
+        return self.with_entries(super().to(device, non_blocking))
+
+    def pin_memory(self) -> LoadedBatch:
+        """See `Batch.pin_memory`."""
+        return self.with_entries(super().pin_memory())
+
+    def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
+        """Another batch that comes from the same place."""
+        made = LoadedBatch.trusted(dict(entries), self.rows)
+        assert isinstance(made, LoadedBatch)
+        for name in ("epoch", "number", "meta", "reference", "worker"):
+            setattr(made, name, getattr(self, name))
+        return made
+
+
+def stream(
+    *,
+    ordered: bool = True,
+    ahead: int = 4,
+    timeout: float = 300.0,
+    ids: Sequence[str] | None = None,
+    loaders: int | Sequence[str] | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+) -> LoaderStream:
+    """The batches that the job's loaders read for this trainer; one iteration is one epoch.
+
+        trainer.fit(kv.stream(), epochs=3)
+
+    ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
+    first do. ahead: batches of each loader that are asked for beforehand. timeout: seconds for which a loader
+    that is gone is waited for. ids: features that embedding workers look up; a job that has workers must
+    name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses;
+    a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
+    """
+    return LoaderStream(ordered, ahead, timeout, ids, loaders, rank, world)
+
+
+class LoaderStream:
+    """See `stream`. Leaving an iteration early keeps the place, and the next one goes on there."""
+
+    def __init__(
+        self,
+        ordered: bool,
+        ahead: int,
+        timeout: float,
+        ids: Sequence[str] | None,
+        loaders: int | Sequence[str] | None,
+        rank: int | None,
+        world: int | None,
+    ) -> None:
+        if ahead < 1:
+            raise ValueError(f"ahead must be at least 1, got {ahead}.")
+        self._ordered = ordered
+        self._ahead = ahead
+        self._timeout = timeout
+        self._ids = list(ids or ())
+        self._says_ids = ids is not None
+        self._check_ids()
+        self._given = rank, world
+        self._directory: Directory | StaticDirectory | None = None
+        if loaders is None:
+            loaders = int(os.environ.get("KARVAN_LOADERS", "0") or 0)
+        elif not isinstance(loaders, int):
+            self._directory = StaticDirectory({"loader": list(loaders)})
+            loaders = len(loaders)
+        if loaders < 1:
+            raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADERS), or addresses.")
+        self._digest: str | None = None  # of the loaders' statistics, if they were asked
+        self._epoch = 0
+        self._finished = False  # whether the epoch was given to its end here, so that the next one follows
+        self._released: deque[ragged.Reference] = deque()  # whose ids nobody needs any more
+        self._changed = threading.Condition()
+        self._lines = [Line(loader, self._changed) for loader in range(loaders)]
+        weakref.finalize(self, leave_all, self._lines).atexit = False  # connections end with the process
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, from 0."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        if self._finished:
+            self._next_epoch()
+        self._check_ids()  # the job may have been connected since
+        caller = self._caller()
+        workers = distributed.current().workers
+        if workers is not None:
+            workers.resend, workers.release = self._resend, self._released.append
+        for line in self._lines:
+            line.ask(caller)
+        for line in self._by_number(caller) if self._ordered else self._by_arrival():
+            yield self._handed_out(line)
+        self._finished = True
+
+    def _check_ids(self) -> None:
+        """Workers that get no ids have nothing to do, and nobody would notice."""
+        if distributed.current().workers is not None and not self._says_ids:
+            raise ValueError(
+                "This job has embedding workers, but kv.stream() does not say which features they look up: "
+                'name them, as in kv.stream(ids=["user", "item"]), or say ids=[] to leave the ids in the '
+                "batches and the workers without work."
+            )
+
+    def close(self) -> None:
+        """Leave the loaders; iterating again comes back to them."""
+        rank, _ = self._place()
+        self._go_to(self._epoch, [line.state(rank) for line in self._lines], self._finished)
+        if self._directory is not None:
+            self._directory.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this trainer is, for JSON: behind all batches that were handed out."""
+        rank, world = self._place()
+        return position.state_of(self._epoch, world, [rank], [line.state(rank) for line in self._lines])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a place: this trainer's own, or the merged one of all trainers of any number."""
+        position.check(state, len(self._lines))
+        rank, world = self._place()
+        whole = len(state["ranks"]) == state["trainers"]
+        if not whole and (state["trainers"] != world or rank not in state["ranks"]):
+            raise ValueError(
+                f"Trainer {rank} of {world} expects its own state or the merged one of all, "
+                f"got that of {state['ranks']} of {state['trainers']}."
+            )
+        if not self._finished and state == self.state_dict():
+            return
+        if whole:
+            state = position.merge([state])
+        self._go_to(int(state["epoch"]), state["loaders"], False)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch, by its number from 0."""
+        self._go_to(epoch, position.start_of_epoch(len(self._lines)), False)
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the states of all trainers into one that any number of them can go on from."""
+        return position.merge(states)
+
+    def identity(self) -> Identity | None:
+        """What tells the loaders' data from other data; without their word, the job's `data` section does."""
+        caller = self._caller()
+        states = [line.identity(caller) for line in self._lines]
+        first = states[0]
+        if first is not None and all(state == first for state in states):
+            return Identity.from_state(first)
+        if None in states and not os.environ.get("KARVAN_DATA"):
+            return None
+        ids = {state["id"] for state in states if state is not None}
+        told = json.dumps([os.environ.get("KARVAN_DATA"), sorted(ids)])
+        return Identity(hashlib.sha256(told.encode()).hexdigest()[:16], "the data of the job")
+
+    def transform_states(self) -> dict[str, Any]:
+        """The statistics of the loaders' transforms, by name; a Trainer keeps them in checkpoints.
+
+        Loaders with different statistics are an error, also later, when one is replaced.
+        """
+        states, self._digest = ask_loaders(self._lines, self._caller())
+        return states
+
+    def done(self, batches: Iterable[LoadedBatch]) -> None:
+        """Say that the ids of these batches are not needed any more."""
+        self._done([batch.reference for batch in batches if batch.reference is not None])
+
+    def resend(self, batch: LoadedBatch, worker: int | None = None) -> None:
+        """Have the ids of a batch put to its embedding worker again, or to another one."""
+        chosen = batch.worker if worker is None else worker
+        if batch.reference is not None and chosen is not None:
+            self._resend(ragged.Reference(chosen, batch.reference.name, batch.rows))
+
+    def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
+        leave_all(self._lines)
+        place = self._place()
+        self._epoch, self._finished = epoch, finished
+        self._lines[:] = [
+            Line.of(loader, self._changed, epoch, state, (*place, len(states)))
+            for loader, state in enumerate(states)
+        ]
+
+    def _done(self, references: Iterable[Reference]) -> None:
+        by_loader: dict[int, list[list[int]]] = {}
+        for reference in references:
+            by_loader.setdefault(reference.number % len(self._lines), []).append(list(reference))
+        for loader, listed in by_loader.items():
+            self._lines[loader].call("done", {"references": listed})
+
+    def _resend(self, wanted: ragged.Reference) -> None:
+        reference = Reference.named(wanted.name)
+        line = self._lines[reference.number % len(self._lines)]
+        line.call("resend", {"reference": list(reference), "worker": wanted.worker}).wait()
+
+    def _release(self) -> None:
+        """Tell the loaders which ids they need not keep."""
+        released = []
+        while self._released:
+            released.append(Reference.named(self._released.popleft().name))
+        if released:
+            self._done(released)
+
+    def _place(self) -> tuple[int, int]:
+        """This trainer's rank, and the number of trainers."""
+        here = distributed.current()
+        rank, world = here.rank, here.world
+        if world == 1 and os.environ.get("KARVAN_ROLE") == "trainer":
+            rank, world = int(os.environ["KARVAN_INDEX"]), int(os.environ["KARVAN_COUNT"])
+        rank = rank if self._given[0] is None else self._given[0]
+        world = world if self._given[1] is None else self._given[1]
+        if not 0 <= rank < world:
+            raise ValueError(f"A stream expects a rank below its world, got {rank} of {world}.")
+        return rank, world
+
+    def _caller(self) -> Caller:
+        rank, world = self._place()
+        security = Security.from_environment()
+        if self._directory is None:
+            self._directory = directory_from_environment(security=security)
+        find = partial(_find, self._directory)
+        generation = int(os.environ.get("KARVAN_GENERATION", "0") or 0)
+        return Caller(
+            rank, world, len(self._lines), generation, self._ids, self._ahead, self._timeout, find, security
+        )
+
+    def _by_number(self, caller: Caller) -> Iterator[Line]:
+        rank, world, count = caller.rank, caller.world, len(self._lines)
+        mine = [line for line in self._lines if (line.loader - rank) % math.gcd(count, world) == 0]
+        first = min(line.first * count + line.loader for line in mine)
+        number = rank + max(0, -(-(first - rank) // world)) * world
+        while not all(line.end is not None and number // count >= line.end[0] for line in mine):
+            line, index = self._lines[number % count], number // count
+            if line.wants(index) and self._has_batch(line):
+                if int(line.waiting[0].head["index"]) != index:
+                    raise RuntimeError(
+                        f"{line.name} expected to give its batch {index} of epoch {self._epoch}, "
+                        f"got {line.waiting[0].head['index']}."
+                    )
+                yield line
+            number += world
+        for line in self._lines:
+            self._has_batch(line)  # the others have nothing for this trainer, but an end
+
+    def _by_arrival(self) -> Iterator[Line]:
+        def ready() -> bool:
+            return any(line.waiting for line in self._lines) or all(line.end for line in self._lines)
+
+        while True:
+            with self._changed:
+                self._wait(self._lines, ready)
+                waiting = [line for line in self._lines if line.waiting]
+            if not waiting:
+                return
+            yield min(waiting, key=lambda line: int(line.waiting[0].head["index"]))
+
+    def _has_batch(self, line: Line) -> bool:
+        """Wait for the next batch of a loader, or for its end."""
+        with self._changed:
+            self._wait([line], line.ready)
+            return bool(line.waiting)
+
+    def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+        if ready():
+            return
+        with ExitStack() as waits:
+            for line in lines:
+                if not line.ready():
+                    waits.enter_context(activity.waiting(f"loader-{line.loader}"))
+            self._wait_long(lines, ready)
+
+    def _wait_long(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+        begun = clock.now()
+        told = False
+        while not ready():
+            waited = clock.now() - begun
+            for line in lines:
+                line.check(waited > self._timeout)
+            if waited > _LONG and not told:
+                told = True
+                names = ", ".join(line.name for line in lines if not line.ready())
+                _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
+            self._changed.wait(_WAKE)
+
+    def _handed_out(self, line: Line) -> LoadedBatch:
+        answer = line.take()
+        head = answer.head
+        if self._digest is not None and head.get("statistics", "") != self._digest:
+            raise ValueError(
+                f"{line.name} transforms batches by other statistics than when training began: its process "
+                "was replaced, and has fitted its engine to data that has changed since. Expected the same "
+                "statistics: name the folder of checkpoints in the job (checkpoints), from which data.read "
+                "of the loader program takes them, or fit to data that does not change."
+            )
+        entries: dict[str, Any] = dict(unpack(answer))
+        if "reference" in head:
+            name, worker = Reference(*head["reference"]).name, int(head["worker"])
+            entries[REFERENCE] = ragged.Reference(worker, name, int(head["rows"]))
+        batch = LoadedBatch.trusted(entries, int(head["rows"]))
+        assert isinstance(batch, LoadedBatch)
+        batch.epoch, batch.meta = self._epoch, head["meta"]
+        batch.number = int(head["index"]) * len(self._lines) + line.loader
+        if "reference" in head:
+            batch.reference, batch.worker = Reference(*head["reference"]), int(head["worker"])
+            self._release()
+        return batch
+
+    def _next_epoch(self) -> None:
+        self._finished = False
+        self._epoch += 1
+        for line in self._lines:
+            line.next_epoch()
+
+
+def _find(addresses: Addresses, loader: int) -> str:
+    return addresses.find("loader", loader, _FOUND_WITHIN)

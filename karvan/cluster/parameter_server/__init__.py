@@ -1,0 +1,1 @@
+"""The parameter server: rows and dense parameters of a job."""

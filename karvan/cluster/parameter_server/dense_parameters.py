@@ -1,0 +1,307 @@
+"""Dense parameters on a server: trainers push gradients and pull what becomes of them, without waiting.
+
+    push_model(parameters, optimizer)    once, the first trainer's; version 0. Everybody else's change nothing
+    pull(version)                        what is newer than that version, if anything is
+    push_gradients(gradients, version)   gradients of the parameters of that version: an Answer
+
+A server has its share of the parameters (`owner_of_parameter`), the optimizer for them, and a version, the
+number of steps made. A gradient's *staleness* is the server's version less the gradient's.
+
+`AsyncPolicy`: every push is a step, in the order of arrival. `SyncPolicy`: a push is rejected if its
+staleness is above a tolerance; `grads_to_wait` of the others make a step with their mean, summed in the order
+of the trainers' names, so that the bits of a step depend on what was pushed and not on when. A trainer that
+pushes twice before such a step counts twice: with fewer trainers than grads_to_wait a job still goes on, and
+the faster ones have a larger part in it. A push that lacks a parameter has no gradient for it: zero in
+a mean, and if nobody has one the optimizer leaves the parameter alone, as torch's do.
+
+The learning rate comes with the push, since schedulers run in trainers; it holds for that step alone, and
+a mean of gradients is applied with the mean of their rates. Without one it is that of the description.
+
+A push has a trainer's name and a sequence number. One that was accepted, or refused because it is not
+finite, is remembered; the same number again is answered as before and changes nothing. A rejected push is
+not remembered: the trainer pushes the same number again, with gradients from fresh parameters. So a
+push to several servers, accepted by some and rejected by others, is applied by each of them once.
+
+If a trainer dies, what it pushed stays, also what waits for others; it goes on with `next_sequence`.
+If a server dies, its parameters are those of the last `state()` that was saved. Trainers may then know a
+later version than the server; pushes of such gradients are rejected, so they pull first.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from statistics import mean
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from karvan.cluster.parameter_server.answer_window import Repeats
+from karvan.cluster.parameter_server.dense_state import check_state
+from karvan.dense.optimizer_spec import describe, make_optimizer, rate_of
+from karvan.dense.step_policies import Answer, AsyncPolicy, Policy
+from karvan.dense.tensor_checks import (
+    Array,
+    all_finite,
+    dense_tensor,
+    expect_alike,
+    expect_gradients,
+    expect_number,
+)
+
+_log = logging.getLogger("karvan.cluster")
+
+
+@dataclass
+class Counts:
+    """Pushes by what became of them; a repeat is nothing else besides."""
+
+    accepted: int = 0
+    rejected: int = 0
+    not_finite: int = 0
+    repeated: int = 0
+    forgotten: int = 0
+
+
+@dataclass(frozen=True)
+class _Push:
+    trainer: str
+    sequence: int
+    staleness: int
+    lr: float | None
+    gradients: dict[str, Tensor]
+
+
+@dataclass
+class _Held:
+    """What a server has from the first push of a model on."""
+
+    parameters: dict[str, Tensor]
+    optimizer: Optimizer
+    version: int = 0
+    waiting: list[_Push] = field(default_factory=list)
+
+
+class DenseParameters:
+    """A server's share of the dense parameters; any number of threads may call at the same time.
+
+    window: how many sequence numbers of each trainer are remembered.
+    """
+
+    def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
+        self._policy = policy or AsyncPolicy()
+        self._repeats: Repeats[Answer] = Repeats(window)
+        self._model: _Held | None = None
+        self._counts = Counts()
+        self._lock = Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a model."""
+        return self._model is not None
+
+    @property
+    def version(self) -> int:
+        """The number of steps made."""
+        with self._lock:
+            return self._held().version
+
+    @property
+    def counts(self) -> Counts:
+        """How many pushes there were since this process began."""
+        with self._lock:
+            return replace(self._counts)
+
+    def push_model(self, parameters: Mapping[str, Array], optimizer: Mapping[str, Any]) -> int:
+        """Begin with these parameters, unless there are some already, which must then be alike; the version.
+
+        optimizer is a description (`described.py`); the first one holds, as the parameters do.
+        """
+        own = {name: dense_tensor(name, parameters[name], copy=True) for name in sorted(parameters)}
+        made = make_optimizer(optimizer, list(own.values()))
+        with self._lock:
+            if self._model is None:
+                self._model = _Held(own, made)
+                return 0
+            held = self._model
+            expect_alike(held.parameters, own)
+            has, got = _but_rate(held.optimizer), _but_rate(made)
+            if has != got:
+                _log.warning("The dense parameters are trained by %s already, so %s is left out.", has, got)
+            return held.version
+
+    def pull(self, version: int | None = None) -> tuple[int, dict[str, Tensor] | None]:
+        """The version, and copies of its parameters unless it is the one the caller has."""
+        with self._lock:
+            held = self._held()
+            if version == held.version:
+                return version, None
+            return held.version, {name: each.clone() for name, each in held.parameters.items()}
+
+    def push_gradients(
+        self,
+        gradients: Mapping[str, Array],
+        version: int,
+        *,
+        trainer: str,
+        sequence: int,
+        lr: float | None = None,
+    ) -> Answer:
+        """Take gradients of the parameters of a version; see the top of this file."""
+        expect_number("version", version)
+        expect_number("sequence", sequence)
+        if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            raise ValueError(f"lr must be finite and not negative, got {lr}.")
+        waits = self._policy.grads_to_wait > 1
+        own = {name: dense_tensor(name, gradients[name], copy=waits) for name in sorted(gradients)}
+        finite = all_finite(own.values())
+        with self._lock:
+            held = self._held()
+            expect_gradients(held.parameters, own)
+            staleness = held.version - version
+            if (known := self._repeats.find(trainer, sequence)) is not None:
+                self._counts.repeated += 1
+                return known
+            if self._repeats.forgotten(trainer, sequence):
+                self._counts.forgotten += 1
+                return Answer(False, held.version, False, staleness, "forgotten")
+            if not finite:
+                self._counts.not_finite += 1
+                answer = Answer(False, held.version, False, staleness, "not finite")
+            elif staleness < 0 or self._policy.rejects(staleness):
+                self._counts.rejected += 1
+                return Answer(False, held.version, False, staleness, "ahead" if staleness < 0 else "stale")
+            else:
+                held.waiting.append(_Push(trainer, sequence, staleness, lr, own))
+                applied = self._apply_full()
+                self._counts.accepted += 1
+                answer = Answer(True, held.version, applied, staleness)
+            self._repeats.remember(trainer, sequence, answer)
+            return answer
+
+    def next_sequence(self, trainer: str) -> int:
+        """The number after the largest that a trainer has pushed and that counted."""
+        with self._lock:
+            return self._repeats.next_sequence(trainer)
+
+    def forget(self, trainer: str) -> None:
+        """Let go of the sequence numbers of a trainer that will not come back; what it pushed stays."""
+        with self._lock:
+            self._repeats.forget(trainer)
+
+    def flush(self) -> int:
+        """Make a step of what waits, however little; the version. For the end, when no more will come."""
+        with self._lock:
+            held = self._held()
+            if held.waiting:
+                self._apply()
+            return held.version
+
+    def state(self) -> dict[str, Any]:
+        """All that later steps depend on, in copies: tensors in dicts and lists of JSON's values."""
+        with self._lock:
+            held = self._held()
+            return {
+                "version": held.version,
+                "optimizer": describe(held.optimizer),
+                "parameters": {name: each.clone() for name, each in held.parameters.items()},
+                "slots": {
+                    name: _cloned(held.optimizer.state.get(each, {}))
+                    for name, each in held.parameters.items()
+                },
+                "waiting": [_cloned(vars(push)) for push in sorted(held.waiting, key=_place)],
+                "answers": {
+                    trainer: [[sequence, *astuple(each)] for sequence, each in sorted(its.items())]
+                    for trainer, its in sorted(self._repeats.all().items())
+                },
+            }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what `state` gave; the policy may be another one."""
+        check_state(state)
+        given = state["parameters"]
+        parameters = {name: dense_tensor(name, given[name], copy=True) for name in sorted(given)}
+        optimizer = make_optimizer(state["optimizer"], list(parameters.values()))
+        for name, slots in state["slots"].items():
+            if slots:  # else those of the new optimizer stay: torch's Adagrad may have some before a step
+                optimizer.state[parameters[name]] = _cloned(slots)
+        waiting = [_Push(**_cloned(push)) for push in state["waiting"]]
+        answers = {
+            trainer: {sequence: Answer(*rest) for sequence, *rest in its}
+            for trainer, its in state["answers"].items()
+        }
+        with self._lock:
+            self._model = _Held(parameters, optimizer, state["version"], waiting)
+            self._repeats.load(answers)
+            self._apply_full()
+
+    def _held(self) -> _Held:
+        if self._model is None:
+            raise RuntimeError("No trainer has pushed a model to this server: expected push_model first.")
+        return self._model
+
+    def _apply_full(self) -> bool:
+        """Make a step if enough waits for it."""
+        if len(self._held().waiting) < self._policy.grads_to_wait:
+            return False
+        self._apply()
+        return True
+
+    def _apply(self) -> None:
+        """Make a step with the mean of all that waits."""
+        held = self._held()
+        pushes, held.waiting = sorted(held.waiting, key=_place), []
+        usual = rate_of(held.optimizer)
+        rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
+        for name, parameter in held.parameters.items():
+            parameter.grad = _mean([p.gradients[name] for p in pushes if name in p.gradients], len(pushes))
+        try:
+            _set_rate(held.optimizer, mean(rates))
+            held.optimizer.step()
+        finally:
+            _set_rate(held.optimizer, usual)
+            held.optimizer.zero_grad()
+        held.version += 1
+
+
+def _place(push: _Push) -> tuple[str, int]:
+    return push.trainer, push.sequence
+
+
+def _mean(gradients: Sequence[Tensor], count: int) -> Tensor | None:
+    """The sum in this order, by the number of pushes; the first of several is written to."""
+    if not gradients:
+        return None
+    if count == 1:
+        return gradients[0]
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total += gradient
+    return total.div_(count)
+
+
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _but_rate(optimizer: Optimizer) -> dict[str, Any]:
+    """The description without the learning rate, which pushes bring along."""
+    description = describe(optimizer)
+    options = {name: value for name, value in description["options"].items() if name != "lr"}
+    return {**description, "options": options}
+
+
+def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict of plain values, tensors and such dicts, in which nothing is shared."""
+    return {name: _clone(value) for name, value in values.items()}
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return _cloned(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,147 @@
+"""The calls by which trainers reach a server's dense parameters; `dense_parameters.py` has what they mean.
+
+| call | head and arrays | answer |
+|---|---|---|
+| push_model | optimizer; tensors | version |
+| pull_dense | version, or none | version; tensors, if they are newer |
+| push_dense | version, trainer, sequence, lr; tensors | what became of it |
+| next_sequence | trainer | sequence |
+| flush_dense | | version |
+| dense_state | | the state |
+| load_dense_state | the state | version |
+
+Each says of which model it speaks: a number, as trainers may have several. What makes a step is for the
+trainers' hello to say, the same for all of them; a run of trainers that says something else goes on with the
+parameters of the one before. What is malformed is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, astuple
+from typing import Any
+
+from karvan.cluster.parameter_server.dense_parameters import DenseParameters
+from karvan.dense.step_policies import AsyncPolicy, Policy, SyncPolicy
+from karvan.dense.wire_format import WRONG, state_message, state_of, tensors_message, tensors_of
+from karvan.distributed.sync_modes import DenseSettings
+from karvan.wire import Message, RefusedError, Request
+
+_MOST_MODELS = 1024
+
+
+class DenseService:
+    """All models of which a server has dense parameters."""
+
+    def __init__(self) -> None:
+        self._settings = DenseSettings()
+        self._models: dict[int, DenseParameters] = {}
+        self._lock = threading.Lock()
+        self.methods: dict[str, Callable[[Request], Message]] = {
+            "push_model": self._push_model,
+            "pull_dense": self._pull,
+            "push_dense": self._push,
+            "next_sequence": self._next_sequence,
+            "flush_dense": self._flush,
+            "dense_state": self._state,
+            "load_dense_state": self._load_state,
+        }
+
+    def begin(self, settings: DenseSettings) -> None:
+        """A new run of trainers; parameters stay."""
+        with self._lock:
+            self._settings = settings
+            for number, model in list(self._models.items()):
+                kept = DenseParameters(policy_of(settings))
+                if model.ready:
+                    kept.load_state(model.state())
+                self._models[number] = kept
+
+    def check(self, settings: DenseSettings) -> None:
+        """All trainers of a run must say the same."""
+        if settings != self._settings:
+            raise RefusedError(
+                f"expected dense parameters with {_told(self._settings)}, as the first trainer said, "
+                f"got {_told(settings)}."
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """Versions and counts of pushes, by model."""
+        with self._lock:
+            models = dict(self._models)
+        return {
+            str(number): {"version": model.version, **asdict(model.counts)}
+            for number, model in models.items()
+            if model.ready
+        }
+
+    def _model(self, call: Request) -> DenseParameters:
+        number = call.head["model"]
+        with self._lock:
+            if number not in self._models:
+                if len(self._models) >= _MOST_MODELS:
+                    raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
+                self._models[number] = DenseParameters(policy_of(self._settings))
+            return self._models[number]
+
+    def _push_model(self, call: Request) -> Message:
+        return Message({"version": self._model(call).push_model(tensors_of(call), call.head["optimizer"])})
+
+    def _pull(self, call: Request) -> Message:
+        version, parameters = self._model(call).pull(call.head["version"])
+        if parameters is None:
+            return Message({"version": version})
+        return tensors_message(parameters, version=version)
+
+    def _push(self, call: Request) -> Message:
+        head = call.head
+        answer = self._model(call).push_gradients(
+            tensors_of(call),
+            head["version"],
+            trainer=head["trainer"],
+            sequence=head["sequence"],
+            lr=head["lr"],
+        )
+        return Message({"answer": astuple(answer)})
+
+    def _next_sequence(self, call: Request) -> Message:
+        return Message({"sequence": self._model(call).next_sequence(call.head["trainer"])})
+
+    def _flush(self, call: Request) -> Message:
+        return Message({"version": self._model(call).flush()})
+
+    def _state(self, call: Request) -> Message:
+        return state_message(self._model(call).state())
+
+    def _load_state(self, call: Request) -> Message:
+        model, state = self._model(call), state_of(call)
+        try:
+            model.load_state(state)
+        except WRONG as error:
+            raise RefusedError(
+                f"expected a state of dense parameters, got one that cannot be used: {error}"
+            ) from error
+        return Message({"version": model.version})
+
+
+def settings_of(hello: Mapping[str, Any]) -> DenseSettings:
+    """What a trainer's hello says of steps; a RefusedError if that cannot be."""
+    told = hello.get("dense", {})
+    try:
+        return DenseSettings(**told)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(
+            f"expected lr_staleness, grads_to_wait and tolerance, got {str(told)[:100]}: {error}"
+        ) from error
+
+
+def policy_of(settings: DenseSettings) -> Policy:
+    """The policy that settings ask for."""
+    if settings.rejects:
+        return SyncPolicy(settings.together, settings.tolerance or 0)
+    return AsyncPolicy(settings.lr_staleness)
+
+
+def _told(settings: DenseSettings) -> str:
+    return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())

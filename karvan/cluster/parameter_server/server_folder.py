@@ -1,0 +1,69 @@
+"""Where a parameter server may write: below the job's checkpoint folder, and nowhere else.
+
+Trainers name the folder of each save. A server believes none of them: a path that leads out of its own
+folder, by `..` or through a symbolic link, is refused, so a caller cannot have files written into other
+folders of the user who runs the job. What lies inside of a save's folder must not lead out either. Rows are
+read from any checkpoint that the server's user may read (`fill`), because a run may load another run's
+checkpoint; only `restore`, by which a lost server returns, is bound to the folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from karvan.checkpoint.format.table_arrays import folder_of
+
+
+class ServerFolder:
+    """The checkpoint folder of server `name`; None: it may not write at all."""
+
+    def __init__(self, name: str, root: str | os.PathLike[str] | None) -> None:
+        self._name = name
+        self._root = Path(os.path.abspath(root)) if root else None
+
+    def target(self, folder: str, tables: Iterable[str]) -> Path:
+        """The folder of a save, without links; a ValueError if it, or one of its tables', is elsewhere."""
+        found = self._inside(folder)
+        if found == self._existing_root():
+            raise self._refusal(folder)
+        for table in tables:
+            place = found / folder_of(table)
+            if not place.resolve().is_relative_to(found):
+                raise self._refusal(str(place))
+        return found
+
+    def check(self, folder: str) -> Path:
+        """The folder of a run, without links; a ValueError says why this server could not save into it."""
+        found = self._inside(folder)
+        if not found.is_dir():
+            raise ValueError(
+                f"{self._name} expected to see {folder}, which the trainer has made, got nothing: "
+                "checkpoints must lie on storage that all roles share."
+            )
+        if not os.access(found, os.W_OK | os.X_OK):
+            raise ValueError(f"{self._name} expected to be allowed to write into {folder}, but it is not.")
+        return found
+
+    def _inside(self, folder: str) -> Path:
+        if not isinstance(folder, str) or not folder or "\0" in folder:
+            raise ValueError(f"{self._name} expected the path of a folder, got {folder!r}.")
+        found = Path(folder).resolve()
+        if not found.is_relative_to(self._existing_root()):
+            raise self._refusal(folder)
+        return found
+
+    def _existing_root(self) -> Path:
+        if self._root is None:
+            raise ValueError(
+                f"{self._name} has no checkpoint folder, so it cannot save: set `checkpoints` of the job, or "
+                "start it with `karvan role parameter-server --checkpoints FOLDER` (KARVAN_CHECKPOINTS)."
+            )
+        return self._root.resolve()
+
+    def _refusal(self, folder: str) -> ValueError:
+        return ValueError(
+            f"{self._name} expected a folder below {self._root}, the job's checkpoint folder, got {folder}. "
+            "Save there, or name another folder in `checkpoints` of the job (--checkpoints of `karvan role`)."
+        )

@@ -1,0 +1,151 @@
+"""The tables of a parameter server, and the calls about them outside of training steps.
+
+Calls have been checked by their declarations (`karvan/protocol/parameter_server.py`). What only the tables
+can tell is checked here, before native code sees an array: that a table is there, how long its vectors are,
+how much optimizer state a row can have.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from karvan.store import MemoryStore, Push, Rows, TableSpec
+from karvan.store.exchange.wire_format import rule_from_json, spec_from_json
+from karvan.wire import Message, RefusedError, Request
+from karvan.wire.schema.calls import expect_array
+
+
+class ServerTables:
+    """The tables of server number `index` of `count`."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self._index = index
+        self._count = count
+        self._adding = threading.Lock()
+        self.store = MemoryStore()
+        self.specs: dict[str, TableSpec] = {}
+        self.methods: dict[str, Callable[[Request], Message]] = {
+            "add_table": self._add_table,
+            "set_state": self._set_state,
+            "lookup": self._lookup,
+            "apply": self._apply,
+            "skip": self._skip,
+            "evict": self._evict,
+            "erase": self._erase,
+            "clear": self._clear,
+            "version": self._version,
+            "evicted_since": self._evicted_since,
+            "snapshot": self._snapshot,
+            "load": self._load,
+            "stats": self._stats,
+        }
+
+    def spec(self, table: str) -> TableSpec:
+        """What a table is; a RefusedError if there is none of that name."""
+        spec = self.specs.get(table)
+        if spec is None:
+            known = ", ".join(sorted(self.specs)[:8]) or "none"
+            raise RefusedError(f"expected one of the tables here ({known}), got '{table}'.")
+        return spec
+
+    def check_tables(self, tables: Sequence[str]) -> None:
+        """All of them must be there."""
+        for table in tables:
+            self.spec(table)
+
+    def add(self, told: Mapping[str, Any]) -> TableSpec:
+        """Add the table of a spec, unless it is there."""
+        spec = spec_from_json(told).share(self._index, self._count)
+        with self._adding:  # two at once could make two tables of one name, with vectors of two lengths
+            self.store.add_table(spec)
+            self.specs[spec.name] = spec
+        return spec
+
+    def check_state(self, table: str, initial: Sequence[float]) -> None:
+        """Optimizers have no state, one number for a row, or one or two for each number of its vector."""
+        dim = self.spec(table).dim
+        sizes = sorted({0, 1, dim, 2 * dim})
+        if len(initial) not in sizes:
+            raise RefusedError(
+                f"expected {', '.join(map(str, sizes))} floats of optimizer state for table '{table}', "
+                f"got {len(initial)}."
+            )
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        self.check_state(table, initial)
+        self.store.set_state(table, initial, fresh)
+
+    def _add_table(self, request: Request) -> Message:
+        self.add(request.head["spec"])
+        return Message({})
+
+    def _set_state(self, request: Request) -> Message:
+        head = request.head
+        self.set_state(head["table"], head["initial"], head["fresh"])
+        return Message({})
+
+    def _lookup(self, request: Request) -> Message:
+        head, arrays = request.head, request.arrays
+        tables = head["tables"]
+        self.check_tables(tables)
+        keys = {table: (arrays[2 * at], arrays[2 * at + 1]) for at, table in enumerate(tables)}
+        found = self.store.lookup(keys, training=head["training"], step=head["step"], now=head["now"])
+        return Message({}, [found[table].vectors for table in tables])
+
+    def _apply(self, request: Request) -> Message:
+        head, arrays = request.head, iter(request.arrays)
+        self.check_tables(list(head["numbers"]))
+        pushes: dict[str, list[Push]] = {}
+        for table, number in head["numbers"].items():
+            dim, version = self.spec(table).dim, self.store.version(table)
+            pushes[table] = []
+            for _ in range(number):
+                keys, gradients = next(arrays), next(arrays)
+                expect_array(gradients, f"gradients of table '{table}'", "float32", len(keys), dim)
+                pushes[table].append(Push(keys, gradients, version))
+        rules = {table: rule_from_json(told) for table, told in head["rules"].items()}
+        self.store.apply(pushes, rules, head["steps"])
+        return Message({})
+
+    def _skip(self, request: Request) -> Message:
+        self.store.skip(self.spec(request.head["table"]).name)
+        return Message({})
+
+    def _evict(self, request: Request) -> Message:
+        head = request.head
+        table = self.spec(head["table"]).name
+        return Message({"rows": self.store.evict(table, step=head["step"], now=head["now"])})
+
+    def _erase(self, request: Request) -> Message:
+        table = self.spec(request.head["table"]).name
+        return Message({"rows": self.store.erase(table, request.arrays[0])})
+
+    def _clear(self, request: Request) -> Message:
+        self.store.clear(self.spec(request.head["table"]).name)
+        return Message({})
+
+    def _version(self, request: Request) -> Message:
+        return Message({"version": self.store.version(self.spec(request.head["table"]).name)})
+
+    def _evicted_since(self, request: Request) -> Message:
+        table = self.spec(request.head["table"]).name
+        return Message({}, [self.store.evicted_since(table, request.head["version"])])
+
+    def _snapshot(self, request: Request) -> Message:
+        head = request.head
+        table = self.spec(head["table"]).name
+        return Message({}, list(self.store.snapshot(table, head["part"], head["parts"])))
+
+    def _load(self, request: Request) -> Message:
+        spec, rows = self.spec(request.head["table"]), Rows(*request.arrays)
+        expect_array(rows.vectors, f"vectors of table '{spec.name}'", "float32", len(rows.keys), spec.dim)
+        self.store.load(spec.name, rows)  # which knows how much state a row has at that moment
+        return Message({})
+
+    def _stats(self, request: Request) -> Message:
+        tables = request.head["tables"]
+        self.check_tables(tables)
+        return Message({"stats": {table: self.store.stats(table) for table in tables}})

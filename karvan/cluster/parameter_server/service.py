@@ -1,0 +1,262 @@
+"""The parameter server: holds a range of the key hashes of every table.
+
+Trainers come in runs: a run is one start of all trainers of a job, a generation counts how often the job went
+back to a checkpoint. A newer generation begins with empty tables, because its trainers load them from a
+checkpoint; calls of an older one are refused. A new run of the same generation finds the rows of the one
+before, and the dense parameters (`dense_service.py`) of trainers in mode async.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from karvan.checkpoint import Checkpoint, DamagedCheckpointError
+from karvan.checkpoint.recovery import resume
+from karvan.cluster.generations import Generations, generations_of
+from karvan.cluster.parameter_server.checkpointing import Saving
+from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
+from karvan.cluster.parameter_server.saved_share import Restored
+from karvan.cluster.parameter_server.server_folder import ServerFolder
+from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.cluster.parameter_server.training_requests import Batches
+from karvan.cluster.parameter_server.update_counts import UpdateCounts
+from karvan.cluster.role_process import Settings
+from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO
+from karvan.store.exchange.row_owner import Owner
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+
+_log = logging.getLogger("karvan.cluster")
+
+
+class ParameterServer(Service):
+    """Server number `index` of `count`, which saves below the folder `checkpoints` alone."""
+
+    hello = SERVER_HELLO
+
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        generations: Generations | None = None,
+    ) -> None:
+        self.name = f"parameter server {index}"
+        self._folder = ServerFolder(self.name, checkpoints)
+        self._index = index
+        self._count = count
+        self._lock = threading.Lock()
+        self._generations = generations or Generations()
+        self._generation = -1
+        self._run = ""
+        self._begin()
+        self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
+
+    def _begin(self) -> None:
+        self._tables = ServerTables(self._index, self._count)
+        self._owner = Owner(self._tables.store)
+        self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
+        self._batches: Batches | None = None
+        self._dense = DenseService()
+
+    def _methods(self) -> dict[str, Callable[[Request], Message]]:
+        """What does each call, in the present run of the present generation."""
+        assert self._batches is not None
+        return {
+            "pull": self._batches.pull,
+            "push": self._batches.push,
+            "withdraw": self._batches.withdraw,
+            **self._tables.methods,
+            **self._dense.methods,
+            "capture": self._capture,
+            "save": self._save,
+            "close_capture": self._close_capture,
+            "fill": self._fill,
+            "restore": self._restore,
+            "updates": self._updates,
+            "describe": self._describe,
+            "check_folder": self._check_folder,
+        }
+
+    def _do(self, name: str, request: Request) -> Message:
+        """Do a call of the present run; it is refused to callers of an older one."""
+        with self._lock:
+            hello = request.caller.hello
+            if (hello["generation"], hello["run"]) != (self._generation, self._run):
+                raise RefusedError("expected a trainer of the job's newest run, got one of an older.")
+            method = self._by_name[name]
+        return method(request)
+
+    def welcome(self, caller: Caller) -> dict[str, Any]:
+        """See `Service.welcome`."""
+        hello = caller.hello
+        run, trainer, trainers = hello["run"], hello["trainer"], hello["trainers"]
+        place = (hello["server"], hello["servers"])
+        if place != (self._index, self._count):
+            raise RefusedError(
+                f"expected to be asked for as server {self._index} of {self._count}, "
+                f"got {place[0]} of {place[1]}."
+            )
+        if trainer >= trainers:
+            raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
+        dense = settings_of(hello)
+        generation = self._generations.check(hello["generation"])
+        with self._lock:
+            if generation < self._generation:
+                raise RefusedError(
+                    f"expected generation {self._generation} or a newer one, got {generation}."
+                )
+            if generation > self._generation:
+                if self._generation >= 0:
+                    _log.info("%s begins generation %d with empty tables.", self.name, generation)
+                self._end("the job has gone back to a checkpoint")
+                self._begin()
+                self._generation = generation
+                self._run = ""
+            if run != self._run:
+                self._end("the job's trainers have begun anew")
+                self._run = run
+                self._batches = Batches(self._owner, self._tables, hello, counts_skips=self._index == 0)
+                self._dense.begin(dense)
+                self._by_name = self._methods()
+            assert self._batches is not None
+            self._batches.check_run(hello)
+            self._dense.check(dense)
+        return {"server": self._index, "generation": self._generation}
+
+    def _end(self, reason: str) -> None:
+        if self._batches is not None:
+            self._batches.end(reason)
+        self._saving.close_all()
+
+    def _capture(self, call: Request) -> Message:
+        head = call.head
+        self._tables.check_tables(head["tables"])
+        assert self._batches is not None
+        self._batches.count_used(int(head["store"]), head["used"])
+        self._saving.capture(
+            int(head["capture"]),
+            head["tables"],
+            head["parts"],
+            head["since"],
+            bool(head["track"]),
+            self._batches.updates.told(int(head["store"])),
+            self._batches.log,
+        )
+        return Message({})
+
+    def _save(self, call: Request) -> Message:
+        head = call.head
+        number, tables = int(head["capture"]), head["tables"]
+        self._tables.check_tables(list(tables))
+        folder = self._folder.target(head["folder"], tables)
+        if self._batches is not None and self._batches.restored is not None:
+            self._saving.replace_lost(number, tables, int(head["store"]), self._batches.restored)
+        return Message({"shares": self._saving.save(number, folder, tables)})
+
+    def _check_folder(self, call: Request) -> Message:
+        """Whether a run's checkpoints can be saved there; asked before training begins."""
+        self._folder.check(call.head["folder"])
+        return Message({})
+
+    def _close_capture(self, call: Request) -> Message:
+        self._saving.close(int(call.head["capture"]))
+        return Message({})
+
+    def _fill(self, call: Request) -> Message:
+        for table, told in call.head["tables"].items():
+            self._tables.check_state(table, told["initial"])
+        try:
+            self._saving.fill(Path(call.head["path"]), call.head["tables"])
+        except DamagedCheckpointError as error:  # trainers decide together which one to load instead
+            return Message({"damaged": [[error.path[-8192:], error.problem[:8192]]]})
+        return Message({"damaged": []})
+
+    def _restore(self, call: Request) -> Message:
+        """Another process had this place: take its rows as they were saved last, once.
+
+        unless_tables: only if this server has no tables, for who does not know whether it has been replaced.
+        """
+        folder = self._folder.check(call.head["folder"])
+        with self._lock:
+            batches = self._batches
+            assert batches is not None
+            there = bool(self._tables.specs) and bool(call.head.get("unless_tables"))
+            if batches.restored is None and not there:
+                batches.restored = self._take_saved(call.head["tables"], folder)
+                # Its own: these are added to, and a save may ask for those of the checkpoint later.
+                batches.updates = self._updates_of(batches.restored.checkpoint)
+        return Message({})
+
+    def _updates(self, call: Request) -> Message:
+        """How many updates of each trainer the tables of a store contain."""
+        assert self._batches is not None
+        return Message({"trainers": self._batches.updates.of(int(call.head["store"]))})
+
+    def _updates_of(self, checkpoint: Checkpoint | None) -> UpdateCounts:
+        counts = UpdateCounts(self._run)
+        if checkpoint is not None:
+            counts.restore(checkpoint.manifest, self._index, self._count)
+        return counts
+
+    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Restored:
+        for name, told in tables.items():
+            self._tables.add(told["spec"])
+            if "initial" in told:
+                self._tables.set_state(name, told["initial"], fresh=False)
+
+        def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
+            saved = newest.manifest.tables
+            filled = {
+                name: {
+                    "keep": name in saved and saved[name].optimizer is not None and "initial" in told,
+                    "initial": told.get("initial", []),
+                    "extra": True,
+                }
+                for name, told in tables.items()
+            }
+            for name in tables:  # a newer one may have been damaged behind some of its rows
+                self._tables.store.clear(name)
+            self._saving.fill(newest.path, {name: told for name, told in filled.items() if name in saved})
+            return filled
+
+        # Trainers set aside what is damaged when they resume.
+        resumed = resume(folder, fill, rename=False)
+        if resumed is None:
+            _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
+            initial = {name: told.get("initial", []) for name, told in tables.items()}
+            empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
+            return Restored(None, empty, self._updates_of(None))
+        newest, filled = resumed
+        _log.warning("%s is restarted with the rows of step %d.", self.name, newest.step)
+        return Restored(newest, filled, self._updates_of(newest))
+
+    def _describe(self, call: Request) -> Message:
+        """What it holds and has done, for people and benchmarks."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        batches = self._batches
+        assert batches is not None
+        return Message(
+            {
+                "tables": {name: self._tables.store.stats(name) for name in self._tables.specs},
+                "pulls": batches.pulls,
+                "pushes": batches.pushes,
+                "keys": batches.keys,
+                "dense": self._dense.describe(),
+                "cpu_seconds": used.ru_utime + used.ru_stime,
+            }
+        )
+
+
+def make(settings: Settings) -> Service:
+    """The server of a process; see `karvan/cluster/role_process.py`."""
+    return ParameterServer(
+        settings.index, settings.count, checkpoints=settings.checkpoints, generations=generations_of(settings)
+    )

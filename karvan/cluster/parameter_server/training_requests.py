@@ -1,0 +1,323 @@
+"""A parameter server's work in training: lookups, and the gradients that follow them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from karvan import _native
+from karvan.cluster.parameter_server.answer_window import Repeats
+from karvan.cluster.parameter_server.saved_share import Restored
+from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.cluster.parameter_server.single_flight import Underway
+from karvan.cluster.parameter_server.trainer_barrier import Rounds
+from karvan.cluster.parameter_server.update_counts import UpdateCounts
+from karvan.protocol.parameter_server import passes_of
+from karvan.store.base import Keys, Vectors
+from karvan.store.exchange.message_layout import floats
+from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store.exchange.wire_format import from_wire, rule_from_json, to_wire
+from karvan.wire import Message, RefusedError, Request
+from karvan.wire.schema.calls import expect_array
+
+_WAIT = 240.0  # seconds that trainers wait for each other, less than for a server
+_REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be on their way
+
+
+class _Asked(NamedTuple):
+    tables: list[str]
+    counts: list[int]
+    keys: Keys
+
+
+class _Part(NamedTuple):
+    """One of the backward passes of a push: the lookup, and a trainer's gradients."""
+
+    answered: Answered
+    gradients: Vectors
+
+
+class _Parts(NamedTuple):
+    """The passes of a push that have come, by their places; they may come from several workers."""
+
+    batches: list[int]
+    there: dict[int, _Part]
+
+    def expect(self, batches: list[int], parts: Mapping[int, _Part]) -> None:
+        """More passes are of the same push, and all of them are of lookups of the same tables."""
+        if batches != self.batches:
+            raise RefusedError(f"expected passes of the batches {self.batches}, got {batches}.")
+        tables = [list(part.answered.tables) for part in (*self.there.values(), *parts.values())]
+        if other := next((each for each in tables if each != tables[0]), None):
+            raise RefusedError(
+                f"expected passes that looked up the same tables, got {tables[0]} and {other}."
+            )
+
+
+class Batches:
+    """The batches of one run of a job's trainers.
+
+    A trainer's lookup is kept until it says that it is done with it, or withdraws it because its batch will
+    not be trained. Where lookups run ahead they are in a log until their batches are trained, so that
+    captures have the use counts of trained batches alone. In a synchronous run lookups and
+    gradients of all trainers are done together, in their order; otherwise each as it comes.
+
+    Embedding workers ask in the name of trainers, and one that replaces a dead one asks again for what may
+    have been done. So a lookup that is kept is answered as it was, and a push, which has a number, is applied
+    once. The passes of a push may come from several workers; the last one to come has it applied.
+
+    counts_skips: whether it is for this server to count the updates that trainers leave out.
+    """
+
+    def __init__(
+        self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
+    ) -> None:
+        self._owner = owner
+        self._tables = tables
+        self._said = _said_of_run(hello)
+        self._counts_skips = counts_skips
+        self._trainers = int(hello["trainers"])
+        self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
+        self._by_key = hello.get("grad_reduce") == "key"
+        self._rounds = Rounds(self._trainers, _WAIT)
+        self._lock = threading.Lock()
+        self._underway = Underway()
+        self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
+        self.restored: Restored | None = None  # lookups before this process's time are lost then
+        self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
+        # Lookups in flight, where they may run ahead; captures leave them out.
+        self.log = _native.LookupLog() if int(hello.get("staleness", 1)) > 1 else None
+        self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
+        window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
+        self._applied: Repeats[bool] = Repeats(window)  # pushes
+        self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
+        self.keys = 0  # looked up so far
+        self.pulls = 0
+        self.pushes = 0
+
+    def check_run(self, hello: Mapping[str, Any]) -> None:
+        """All trainers of a run must say the same of it."""
+        said = _said_of_run(hello)
+        if said != self._said:
+            raise RefusedError(f"expected a run with {self._said}, as the first trainer said, got {said}.")
+
+    def end(self, reason: str) -> None:
+        """No more; trainers that wait get the reason."""
+        self._rounds.end(reason)
+        with self._lock:
+            plans = [answered.plan.native for answered in self._kept.values()]
+            self._kept.clear()
+            self._parts.clear()
+        self._withdraw(plans)
+
+    def withdraw(self, call: Request) -> Message:
+        """A trainer will not train these batches: their lookups are undone."""
+        head, trainer = call.head, call.caller.hello["trainer"]
+        store, plans = head["store"], []
+        with self._lock:
+            for batch in head["batches"]:
+                answered = self._kept.pop((trainer, store, batch), None)
+                self._over.remember(_who(trainer, store), batch, True)
+                if answered is not None:
+                    plans.append(answered.plan.native)
+        self._withdraw(plans)
+        return Message({})
+
+    def _withdraw(self, plans: Sequence[_native.Plan | None]) -> None:
+        if self.log is not None and plans:
+            self.log.withdraw([plan for plan in plans if plan is not None])
+
+    def count_used(self, store: int, used: Sequence[Sequence[int]]) -> None:
+        """These lookups count in a capture, though they have no push: their batches had no gradient."""
+        for trainer, batches in enumerate(used):
+            for batch in batches:
+                with self._lock:
+                    answered = self._kept.get((trainer, store, batch))
+                self._trained(answered)
+
+    def _trained(self, answered: Answered | None) -> None:
+        if self.log is not None and answered is not None and answered.plan.native is not None:
+            self.log.trained(answered.plan.native)
+
+    def pull(self, call: Request) -> Message:
+        """Look up what a trainer asks for."""
+        head, trainer = call.head, call.caller.hello["trainer"]
+        tables, counts, keys = head["tables"], head["counts"], call.arrays[0]
+        self._tables.check_tables(tables)
+        self._forget(trainer, head)
+        training, step, now = head["training"], head["step"], head["now"]
+        together = self._together and training
+        name = (trainer, head["store"], head["batch"])
+
+        def work(asked: list[_Asked]) -> Answered:
+            if other := next((one.tables for one in asked if one.tables != tables), None):
+                raise RefusedError(
+                    f"expected all trainers to look up the same tables, got {tables} and {other}."
+                )
+            return self._owner.lookup(
+                tables,
+                [one.counts for one in asked],
+                [one.keys for one in asked],
+                training=training,
+                step=step,
+                now=now,
+                log=self.log if training else None,
+            )
+
+        def once() -> Answered:
+            with self._lock:
+                known = self._kept.get(name)
+                who = _who(*name[:2])
+                over = self._over.find(who, name[2]) or self._over.forgotten(who, name[2])
+            if known is None and over:  # by a worker that was replaced, and is late
+                raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
+            if known is not None:
+                _check_same(known, trainer if together else 0, tables, counts, keys)
+                return known
+            mine = _Asked(tables, counts, keys)
+            if together:
+                made = self._rounds.take_part(("pull", *name[1:]), trainer, mine, work)
+            else:
+                made = work([mine])
+            with self._lock:
+                late = self._over.find(who, name[2]) is not None
+                if not late:
+                    self._kept[name] = made
+            if late:  # the trainer has withdrawn it meanwhile
+                self._withdraw([made.plan.native])
+                raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
+            self.keys += sum(counts)
+            self.pulls += 1
+            return made
+
+        if training:
+            answered = self._underway.do(("pull", *name), once)
+        else:
+            answered = work([_Asked(tables, counts, keys)])
+            self.keys += sum(counts)
+            self.pulls += 1
+        vectors = answered.vectors
+        if together:
+            sizes = floats(answered.asked, answered.dims)
+            begin = sum(sizes[:trainer])
+            vectors = vectors[begin : begin + sizes[trainer]]
+        return Message({}, [to_wire(vectors, head["wire"])])
+
+    def push(self, call: Request) -> Message:
+        """Apply a trainer's gradients."""
+        head, trainer = call.head, call.caller.hello["trainer"]
+        store, sequence = int(head["store"]), int(head["sequence"])
+        batches = [int(batch) for batch in head["batches"]]
+        name = (trainer, store, sequence)
+        if self.restored is not None and any((trainer, store, batch) not in self._kept for batch in batches):
+            self._forget(trainer, head)  # and nothing is applied; see update_counts.py
+            return Message({})
+        if not self._was_applied(name):
+            parts = self._take_parts(call, trainer, batches)
+            with self._lock:
+                push = self._parts.setdefault(name, _Parts(batches, {}))
+                push.expect(batches, parts)
+                push.there.update(parts)
+                whole = len(push.there) == len(batches)
+            if whole:
+                self._underway.do(("push", *name), lambda: self._apply(name, head))
+        self._forget(trainer, head)
+        return Message({})
+
+    def _was_applied(self, name: tuple[int, int, int]) -> bool:
+        trainer, store, sequence = name
+        who = _who(trainer, store)
+        with self._lock:
+            if self._applied.forgotten(who, sequence):
+                raise RefusedError(f"expected one of trainer {trainer}'s newest pushes, got {sequence}.")
+            return self._applied.find(who, sequence) is not None
+
+    def _take_parts(self, call: Request, trainer: int, batches: list[int]) -> dict[int, _Part]:
+        """The passes in a call, by their places in the push, each as large as its lookup was."""
+        head = call.head
+        made: dict[int, _Part] = {}
+        for place, array in zip(passes_of(head), call.arrays, strict=True):
+            with self._lock:
+                mine = self._kept.get((trainer, head["store"], batches[place]))
+            if mine is None:
+                raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
+            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in mine.tables]:
+                raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
+            size = floats(mine.asked, mine.dims)[trainer if self._together else 0]
+            expect_array(array, f"gradients[{place}]", array.dtype.name, size)
+            made[place] = _Part(mine, from_wire(array, head["wire"]))
+        return made
+
+    def _apply(self, name: tuple[int, int, int], head: Mapping[str, Any]) -> None:
+        if self._was_applied(name):
+            return
+        trainer, store, sequence = name
+        rules = {table: rule_from_json(told) for table, told in head["rules"].items()}
+        steps = {table: int(step) for table, step in head["steps"].items()}
+        complete = bool(head["complete"])
+        with self._lock:
+            there = self._parts[name].there
+            passes = [there[place] for place in range(len(there))]
+
+        def work(of_trainers: list[list[Vectors]]) -> None:
+            for table in head["skipped"] if self._counts_skips else ():
+                self._owner.store.skip(table)
+            summed: list[tuple[Answered, Summed]] = []
+            for number, part in enumerate(passes):
+                listed = [each[number] for each in of_trainers]
+                _check_sizes(part.answered, listed)
+                one = self._owner.reduce(part.answered, listed, complete=complete, by_key=self._by_key)
+                summed.append((part.answered, one))
+            self._owner.update(passes[0].answered.tables, summed, rules, steps)
+
+        gradients = [part.gradients for part in passes]
+        if self._together:
+            self._rounds.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
+        else:
+            work([gradients])
+        for part in passes:
+            self._trained(part.answered)
+        with self._lock:
+            self._applied.remember(_who(trainer, store), sequence, True)
+            self._parts.pop(name, None)
+            self.updates.add(store, trainer)
+            self.pushes += 1
+
+    def _forget(self, trainer: int, head: Mapping[str, Any]) -> None:
+        store, forgotten = int(head["store"]), []
+        with self._lock:
+            for batch in map(int, head["done"]):
+                forgotten.append(self._kept.pop((trainer, store, batch), None))
+                self._over.remember(_who(trainer, store), batch, True)
+        for answered in forgotten:
+            self._trained(answered)  # which it is, unless it had no gradient at all
+
+
+def _who(trainer: int, store: int) -> str:
+    """Who counts: each store of a trainer does."""
+    return f"{trainer} {store}"
+
+
+def _check_same(known: Answered, place: int, tables: list[str], counts: list[int], keys: Keys) -> None:
+    """A batch that is looked up again has the same keys."""
+    size = sum(counts)
+    same = known.tables == tables and known.asked[place] == counts
+    if not same or not np.array_equal(known.received[place][:size], keys[:size]):
+        raise RefusedError("expected the keys with which the batch was looked up before, got others.")
+
+
+def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
+    """Right before native code reads them: what trainers sent is as large as what they looked up together."""
+    for trainer, (array, size) in enumerate(
+        zip(gradients, floats(answered.asked, answered.dims), strict=True)
+    ):
+        expect_array(array, f"gradients of trainer {trainer}", "float32", size)
+
+
+def _said_of_run(hello: Mapping[str, Any]) -> str:
+    """What trainers of a run must agree on."""
+    mode, reduce = hello.get("mode", "sync"), hello.get("grad_reduce", "mean")
+    return f"{hello['trainers']} trainers, mode {mode} and grad_reduce {reduce}"

@@ -1,0 +1,1 @@
+"""Columns: their declarations, and decoding from Arrow to tensors."""

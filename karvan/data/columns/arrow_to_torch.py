@@ -1,0 +1,242 @@
+"""Arrow arrays as tensors, without copies where memory layouts agree and without loops over rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from pyarrow import types
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from karvan import ids
+from karvan.data.columns.declarations import Number, is_list
+from karvan.data.columns.whole_floats import whole_numbers
+from karvan.data.errors import DataError
+from karvan.ragged import OptionalRagged, Ragged
+
+
+def numbers(array: pa.Array, default: Number = 0) -> Tensor:
+    """int64, float32 or bool by type, with `default` for nulls."""
+    made = number_reader(array.type, default)(array)
+    assert isinstance(made, Tensor)
+    return made
+
+
+def number_reader(
+    type_: pa.DataType, default: Number | None
+) -> Callable[[pa.Array], Tensor | OptionalRagged]:
+    """What turns arrays of one type into int64, float32 or bool; decided once, as batches have many columns.
+
+    Nulls become the default. Without one they are NaN among floats and missing rows among others.
+    """
+    stored, prepare = _stored(type_)
+    if default is None and types.is_floating(stored):
+        default = math.nan
+    filler = None if default is None else _scalar(default, stored)
+    wanted = torch.float32 if types.is_floating(stored) else torch.int64
+    reinterpret = types.is_uint64(stored)
+    as_is = stored in (pa.int64(), pa.float32())
+
+    def read(array: pa.Array) -> Tensor | OptionalRagged:
+        if prepare is not None:
+            array = prepare(array)
+        if array.null_count:
+            if filler is None:
+                return OptionalRagged(convert(array.drop_null()), valid_offsets(array))
+            array = array.fill_null(filler)
+        return dense(array) if as_is else convert(array)
+
+    def convert(array: pa.Array) -> Tensor:
+        if as_is:
+            return dense(array)
+        if types.is_boolean(stored):
+            return dense(array.cast(pa.uint8())).view(torch.bool)
+        return dense(array).view(wanted) if reinterpret else dense(array).to(wanted)
+
+    return read
+
+
+def typed_reader(
+    type_: pa.DataType, default: Number | None, dtype: torch.dtype
+) -> Callable[[pa.Array], Tensor | OptionalRagged]:
+    """As `number_reader`, for numbers that are to have another dtype."""
+    if dtype.is_floating_point:
+        return _float_reader(type_, math.nan if default is None else float(default), dtype)
+    from_floats = is_floating(type_)
+    plain = number_reader(pa.int64() if from_floats else type_, default)
+
+    def read(array: pa.Array) -> Tensor | OptionalRagged:
+        made = plain(whole_numbers(array) if from_floats else array)
+        if isinstance(made, Tensor):
+            return made.to(dtype)
+        return OptionalRagged(made.values.to(dtype), made.offsets)
+
+    return read
+
+
+def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Callable[[pa.Array], Tensor]:
+    stored, prepare = _stored(type_)
+    exact = types.is_float64(stored) and dtype == torch.float64  # not through float32
+
+    def read(array: pa.Array) -> Tensor:
+        array = array if prepare is None else prepare(array)
+        if exact:
+            return dense(array.fill_null(default) if array.null_count else array)
+        made = numbers(array).to(dtype)
+        return torch.where(is_null(array), default, made) if array.null_count else made
+
+    return read
+
+
+def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Array] | None]:
+    """The plain type that stands for a type, and how to get there."""
+    if types.is_timestamp(type_):
+        return pa.int64(), lambda array: array.cast(pa.timestamp("us"), safe=False).view(pa.int64())
+    if types.is_date(type_):
+        return pa.int32(), lambda array: array.cast(pa.date32()).view(pa.int32())
+    if types.is_decimal(type_):
+        return pa.float64(), lambda array: array.cast(pa.float64())
+    if types.is_dictionary(type_):
+        stored, prepare = _stored(type_.value_type)
+        if prepare is None:
+            return stored, lambda array: array.dictionary_decode()
+        return stored, lambda array: prepare(array.dictionary_decode())
+    return type_, None
+
+
+def is_floating(type_: pa.DataType) -> bool:
+    """Whether values become floats, among which NaN stands for a missing one."""
+    return bool(types.is_floating(_stored(type_)[0]))
+
+
+def dense(array: pa.Array) -> Tensor:
+    """The same memory as a tensor; the array must not have nulls."""
+    tensor: Tensor = from_dlpack(array)
+    return tensor
+
+
+def is_null(array: pa.Array) -> Tensor:
+    """Which values are null."""
+    return dense(array.is_null().cast(pa.uint8())).view(torch.bool)
+
+
+def valid_offsets(array: pa.Array) -> Tensor:
+    """The offsets of rows of one value each, or none where it is null."""
+    if not array.null_count:
+        return torch.arange(len(array) + 1)
+    offsets = torch.zeros(len(array) + 1, dtype=torch.int64)
+    torch.cumsum(~is_null(array), 0, out=offsets[1:])
+    return offsets
+
+
+def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
+    """Rows without their null values: the new offsets, and the values that remain."""
+    if not array.null_count:
+        return offsets, array
+    return valid_offsets(array)[offsets], array.drop_null()
+
+
+def logical(array: pa.Array) -> pa.Array:
+    """The same array in a type whose nulls can be counted and left out."""
+    type_ = array.type
+    if types.is_dictionary(type_) and array.dictionary.null_count:
+        return decoded(array)
+    if array.null_count and (types.is_string_view(type_) or types.is_binary_view(type_)):
+        return array.cast(pa.large_binary())  # Arrow cannot filter views
+    return array
+
+
+def decoded(array: pa.DictionaryArray) -> pa.Array:
+    """The values that a dictionary array stands for."""
+    words = array.dictionary
+    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as polars has them
+        # Arrow cannot pick from views.
+        array = pa.DictionaryArray.from_arrays(array.indices, words.cast(pa.large_binary()))
+    return array.dictionary_decode()
+
+
+def texts(array: pa.Array) -> Ragged:
+    """Strings as rows of bytes; the array must not have nulls."""
+    if types.is_dictionary(array.type):
+        array = decoded(array)
+    type_ = array.type
+    if types.is_string_view(type_) or types.is_binary_view(type_):
+        array = array.cast(pa.large_binary())
+    elif types.is_fixed_size_binary(type_):
+        array = array.cast(pa.binary())
+    if len(array) == 0:
+        return Ragged(torch.empty(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    large = types.is_large_string(array.type) or types.is_large_binary(array.type)
+    _, bounds, data = array.buffers()
+    width = pa.int64() if large else pa.int32()
+    offsets = dense(pa.Array.from_buffers(width, len(array) + 1, [None, bounds], offset=array.offset))
+    first, end = int(offsets[0]), int(offsets[-1])
+    if data is None or end == first:
+        values = torch.empty(0, dtype=torch.uint8)
+    else:
+        values = dense(pa.Array.from_buffers(pa.uint8(), end - first, [None, data], offset=first))
+    return Ragged(values, _from_zero(offsets, first))
+
+
+def hashed(array: pa.Array, hash_: str, bucket: int | None) -> Tensor:
+    """The ids of strings, none of which is null; those of a dictionary are hashed once each."""
+    if types.is_dictionary(array.type) and len(array.dictionary) < len(array):
+        known = hashed(array.dictionary, hash_, bucket)
+        return known[numbers(array.indices)]
+    return ids.hash_strings(texts(array), hash_, bucket)
+
+
+def peel(array: pa.Array) -> tuple[Tensor, pa.Array]:
+    """The offsets of a list array's rows, from 0, and the values they point to; a null is an empty row."""
+    if types.is_map(array.type):
+        # A map is stored as a list of structs, which is easier to take apart.
+        pair = pa.struct([array.type.key_field.with_nullable(True), array.type.item_field])
+        array = array.cast(pa.list_(pair))
+    if types.is_fixed_size_list(array.type):
+        array = array.cast(pa.large_list(array.type.value_type))
+    if len(array) == 0:
+        return torch.zeros(1, dtype=torch.int64), array.values.slice(0, 0)
+    if array.null_count:
+        offsets = torch.zeros(len(array) + 1, dtype=torch.int64)
+        lengths = numbers(pc.list_value_length(array))
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        return offsets, array.flatten()
+    offsets = dense(array.offsets)
+    first, end = int(offsets[0]), int(offsets[-1])
+    return _from_zero(offsets, first), array.values.slice(first, end - first)
+
+
+def of_length(array: pa.Array, length: int, column: str) -> tuple[pa.Array, Tensor]:
+    """The values of lists that have `length` values each, or none, and which of them have values."""
+    if not is_list(array.type):
+        raise DataError(f"Expected lists of {length} values, but the type is {array.type}.", column=column)
+    offsets, leaf = peel(array)
+    lengths = offsets[1:] - offsets[:-1]
+    present = lengths > 0
+    wrong = present & (lengths != length)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise DataError(
+            f"Expected {length} values in each row, but row {row} of the batch has {int(lengths[row])}.",
+            column=column,
+        )
+    return leaf, present
+
+
+def _scalar(default: Number, type_: pa.DataType) -> pa.Scalar:
+    if types.is_integer(type_):
+        default = int(default)
+        if types.is_unsigned_integer(type_) and default < 0:
+            default += 1 << type_.bit_width  # ids are bit patterns
+    elif types.is_boolean(type_):
+        default = bool(default)
+    return pa.scalar(default, type_)
+
+
+def _from_zero(offsets: Tensor, first: int) -> Tensor:
+    moved = offsets.to(torch.int64)
+    return moved - first if first else moved

@@ -1,0 +1,284 @@
+"""`Decoder`: record batches of Arrow as `Batch`es of tensors, by declared columns.
+
+Tensors share memory with the records where their layouts agree, which costs nothing: change a copy of them,
+not themselves. What each column may hold and becomes is told in `columns`, and so are missing values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from karvan.data.columns import arrow_to_torch
+from karvan.data.columns.declarations import (
+    Column,
+    Fixed,
+    Raw,
+    Varlen,
+    is_list,
+    is_number,
+    is_text,
+    is_weighted,
+    unnest,
+)
+from karvan.data.columns.missing_values import MISSING_WEIGHT, first_missing, missing_in_list, missing_value
+from karvan.data.columns.whole_floats import whole_numbers
+from karvan.data.errors import DataError, reason
+from karvan.ragged import Batch, Entry, NestedRagged, OptionalText, Ragged
+
+_Read = Callable[[pa.Array], Entry]
+
+
+class Decoder:
+    """Call it with a record batch to get a `Batch` of the declared columns, in their order.
+
+    `labels` are columns in which a missing value, or NaN, is a `DataError`.
+    """
+
+    row_wise: ClassVar[bool] = True
+    """What becomes of a record does not depend on those next to it."""
+
+    def __init__(self, columns: Sequence[Column], labels: Sequence[str] = ()) -> None:
+        self.columns = tuple(columns)
+        self.labels = tuple(labels)
+        names = [column.name for column in self.columns]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise DataError("The column is declared twice.", column=twice[0])
+        if unknown := [name for name in self.labels if name not in names]:
+            raise DataError(
+                f"Labels must be columns that are read, which are: {', '.join(names)}.", column=unknown[0]
+            )
+        self._plan: tuple[pa.Schema, list[tuple[str, int, _Read]]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that records must have."""
+        return [column.name for column in self.columns]
+
+    def check(self, schema: pa.Schema) -> None:
+        """Raise `DataError` unless records of this schema have all columns, of types that can be read."""
+        _plan(self.columns, self.labels, schema)
+
+    def __call__(self, records: pa.RecordBatch) -> Batch:
+        """The batch of these records."""
+        plan = self._plan
+        if plan is None or not (plan[0] is records.schema or plan[0].equals(records.schema)):
+            plan = self._plan = records.schema, _plan(self.columns, self.labels, records.schema)
+        entries: dict[str, Entry] = {}
+        name = None
+        try:
+            for name, place, read in plan[1]:
+                entries[name] = read(records.column(place))
+        except pa.ArrowException as error:
+            raise DataError(reason(error), column=name) from error
+        except DataError as error:
+            if error.column is not None:
+                raise
+            raise DataError(error.detail, place=error.place, column=name) from error
+        return Batch(entries)
+
+    def __repr__(self) -> str:
+        return f"Decoder({list(self.columns)})"
+
+
+def _plan(
+    columns: Sequence[Column], labels: Sequence[str], schema: pa.Schema
+) -> list[tuple[str, int, _Read]]:
+    plan = []
+    for column in columns:
+        places = schema.get_all_field_indices(column.name)
+        if len(places) != 1:
+            what = "missing" if not places else f"there {len(places)} times"
+            has = ", ".join(schema.names) or "none"
+            raise DataError(f"The column is {what}. The records' columns are: {has}.", column=column.name)
+        read = _reader(column, schema.field(places[0]).type)
+        plan.append((column.name, places[0], _required(column, read) if column.name in labels else read))
+    return plan
+
+
+def _required(column: Column, read: _Read) -> _Read:
+    def read_all(array: pa.Array) -> Entry:
+        if (row := first_missing(column, array)) is not None:
+            raise DataError(missing_value("label"), column=column.name, place=f"row {row} of the records")
+        return read(array)
+
+    return read_all
+
+
+def _reader(column: Column, type_: pa.DataType) -> _Read:
+    known = _known_type(column, type_)
+    if isinstance(column, Fixed):
+        read = _fixed(column, known)
+    elif isinstance(column, Raw):
+        read = _raw(column, known)
+    else:
+        read = _varlen(column, known)
+    return read if known == type_ else lambda array: read(array.cast(known))
+
+
+def _known_type(column: Column, type_: pa.DataType) -> pa.DataType:
+    """The type, with one that fits the declared column in the place of null, which says nothing."""
+    if is_list(type_):
+        inner = _known_type(column, type_.value_type)
+        return type_ if inner == type_.value_type else pa.list_(inner)
+    if not pa.types.is_null(type_):
+        return type_
+    if isinstance(column, Fixed):
+        whole = (
+            isinstance(column.default, int) if column.dtype is None else not column.dtype.is_floating_point
+        )
+        return pa.int64() if whole else pa.float32()
+    return pa.string() if isinstance(column, Raw) or column.hash else pa.int64()
+
+
+def _fixed(column: Fixed, type_: pa.DataType) -> _Read:
+    levels, leaf = unnest(type_)
+    if not is_number(leaf) or levels > 1 or (levels == 0 and column.length != 1):
+        asked = "numbers" if column.length == 1 else f"lists of {column.length} numbers"
+        raise _wrong(column, asked, type_, " or declare a Raw, or a Varlen with a hash" * is_text(leaf))
+    defaults = column.defaults()
+    if levels == 0 or column.length == 1:
+        default = None if defaults is None else defaults[0]
+        if column.dtype is None:
+            read = arrow_to_torch.number_reader(leaf, default)
+        else:
+            read = arrow_to_torch.typed_reader(leaf, default, column.dtype)
+        return (lambda array: read(_single(column, array))) if levels else read
+    return _matrix(column, leaf)
+
+
+def _single(column: Fixed, array: pa.Array) -> pa.Array:
+    """The values of lists of one value each, with null for lists that are null or empty."""
+    values, present = arrow_to_torch.of_length(array, 1, column.name)
+    if bool(present.all()):
+        return values
+    places = torch.cumsum(present, 0) - 1
+    return values.take(pa.array(places.numpy(), mask=~present.numpy()))
+
+
+def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
+    length, defaults = column.length, column.defaults()
+    floating = arrow_to_torch.is_floating(leaf) if column.dtype is None else column.dtype.is_floating_point
+    whole = not floating and arrow_to_torch.is_floating(leaf)
+    stored = pa.int64() if whole else leaf
+    if column.dtype is None:
+        convert = arrow_to_torch.number_reader(stored, 0)
+    else:
+        convert = arrow_to_torch.typed_reader(stored, 0, column.dtype)
+
+    def read(array: pa.Array) -> Tensor:
+        values, present = arrow_to_torch.of_length(array, length, column.name)
+        if whole:
+            values = whole_numbers(values)
+        made = convert(values)
+        assert isinstance(made, Tensor)
+        made = made.reshape(-1, length)
+        complete = bool(present.all())
+        if complete and not values.null_count:
+            return made
+        if defaults is None and not floating:
+            row = first_missing(column, array)
+            raise DataError(missing_in_list(length), column=column.name, place=f"row {row} of the records")
+        fill = torch.tensor([math.nan] * length if defaults is None else defaults).to(made.dtype)
+        if values.null_count:
+            made = torch.where(arrow_to_torch.is_null(values).reshape(-1, length), fill, made)
+        if complete:
+            return made
+        out = fill.repeat(len(array), 1)
+        out[present] = made
+        return out
+
+    return read
+
+
+def _raw(column: Raw, type_: pa.DataType) -> _Read:
+    levels, leaf = unnest(type_)
+    if not is_text(leaf) or levels > 1:
+        raise _wrong(column, "strings or lists of strings", type_)
+
+    def known(array: pa.Array) -> pa.Array:
+        array = arrow_to_torch.logical(array)
+        if column.default is None or not array.null_count:
+            return array
+        if pa.types.is_dictionary(array.type):
+            array = arrow_to_torch.decoded(array)
+        return array.cast(pa.large_binary()).fill_null(column.default.encode())
+
+    def nested(array: pa.Array) -> NestedRagged:
+        outer, strings = arrow_to_torch.peel(array)
+        outer, strings = arrow_to_torch.drop_null(outer, known(strings))
+        rows = arrow_to_torch.texts(strings)
+        assert rows.offsets is not None
+        return NestedRagged(rows.values, rows.offsets, outer)
+
+    def single(array: pa.Array) -> Entry:
+        array = known(array)
+        if not array.null_count:
+            return arrow_to_torch.texts(array)
+        rows = arrow_to_torch.texts(array.drop_null())
+        assert rows.offsets is not None
+        return OptionalText(rows.values, rows.offsets, arrow_to_torch.valid_offsets(array))
+
+    return nested if levels else single
+
+
+def _varlen(column: Varlen, type_: pa.DataType) -> _Read:
+    levels, leaf = unnest(type_)
+    weighted = is_weighted(leaf)
+    key = leaf.field(0).type if weighted else leaf
+    if is_text(key) and column.hash is None:
+        raise _wrong(column, "numbers", type_, ' or declare hash="farm" or "murmur", or a Raw')
+    if is_number(key) and column.hash is not None:
+        raise _wrong(column, "strings to hash", type_)
+    if not (is_text(key) or is_number(key)) or levels > (1 if weighted else 2):
+        raise _wrong(column, "numbers, strings, lists of them or {id: weight}", type_)
+    # NaN says that a float of a list is missing; an id of a list cannot say it.
+    keeps_null = levels > 0 and is_number(key) and arrow_to_torch.is_floating(key)
+
+    def values(array: pa.Array) -> Tensor:
+        if column.hash is None:
+            return arrow_to_torch.numbers(array, math.nan if keeps_null else 0)
+        return arrow_to_torch.hashed(array, column.hash, column.bucket)
+
+    def read(array: pa.Array) -> Entry:
+        bounds: list[Tensor] = []
+        for _ in range(levels):
+            offsets, array = arrow_to_torch.peel(array)
+            bounds.append(offsets)
+        if levels == 0:
+            bounds.append(torch.arange(len(array) + 1))
+        if weighted:
+            return read_weighted(array, bounds[0])
+        if not keeps_null:
+            bounds[-1], array = arrow_to_torch.drop_null(bounds[-1], arrow_to_torch.logical(array))
+        if levels == 2:
+            return NestedRagged(values(array), bounds[1], bounds[0])
+        return Ragged(values(array), bounds[0])
+
+    def read_weighted(array: pa.Array, offsets: Tensor) -> Ragged:
+        keys, weights = array.flatten()  # unlike field(), this gives a null struct null fields
+        keys = arrow_to_torch.logical(keys)
+        if keys.null_count:
+            weights = weights.filter(keys.is_valid())
+            offsets, keys = arrow_to_torch.drop_null(offsets, keys)
+        if weights.null_count:
+            at = int(arrow_to_torch.is_null(weights).nonzero()[0, 0])
+            row = int(torch.searchsorted(offsets, at, right=True)) - 1
+            raise DataError(MISSING_WEIGHT, column=column.name, place=f"row {row} of the records")
+        return Ragged(values(keys), offsets, arrow_to_torch.numbers(weights).to(torch.float32))
+
+    return read
+
+
+def _wrong(column: Column, expected: str, type_: pa.DataType, otherwise: str = "") -> DataError:
+    kind = type(column).__name__
+    hint = f" Change the data{otherwise}." if otherwise else ""
+    return DataError(
+        f"{kind} expects {expected}, but the column's type is {type_}.{hint}", column=column.name
+    )

@@ -1,0 +1,224 @@
+"""Values that are errors: missing labels and weights, lists that are not complete, fractions among integers.
+
+They are looked for while reading, where the file and the number of the record are known. Afterwards records
+are shuffled and joined, and an error could only name a row of a batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from karvan.data.columns import arrow_to_torch
+from karvan.data.columns.declarations import Column, Fixed, Varlen, is_list, is_number, is_weighted, unnest
+from karvan.data.columns.whole_floats import describe_inexact, first_inexact
+from karvan.data.errors import DataError
+from karvan.data.source import Source, Split
+
+MISSING_WEIGHT = (
+    "The weight of an id is missing (null). Give it one where the data is written, or remove the id."
+)
+
+_Find = Callable[[pa.Array], int | None]
+_Describe = Callable[[pa.Array], str]  # of the one record that was found
+
+
+def missing_value(kind: str) -> str:
+    """What to say of a label or weight that a sample lacks."""
+    return (
+        f"The {kind} is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
+        f"declare what stands for it: Fixed(…, default={'0' if kind == 'label' else '1.0'})."
+    )
+
+
+def missing_in_list(length: int) -> str:
+    """What to say of a list that lacks values, which integers have no sign for."""
+    return (
+        f"Expected {length} integers, but some are missing (null or an empty list). Declare what stands for "
+        "them: Fixed(…, default=0)."
+    )
+
+
+def first_missing(column: Column, array: pa.Array) -> int | None:
+    """The first row that has no value, or not all of them; nulls that have a default do not count."""
+    filled = getattr(column, "default", None) is not None
+    levels, leaf = unnest(array.type)
+    nan = is_number(leaf) and arrow_to_torch.is_floating(leaf)
+    if levels == 0:
+        return _first(None if filled and not nan else _missing(array, filled))
+    found = [] if filled or not array.null_count else [_first(arrow_to_torch.is_null(array))]
+    if levels == 1 and is_number(leaf):
+        offsets, values = arrow_to_torch.peel(array)
+        at = _first(None if filled and not nan else _missing(values, filled))
+        if at is not None:
+            found.append(int(torch.searchsorted(offsets, at, right=True)) - 1)
+        if isinstance(column, Fixed) and not filled:
+            found.append(_first(offsets[1:] == offsets[:-1]))
+    return min((row for row in found if row is not None), default=None)
+
+
+def first_missing_weight(array: pa.Array) -> int | None:
+    """The first row with an id that has no weight."""
+    levels, _ = unnest(array.type)
+    offsets, pairs = arrow_to_torch.peel(array) if levels else (torch.arange(len(array) + 1), array)
+    keys, weights = pairs.flatten()
+    if not weights.null_count:
+        return None
+    at = _first(arrow_to_torch.is_null(weights) & ~arrow_to_torch.is_null(keys))
+    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+
+
+class ValueChecks:
+    """Which columns of a loader's records must not lack values."""
+
+    def __init__(self, decode: Any, transform: Any = None) -> None:
+        self._columns: Sequence[Column] = getattr(decode, "columns", ())
+        self._labels = Counter[str](getattr(decode, "labels", ()))
+        self._weights = Counter[str]()
+        self._transform = transform
+
+    def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
+        """Let missing values of these columns be errors, unless it is a transform that makes the column.
+
+        To the end of the context manager, if the result is used as one.
+        """
+        known = {column.name for column in self._columns}
+        required = [
+            (counts, Counter(name for name in set(names) if name in known and not self._is_made(name)))
+            for counts, names in ((self._labels, labels), (self._weights, weights))
+        ]
+        for counts, names in required:
+            counts.update(names)
+
+        def end() -> None:
+            for counts, names in required:
+                counts.subtract(names)
+
+        stack = ExitStack()
+        stack.callback(end)
+        return stack
+
+    def _is_made(self, name: str) -> bool:
+        if self._transform is None:
+            return False
+        features = getattr(self._transform, "features", None)
+        # A function may fill in what is missing; a FeatureEngine says what it makes.
+        return features is None or any(name in feature.outputs() for feature in features)
+
+    def over(self, source: Source) -> Source:
+        """A source that reads the same records and raises where one lacks a value."""
+        checks = [check for column in self._columns for check in self._checks(column, source.schema)]
+        return _CheckedSource(source, checks) if checks else source
+
+    def _checks(self, column: Column, schema: pa.Schema) -> Iterator[_Check]:
+        if column.name not in schema.names:
+            return
+        _, leaf = unnest(schema.field(column.name).type)
+        if self._labels[column.name] or self._weights[column.name]:
+            message = missing_value("label" if self._labels[column.name] else "weight")
+            yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
+        if isinstance(column, Varlen) and is_weighted(leaf):
+            yield _Check(column.name, first_missing_weight, lambda _: MISSING_WEIGHT)
+        elif isinstance(column, Fixed) and is_number(leaf):
+            yield from _declared(column, schema.field(column.name).type)
+
+
+class _Check(NamedTuple):
+    """How to find a record that cannot be used, and what to say of it."""
+
+    column: str
+    find: _Find
+    describe: _Describe
+
+
+def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
+    """What a `Fixed` says of its values."""
+    levels, leaf = unnest(type_)
+    floating = arrow_to_torch.is_floating(leaf)
+    whole = not (floating if column.dtype is None else column.dtype.is_floating_point)
+    if levels == 1 and not (pa.types.is_fixed_size_list(type_) and type_.list_size == column.length):
+        yield _Check(
+            column.name,
+            lambda array: first_of_other_length(array, column.length),
+            lambda record: f"Expected {column.length} values, but there are {len(record[0])}.",
+        )
+    if whole and column.length > 1 and column.default is None:
+        message = missing_in_list(column.length)
+        yield _Check(column.name, lambda array: first_missing(column, array), lambda _: message)
+    if whole and floating and levels <= 1:
+        yield _Check(column.name, _first_inexact_row, _describe_inexact_row)
+
+
+def first_of_other_length(array: pa.Array, length: int) -> int | None:
+    """The first list that has another number of values, and is not empty."""
+    lengths = arrow_to_torch.peel(array)[0].diff()
+    return _first((lengths != length) & (lengths != 0))
+
+
+def _first_inexact_row(array: pa.Array) -> int | None:
+    if not is_list(array.type):
+        return first_inexact(array)
+    offsets, values = arrow_to_torch.peel(array)
+    at = first_inexact(values)
+    return None if at is None else int(torch.searchsorted(offsets, at, right=True)) - 1
+
+
+def _describe_inexact_row(record: pa.Array) -> str:
+    values = arrow_to_torch.peel(record)[1] if is_list(record.type) else record
+    at = first_inexact(values)
+    assert at is not None
+    return describe_inexact(values, at)
+
+
+class _CheckedSource:
+    def __init__(self, source: Source, checks: Sequence[_Check]) -> None:
+        self._source = source
+        self._checks = checks
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._source.schema
+
+    def parts(self) -> list[Any]:
+        return self._source.parts()
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        at = split.first
+        for records in self._source.read(split):
+            found = [
+                (row, number)
+                for number, check in enumerate(self._checks)
+                if (row := check.find(records.column(check.column))) is not None
+            ]
+            if found:
+                row, number = min(found)
+                if row:  # the records before it are as good as any
+                    yield records.slice(0, row)
+                name, _, describe = self._checks[number]
+                message = describe(records.column(name).slice(row, 1))
+                raise DataError(message, path=split.path, place=f"record {at + row}", column=name)
+            at += len(records)
+            yield records
+
+
+def _missing(array: pa.Array, only_nan: bool) -> Tensor | None:
+    array = arrow_to_torch.logical(array)
+    if pa.types.is_floating(array.type):
+        mask = array.is_null(nan_is_null=True)
+        if only_nan and array.null_count:
+            mask = pc.and_(mask, array.is_valid())
+        return arrow_to_torch.dense(mask.cast(pa.uint8())).view(torch.bool)
+    return arrow_to_torch.is_null(array) if array.null_count and not only_nan else None
+
+
+def _first(mask: Tensor | None) -> int | None:
+    if mask is None or not bool(mask.any()):
+        return None
+    return int(mask.to(torch.uint8).argmax())

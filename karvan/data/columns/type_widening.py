@@ -1,0 +1,120 @@
+"""One type for a column that files were written with different types of.
+
+Files of one data set are often written by several programs, or by pandas, which chooses types by what it
+happens to see. Types that hold the same values in different widths are widened. A mix that would lose
+something, such as integers and floats, stays an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+from pyarrow import types
+
+from karvan.data.columns.declarations import is_text
+from karvan.data.errors import DataError
+
+
+def common_type(
+    column: str, found: Iterable[tuple[str, pa.DataType]], declared: pa.DataType | None = None
+) -> pa.DataType:
+    """The type that holds the values of all files; `found` are their paths and types.
+
+    A mix of integers and floats has the type that was declared for it, if any.
+    """
+    result, source = pa.null(), ""
+    for path, type_ in found:
+        both = widest(result, type_)
+        if both is None and declared is not None and _is_mix(result, type_):
+            both = declared
+        if both is None:
+            raise DataError(
+                f"Expected the type {result}, as in {source}, but it is {type_}. "
+                f"Write the files with one type{_hint(result, type_)}, or read them separately.",
+                path=path,
+                column=column,
+            )
+        if both != result:
+            result, source = both, path
+    return result
+
+
+def _hint(a: pa.DataType, b: pa.DataType) -> str:
+    if _is_mix(a, b):
+        return (
+            " (pandas makes floats of integers where one is missing; its type Int64 does not), or declare "
+            "what they become, Fixed(…, dtype=torch.int64)"
+        )
+    return ""
+
+
+def _is_mix(a: pa.DataType, b: pa.DataType) -> bool:
+    return any(map(types.is_integer, (a, b))) and any(map(types.is_floating, (a, b)))
+
+
+def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of both; None if there is none that loses nothing."""
+    if a == b or types.is_null(b):
+        return a
+    if types.is_null(a):
+        return b
+    if types.is_dictionary(a) or types.is_dictionary(b):
+        return widest(*(each.value_type if types.is_dictionary(each) else each for each in (a, b)))
+    if is_text(a) and is_text(b):
+        strings = all(_is_string(each) for each in (a, b))
+        return pa.large_string() if strings else pa.large_binary()
+    for common in (_integers, _floats, _times, _lists, _fields):
+        made = common(a, b)
+        if made is not None:
+            return made
+    return None
+
+
+def _is_string(type_: pa.DataType) -> bool:
+    return bool(types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_))
+
+
+def _integers(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if not (types.is_integer(a) and types.is_integer(b)):
+        return None
+    if types.is_signed_integer(a) == types.is_signed_integer(b):
+        return max(a, b, key=lambda type_: type_.bit_width)
+    return pa.int64()  # of unsigned 64-bit ids it keeps the bits, as a batch does
+
+
+def _floats(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if types.is_floating(a) and types.is_floating(b):
+        return max(a, b, key=lambda type_: type_.bit_width)
+    number = all(types.is_floating(each) or types.is_decimal(each) for each in (a, b))
+    return pa.float64() if number else None
+
+
+def _times(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if types.is_date(a) and types.is_date(b):
+        return pa.date32()
+    if types.is_timestamp(a) and types.is_timestamp(b) and (a.tz is None) == (b.tz is None):
+        return pa.timestamp("us", None if a.tz is None else "UTC")  # as they are decoded
+    return None
+
+
+def _lists(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if types.is_fixed_size_list(a) and types.is_fixed_size_list(b) and a.list_size == b.list_size:
+        inner = widest(a.value_type, b.value_type)
+        return None if inner is None else pa.list_(inner, a.list_size)
+    if not all(types.is_list(each) or types.is_large_list(each) for each in (a, b)):
+        return None
+    inner = widest(a.value_type, b.value_type)
+    if inner is None:
+        return None
+    return pa.list_(inner) if types.is_list(a) and types.is_list(b) else pa.large_list(inner)
+
+
+def _fields(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    if types.is_map(a) and types.is_map(b):
+        key, item = widest(a.key_type, b.key_type), widest(a.item_type, b.item_type)
+        return None if key is None or item is None else pa.map_(key, item)
+    if not (types.is_struct(a) and types.is_struct(b)) or a.names != b.names:
+        return None
+    made = [(name, widest(a.field(name).type, b.field(name).type)) for name in a.names]
+    return None if any(type_ is None for _, type_ in made) else pa.struct(made)

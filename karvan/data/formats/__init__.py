@@ -1,0 +1,1 @@
+"""File formats, one module or package each, and how files are found and opened."""

@@ -1,0 +1,275 @@
+"""`FileSource`: what all file formats share.
+
+A file is a sequence of *groups* whose records are counted in advance: row groups of Parquet, stripes of ORC,
+record batches of Arrow IPC, runs of lines of CSV, runs of records of RecordIO. A split is read by going to
+the group its first record lies in. Every group is held against its count, so that damaged files are errors
+and not silently shorter.
+
+A split that ends inside of a group leaves its reader behind, and the split that follows goes on from there:
+reading a file in small splits, in order, decodes each group once. Splits in random order decode the group
+they begin in up to their end, so they should be about as long as groups are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import fs, types
+
+from karvan.data.columns.type_widening import common_type
+from karvan.data.columns.whole_floats import whole_numbers
+from karvan.data.errors import DataError, located
+from karvan.data.fingerprint import fingerprint_files
+from karvan.data.formats.paths import Files
+from karvan.data.retry.place import FilePlace
+from karvan.data.source import Part, Split
+
+_KEPT_READERS = 4  # each may hold a decoded stripe
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file's columns and where its groups begin: `starts` has one entry more than there are groups."""
+
+    schema: pa.Schema
+    starts: NDArray[np.int64]
+    detail: Any = None
+
+    @property
+    def records(self) -> int:
+        """How many records the file has."""
+        return int(self.starts[-1])
+
+
+class FileSource(ABC):
+    """Files of one format, with the columns of the first of them.
+
+    Every file must have these columns, with types that one type can hold (see
+    `karvan/data/columns/type_widening.py`); `columns` narrows them down, so that others are not read. All
+    files are inspected when the schema is first asked for.
+    """
+
+    group_name: ClassVar[str]
+
+    def __init__(self, files: Files, columns: Sequence[str] | None = None) -> None:
+        self._files = files
+        self.place = FilePlace(files)
+        self._columns = None if columns is None else list(columns)
+        self._layouts: dict[str, Layout] = {}
+        self._schema: pa.Schema | None = None
+        self._declared: dict[str, pa.DataType] = {}
+        self._readers: dict[tuple[str, int], _Reader] = {}
+        self._lock = Lock()
+        self._inspecting = Lock()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns that are read, with types that hold the values of all files."""
+        with self._inspecting:
+            if self._schema is None:
+                self._schema = self._find_schema()
+            return self._schema
+
+    def _find_schema(self) -> pa.Schema:
+        paths = self._files.paths
+        names = self.names
+        unknown = [path for path in paths if path not in self._layouts]
+
+        def inspect(path: str) -> None:  # what is known stays, even if another file cannot be reached
+            self._layouts[path] = self._inspect_file(path)
+
+        if unknown:
+            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
+                list(pool.map(inspect, unknown))
+        for path in paths:
+            with located(path):
+                for name in names:
+                    _field(self._layouts[path].schema, name, path)
+        return pa.schema([(name, self._type(name)) for name in names])
+
+    def _type(self, name: str) -> pa.DataType:
+        """The type of a column over all files, whose layouts are known."""
+        found = ((path, self._layouts[path].schema.field(name).type) for path in self._files.paths)
+        return common_type(name, found, self._declared.get(name))
+
+    def declare_numbers(self, name: str, floating: bool) -> None:
+        """Say what a column becomes of which some files have integers and others floats."""
+        self._declared[name] = pa.float64() if floating else pa.int64()
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are read; those of the first file unless they were named."""
+        if self._columns is not None:
+            return list(self._columns)
+        first = self._files.paths[0]
+        if first not in self._layouts:
+            self._layouts[first] = self._inspect_file(first)
+        with located(first):
+            return list(self._layouts[first].schema.names)
+
+    def parts(self) -> list[Part]:
+        """All files, with their counts of records."""
+        return [Part(path, self._layout(path).records) for path in self._files.paths]
+
+    @property
+    def group_records(self) -> int | None:
+        """How many records a group has, as a rule: splits of about that size decode nothing twice."""
+        sizes = np.concatenate([np.diff(self._layout(part.path).starts) for part in self.parts()])
+        return int(np.median(sizes)) if len(sizes) and np.median(sizes) >= 1 else None
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        """The records of a split in order."""
+        if split.path not in self._files.paths:
+            raise DataError("The split is of a file that this source does not have.", path=split.path)
+        layout = self._layout(split.path)
+        first, end = split.first, split.first + split.count
+        if not 0 <= first <= end <= layout.records:
+            raise DataError(
+                f"Records {first} to {end} were asked for, but there are {layout.records}.", path=split.path
+            )
+        if first == end:
+            return
+        with self._lock:
+            reader = self._readers.pop((split.path, first), None)
+        if reader is None:
+            group = int(np.searchsorted(layout.starts, first, side="right")) - 1
+            reader = _Reader(self._batches(split.path, layout, group), int(layout.starts[group]))
+        yield from reader.take(first, end)
+        if end < layout.records:
+            with self._lock:
+                self._readers[(split.path, end)] = reader
+                while len(self._readers) > _KEPT_READERS:
+                    del self._readers[next(iter(self._readers))]
+
+    def fingerprint(self) -> str:
+        """A hash of the bytes; see `fingerprint.py`."""
+        return fingerprint_files(self._files.filesystem, self._files.paths)
+
+    @abstractmethod
+    def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
+        """Read what a file says about itself."""
+
+    @abstractmethod
+    def _groups(
+        self, path: str, layout: Layout, group: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """From a group on, the number of the group and a piece of it, to the end of the file."""
+
+    def _open(self, path: str) -> pa.NativeFile:
+        return self._files.filesystem.open_input_file(path)
+
+    def _layout(self, path: str) -> Layout:
+        assert self.schema is not None  # finding it inspects all files
+        return self._layouts[path]
+
+    def _inspect_file(self, path: str) -> Layout:
+        with located(path):
+            info = self._files.filesystem.get_file_info(path)
+            if info.type != fs.FileType.File:
+                raise DataError("There is no such file.", path=path)
+            if info.size == 0:
+                raise DataError("The file is empty: it has not a single byte.", path=path)
+            with self._open(path) as file:
+                return self._inspect(path, file)
+
+    def _batches(self, path: str, layout: Layout, group: int) -> Iterator[pa.RecordBatch]:
+        """The pieces of a file from a group on, each group held against its count."""
+        schema = self.schema
+        pieces = self._groups(path, layout, group, schema.names)
+        starts = layout.starts
+        at = int(starts[group])
+        while True:
+            while group < len(starts) - 1 and at == starts[group + 1]:
+                group += 1
+            try:
+                with located(path, self._place(layout, group)):
+                    found, batch = next(pieces, (-1, None))
+                    if batch is not None:
+                        # The same schema object for all, without the metadata of whoever wrote the file.
+                        batch = pa.RecordBatch.from_arrays(
+                            [_widened(batch.column(field.name), field, at) for field in schema],
+                            schema=schema,
+                        )
+            except DataError as error:
+                raise self._blamed(error, path, layout, group) from error.__cause__
+            if group == len(starts) - 1 and batch is None:
+                return
+            if batch is None or found != group or at + batch.num_rows > starts[group + 1]:
+                expected = int(starts[group + 1] - starts[group]) if group < len(starts) - 1 else 0
+                raise DataError(
+                    f"Expected {expected} records, but there are {'fewer' if found != group else 'more'}.",
+                    path=path,
+                    place=self._place(layout, group),
+                )
+            at += batch.num_rows
+            yield batch
+
+    def _blamed(self, error: DataError, path: str, layout: Layout, group: int) -> DataError:
+        """The error of a group again, with the column that cannot be read by itself."""
+        if error.column is not None or error.__cause__ is None or error.temporary:
+            return error
+        found: list[DataError] = []
+        for name in self.schema.names:
+            try:
+                with located(path, self._place(layout, group), name):
+                    next(self._groups(path, layout, group, [name]), None)
+            except DataError as narrower:
+                found.append(narrower)
+        # Where none, or every one, fails by itself, the columns are not to blame.
+        return found[0] if 0 < len(found) < len(self.schema) else error
+
+    def _place(self, layout: Layout, group: int) -> str:
+        return f"{self.group_name} {group}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._files.paths)} files, columns {self.schema.names})"
+
+
+class _Reader:
+    """Where the reading of a file stands: the pieces to come, and the rest of the one at hand."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch], at: int) -> None:
+        self._batches = batches
+        self._at = at
+        self._rest: pa.RecordBatch | None = None
+
+    def take(self, first: int, end: int) -> Iterator[pa.RecordBatch]:
+        while self._at < end:
+            batch = self._rest
+            if batch is None:
+                batch = next(self._batches)
+            skipped = max(first - self._at, 0)
+            stop = min(end - self._at, batch.num_rows)
+            self._rest = batch.slice(stop) if stop < batch.num_rows else None
+            self._at += stop
+            if skipped < stop:
+                yield batch.slice(skipped, stop - skipped)
+
+
+def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
+    type_ = field.type
+    # Only to types that hold all values: "unsafe" lets the bits of unsigned ids through, and binary text.
+    if types.is_floating(column.type) and types.is_integer(type_):
+        with located(column=field.name):
+            return whole_numbers(column, first_record)
+    return column if column.type == type_ else column.cast(type_, safe=False)
+
+
+def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
+    places = schema.get_all_field_indices(name)
+    if len(places) != 1:
+        what = "missing" if not places else f"there {len(places)} times"
+        raise DataError(
+            f"The column is {what}. The file's columns are: {', '.join(schema.names)}.",
+            path=path,
+            column=name,
+        )
+    return schema.field(places[0])

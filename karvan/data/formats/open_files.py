@@ -1,0 +1,127 @@
+"""`open_files`: the source of files of any format."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pyarrow import fs
+
+from karvan.data.errors import DataError, located
+from karvan.data.formats.arrow_ipc import IpcSource
+from karvan.data.formats.base import FileSource
+from karvan.data.formats.csv.source import CsvSource
+from karvan.data.formats.hive_partitions import PartitionedSource, partition_columns
+from karvan.data.formats.orc.source import OrcSource
+from karvan.data.formats.parquet import ParquetSource
+from karvan.data.formats.paths import Files, PathLike, find
+from karvan.data.formats.recordio import RecordIOSource
+
+_FORMATS = {
+    "parquet": "parquet", "pq": "parquet", "orc": "orc",
+    "arrow": "ipc", "arrows": "ipc", "ipc": "ipc", "feather": "ipc",
+    "csv": "csv", "tsv": "tsv", "recordio": "recordio", "rio": "recordio",
+}  # fmt: skip
+_MAGIC = {
+    b"PAR1": "parquet",
+    b"ORC": "orc",
+    b"ARROW1": "ipc",
+    b"\xff\xff\xff\xff": "ipc",
+    b"KVRECORD": "recordio",
+}
+_COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
+
+
+_SOURCES: dict[str, type[FileSource]] = {
+    "parquet": ParquetSource,
+    "orc": OrcSource,
+    "ipc": IpcSource,
+    "csv": CsvSource,
+    "tsv": CsvSource,
+    "recordio": RecordIOSource,
+}
+
+
+def open_files(
+    paths: PathLike | Iterable[PathLike],
+    format: str | None = None,
+    columns: Sequence[str] | None = None,
+    filesystem: fs.FileSystem | None = None,
+    *,
+    partitions: bool = True,
+    **options: Any,
+) -> FileSource | PartitionedSource:
+    """The source of files: a path, folder, glob, URL, or several.
+
+    The format is that of the first file's extension, or of its first bytes, unless given: "parquet", "orc",
+    "ipc", "csv", "tsv" or "recordio". Folders such as `day=2026-01-31` are columns, unless `partitions` is
+    False; see `hive_partitions.py`. `options` are those of the format's source (`CsvSource`,
+    `RecordIOSource`).
+    """
+    files = find(paths, filesystem)
+    if format is None:
+        format = _common_format(files)
+    if format not in _SOURCES:
+        raise ValueError(f"A format must be one of {', '.join(_SOURCES)}, but is {format!r}.")
+    if format == "tsv":
+        options.setdefault("delimiter", "\t")
+    make = _SOURCES[format]
+    _check_options(format, make, options)
+    found = partition_columns(files) if partitions else {}
+    if not found:
+        return make(files, columns, **options)
+    whole = make(files, **options)
+    if both := [name for name in found if name in whole.names]:
+        raise DataError(
+            "The file has the column, and its folders are named by it; partitions=False reads the file's.",
+            path=files.paths[0],
+            column=both[0],
+        )
+    if columns is None:
+        return PartitionedSource(whole, files, found)
+    inside = [name for name in columns if name not in found]
+    if not inside:
+        raise DataError("At least one column must be of the files, but all are of their folders.")
+    asked = {name: found[name] for name in columns if name in found}
+    return PartitionedSource(make(files, inside, **options), files, asked)
+
+
+def _check_options(format: str, make: type[FileSource], options: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(make).parameters.values()
+    allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    if unknown := [name for name in options if name not in allowed]:
+        known = ", ".join([*allowed, "partitions"])
+        raise ValueError(f"There is no option '{unknown[0]}' for {format}; there are: {known}.")
+
+
+def _common_format(files: Files) -> str:
+    formats = [(_format(files.filesystem, path), path) for path in files.paths]
+    first = formats[0][0]
+    for other, path in formats:
+        if other != first:
+            raise DataError(
+                f"Expected {first}, as {files.paths[0]} is, but this is {other}. "
+                "Name the files of one format.",
+                path=path,
+            )
+    return first
+
+
+def _format(filesystem: fs.FileSystem, path: str) -> str:
+    name = path.lower()
+    for ending in _COMPRESSIONS:
+        name = name.removesuffix(ending)
+    known = _FORMATS.get(name.rpartition(".")[2])
+    if known is not None:
+        return known
+    with located(path), filesystem.open_input_stream(path, compression=None) as file:
+        start = file.read(8)
+    for magic, found in _MAGIC.items():
+        if start.startswith(magic):
+            return found
+    raise DataError(
+        "Neither its name nor its first bytes say what the file is: pass format=, which may be "
+        f"{', '.join(sorted(set(_FORMATS.values())))}.",
+        path=path,
+    )

@@ -1,0 +1,244 @@
+"""Which files a path means: one file, a folder, a glob, a URL of any file system, or a list of them.
+
+Folders are read recursively, in sorted order. Names that begin with "_" or "." are passed over inside of
+folders and globs, because other programs keep their marks (`_SUCCESS`) and unfinished files there; a file
+named in full is always read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+from pyarrow import fs
+
+from karvan.data.errors import DataError, located, reason
+from karvan.data.formats.folders import list_folder
+from karvan.outages import is_temporary
+
+PathLike = str | os.PathLike[str]
+
+_OF_PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs")
+_TRIED_FOR = 30  # seconds; Google's client would try to reach its server for a quarter of an hour
+_HINTS = dict.fromkeys(
+    ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of one file system, in the order in which they are read.
+
+    `below` has the part of each path that was found, not named: what follows a folder, or begins with a glob.
+    """
+
+    filesystem: fs.FileSystem
+    paths: tuple[str, ...]
+    below: tuple[str, ...]
+
+
+def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None = None) -> Files:
+    """The files that `paths` means; finding none, or one of them twice, is an error.
+
+    `filesystem` is a `pyarrow.fs.FileSystem` or an fsspec file system for paths without a scheme.
+    """
+    asked = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found: list[str] = []
+    below: list[str] = []
+    chosen: fs.FileSystem | None = None
+    for each in asked:
+        text = os.fspath(each)
+        system, inside = resolve(text, filesystem)
+        if chosen is not None and not system.equals(chosen):
+            raise DataError("All files of one source must be on one file system.", path=text)
+        chosen = system
+        with located(text):
+            expanded = list(_expand(system, inside))
+        if not expanded:
+            raise DataError("There is no such file, and no file inside of such a folder.", path=text)
+        found += expanded
+        below += [path[_fixed(inside, path) :].lstrip("/") for path in expanded]
+    if chosen is None:
+        raise DataError("At least one path is needed, but there are none.")
+    seen: set[str] = set()
+    for path in found:
+        if path in seen:
+            raise DataError("The file is named twice, so its records would be read twice.", path=path)
+        seen.add(path)
+    return Files(chosen, tuple(found), tuple(below))
+
+
+def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or URL, and the path inside of it."""
+    text = os.fspath(path)
+    if filesystem is not None:
+        if not isinstance(filesystem, fs.FileSystem):
+            filesystem = fs.PyFileSystem(fs.FSSpecHandler(filesystem))
+        return filesystem, text
+    if "://" not in text:
+        return fs.LocalFileSystem(), str(Path(text).expanduser())
+    text, query = _split_query(text)
+    scheme = text.partition("://")[0]
+    if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in query:
+        query = f"{query}&" if query else "?"
+        query += f"retry_limit_seconds={_TRIED_FOR}"
+    # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
+    fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
+    cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
+    head, tail = text[:cut] + query, text[cut:]
+    try:
+        system, inside = fs.FileSystem.from_uri(head)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        if scheme in _OF_PYARROW and isinstance(error, pa.ArrowInvalid):
+            raise DataError(f"The URL cannot be read: {reason(error)}", path=text) from error
+        system, inside = _fsspec(text, head)
+    except OSError as error:
+        hint = _HINTS.get(scheme, "")
+        raise DataError(
+            f"The file system cannot be opened: {reason(error)}{hint}",
+            path=text,
+            temporary=is_temporary(error),
+        ) from error
+    return system, f"{inside.rstrip('/')}/{tail}" if tail else inside
+
+
+def join(path: str, name: str) -> str:
+    """A path or URL inside of a folder; options of a file system stay at the end."""
+    text, query = _split_query(path)
+    return f"{text.rstrip('/')}/{name}{query}"
+
+
+def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
+    """Folders below `root` that match a glob, sorted, without the root; looked up anew each time."""
+    if isinstance(system, fs.PyFileSystem):
+        system.handler.fs.invalidate_cache()  # of fsspec
+    listing = _Listing(system)
+    found = [""]
+    for segment in pattern.strip("/").split("/"):
+        fits = re.compile(translate(segment))
+        found = [
+            f"{above}/{name}"
+            for above in found
+            for name, is_folder in listing.inside(root + above)
+            if is_folder and fits.fullmatch(name)
+        ]
+    return sorted(path[1:] for path in found)
+
+
+def exists(system: fs.FileSystem, path: str) -> bool:
+    """Whether there is a file."""
+    return bool(system.get_file_info(path).type == fs.FileType.File)
+
+
+class _Listing:
+    """What lies in folders, without what lies in folders of theirs.
+
+    Google's storage has objects and no folders, and pyarrow lists only those folders for which a writer left
+    an object. So everything below the first folder that is asked for is listed there, all at once, and the
+    folders are taken from the objects' names.
+    """
+
+    def __init__(self, system: fs.FileSystem) -> None:
+        self._system = system
+        self._below: dict[str, set[tuple[str, bool]]] = {}
+
+    def inside(self, folder: str) -> Iterable[tuple[str, bool]]:
+        """Names, and whether each is a folder; none for a folder that is not there."""
+        if self._system.type_name != "gcs":
+            listed = list_folder(self._system, folder, missing_ok=True)
+            return [(info.base_name, info.type == fs.FileType.Directory) for info in listed]
+        if folder not in self._below:
+            self._below[folder] = set()
+            for info in self._system.get_file_info(
+                fs.FileSelector(folder, allow_not_found=True, recursive=True)
+            ):
+                self._add(folder, info.path, info.type == fs.FileType.Directory)
+        return self._below[folder]
+
+    def _add(self, root: str, path: str, is_folder: bool) -> None:
+        above, _, name = path.rpartition("/")
+        inside = self._below.setdefault(above, set())
+        if (name, is_folder) not in inside:
+            inside.add((name, is_folder))
+            if above != root:
+                self._add(root, above, True)
+
+
+def _split_query(url: str) -> tuple[str, str]:
+    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
+    found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None
+    return (url, "") if found is None else (url[: found.start()], found.group())
+
+
+def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
+    try:
+        system, inside = fsspec.core.url_to_fs(head)
+    except (ImportError, ValueError, OSError) as error:
+        raise DataError(
+            f"The file system cannot be opened: {reason(error)}", path=text, temporary=is_temporary(error)
+        ) from error
+    return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
+
+
+def _fixed(asked: str, path: str) -> int:
+    """How much of a path was named by what was asked for: a file's folder, a folder, or up to a glob."""
+    if asked == path:
+        return path.rfind("/") + 1
+    start = min((asked.find(mark) for mark in "*?[" if mark in asked), default=len(asked))
+    return start if start == len(asked) else asked.rfind("/", 0, start) + 1
+
+
+def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
+    info = system.get_file_info(path)
+    if info.type == fs.FileType.File:
+        yield path
+    elif info.type == fs.FileType.Directory:
+        yield from _inside(system, path)
+    elif any(mark in path for mark in "*?["):
+        yield from sorted(set(_match(system, _Listing(system), "", path.split("/"))))
+
+
+def _inside(system: fs.FileSystem, folder: str) -> list[str]:
+    base = folder.rstrip("/")
+    listed = list_folder(system, folder, recursive=True)
+    names = [info.path for info in listed if info.type == fs.FileType.File]
+    return sorted(name for name in names if not _hidden(name[len(base) :]))
+
+
+def _match(system: fs.FileSystem, listing: _Listing, done: str, segments: list[str]) -> Iterator[str]:
+    """Files below `done` that match the segments of a glob; a folder that matches wholly is read inside."""
+    while segments and not any(mark in segments[0] for mark in "*?["):
+        done, segments = done + segments[0] + ("/" if len(segments) > 1 else ""), segments[1:]
+    if not segments:
+        info = system.get_file_info(done)
+        if info.type == fs.FileType.File:
+            yield done
+        elif info.type == fs.FileType.Directory:
+            yield from _inside(system, done)
+        return
+    segment, rest = segments[0], segments[1:]
+    if segment == "**":
+        yield from _match(system, listing, done, rest or ["*"])
+    fits = re.compile(translate("*" if segment == "**" else segment))
+    for name, is_folder in listing.inside(done.rstrip("/") or done or "."):
+        if (_hidden(name) and not segment.startswith(name[0])) or not fits.fullmatch(name):
+            continue
+        inner = done + name
+        if segment == "**":
+            if is_folder:
+                yield from _match(system, listing, inner + "/", segments)
+        elif rest:
+            if is_folder:
+                yield from _match(system, listing, inner + "/", rest)
+        else:
+            yield from _match(system, listing, inner, [])
+
+
+def _hidden(path: str) -> bool:
+    return any(name[:1] in ("_", ".") for name in path.split("/") if name)

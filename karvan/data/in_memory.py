@@ -1,0 +1,167 @@
+"""Sources in memory: tables of Arrow, frames of pandas and polars, arrays and tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+
+from karvan.batch_slicing import as_offsets
+from karvan.data.errors import DataError, located
+from karvan.data.fingerprint import fingerprint_table
+from karvan.data.source import Part, Split
+from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
+
+
+class TableSource:
+    """The rows of a table, as one part."""
+
+    def __init__(self, table: pa.Table, name: str = "memory") -> None:
+        self._table = table.replace_schema_metadata(None)
+        self._name = name
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The table's columns."""
+        return self._table.schema
+
+    def parts(self) -> list[Part]:
+        """One part, called by the source's name."""
+        return [Part(self._name, self._table.num_rows)]
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        """The rows of a split, without copies."""
+        if split.path != self._name:
+            raise DataError(f"Expected a split of '{self._name}'.", path=split.path)
+        if not 0 <= split.first <= split.first + split.count <= self._table.num_rows:
+            raise DataError(
+                f"Records {split.first} to {split.first + split.count} were asked for, "
+                f"but there are {self._table.num_rows}.",
+                path=split.path,
+            )
+        yield from self._table.slice(split.first, split.count).to_batches()
+
+    def fingerprint(self) -> str:
+        """A hash of the rows; see `fingerprint.py`."""
+        return fingerprint_table(self._table)
+
+    def __repr__(self) -> str:
+        return f"TableSource({self._name!r}, {self._table.num_rows} rows, columns {self.schema.names})"
+
+
+def open_frame(data: Any, name: str = "memory") -> TableSource:
+    """The source of anything in memory.
+
+    That is a table or record batch of Arrow, a frame of pandas or polars (anything that exports Arrow's C
+    stream), or a mapping from names to arrays, tensors, `Ragged`s or lists. Matrices become columns of
+    fixed-length lists, weighted raggeds columns of {id, weight}.
+    """
+    return TableSource(_table(data), name)
+
+
+def _table(data: Any) -> pa.Table:
+    if isinstance(data, pa.Table):
+        return data
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data])
+    if isinstance(data, Mapping):
+        return _from_mapping(data)
+    if type(data).__module__.partition(".")[0] == "pandas":
+        with located("pandas frame"):
+            return _from_pandas(data)
+    if hasattr(data, "__arrow_c_stream__"):
+        with located(type(data).__name__):
+            return pa.table(data)
+    raise TypeError(
+        "Expected a table, a frame of pandas or polars, or a mapping from names to arrays, "
+        f"but received {type(data).__name__}."
+    )
+
+
+def _from_pandas(frame: Any) -> pa.Table:
+    try:
+        return pa.Table.from_pandas(frame, preserve_index=False)
+    except OverflowError:  # objects that are integers from 2**63 on
+        made = []
+        for name, column in frame.items():
+            with located("pandas frame", column=str(name)):
+                is_object = column.dtype == object
+                made.append(_array(column.to_numpy()) if is_object else pa.Array.from_pandas(column))
+        return pa.Table.from_arrays(made, names=[str(name) for name in frame.columns])
+
+
+def _from_mapping(data: Mapping[str, Any]) -> pa.Table:
+    arrays: dict[str, pa.Array] = {}
+    for name, values in data.items():
+        with located(column=name):
+            arrays[name] = _array(values)
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(f"All columns need equally many rows, but have: {lengths}.")
+    return pa.table(arrays)
+
+
+def _array(values: Any) -> pa.Array:
+    if isinstance(values, pa.Array):
+        return values
+    if isinstance(values, pa.ChunkedArray):
+        return values.combine_chunks()
+    if isinstance(values, OptionalRagged | OptionalText):
+        return nullable(values)
+    if isinstance(values, NestedRagged):
+        inner = pa.LargeListArray.from_arrays(_array(values.inner), _array(values.values))
+        return pa.LargeListArray.from_arrays(_array(values.outer), inner)
+    if isinstance(values, Ragged):
+        return _ragged(values)
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    if isinstance(values, np.ndarray) and values.ndim > 1:
+        if values.ndim > 2:
+            raise ValueError(f"Arrays may have one or two dimensions, but this has shape {values.shape}.")
+        flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    try:
+        if isinstance(values, np.ndarray) and values.dtype.kind == "O":
+            return pa.array(values, from_pandas=True)  # among objects NaN stands for a missing one
+        try:
+            return pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
+            return pa.array(values, from_pandas=True)
+    except OverflowError:
+        return _unsigned(values)
+
+
+def _unsigned(values: Any) -> pa.Array:
+    """Ids that are too large for int64, or lists of them."""
+    type_ = pa.uint64()
+    for _ in range(3):
+        try:
+            return pa.array(values, type_, from_pandas=True)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            type_ = pa.list_(type_)
+    raise DataError(
+        "Expected 64-bit integers, from 0 to 2**64 - 1 or from -2**63 to 2**63 - 1, but received some that "
+        "are larger, or large ones beside negative ones or other values."
+    )
+
+
+def nullable(entry: OptionalRagged | OptionalText) -> pa.Array:
+    """One number or string for each row, with null for those that are missing."""
+    if isinstance(entry, OptionalText):
+        texts = [bytes(text).decode(errors="replace") for text in entry.lists().to_lists()]
+        values, offsets = pa.array(texts, pa.string()), entry.outer
+    else:
+        values, offsets = pa.array(entry.values.cpu().numpy()), as_offsets(entry)
+    first, missing = offsets[:-1].cpu(), (offsets.diff() == 0).cpu()
+    return values.take(pa.array(first.numpy(), mask=missing.numpy()))
+
+
+def _ragged(values: Ragged) -> pa.Array:
+    leaf = _array(values.values)
+    if values.weights is not None:
+        leaf = pa.StructArray.from_arrays([leaf, _array(values.weights)], names=["id", "weight"])
+    offsets = np.arange(len(leaf) + 1) if values.offsets is None else values.offsets
+    return pa.LargeListArray.from_arrays(_array(offsets), leaf)

@@ -1,0 +1,90 @@
+"""From records to a batch: what is done to many batches' records at once, and what waits for each batch.
+
+A function is *row-wise* if every row of its result depends on the same row of its argument alone, and it says
+so by an attribute `row_wise` that is true. It is then called with large pieces, from which batches are cut
+afterwards: a call for a hundred thousand rows costs little more than one for a thousand. Functions that say
+nothing are called once for each batch, with exactly its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from karvan.batch_slicing import join_batches, split_batch
+from karvan.ragged import Batch, Entry
+
+Rows: TypeAlias = "pa.RecordBatch | Batch"
+Decode = Callable[[pa.RecordBatch], Batch]
+Transform = Callable[[Batch], Mapping[str, Entry]]
+
+
+class Steps:
+    """`decode` and then `transform`, as far as they are row-wise on pieces, the rest on batches."""
+
+    def __init__(self, decode: Decode, transform: Transform | None = None) -> None:
+        self.decode = decode
+        self.transform = transform
+        steps: list[Callable[[Any], Any]] = [decode] if transform is None else [decode, transform]
+        self._on_pieces = list(takewhile(lambda step: getattr(step, "row_wise", False), steps))
+        self._on_batches = steps[len(self._on_pieces) :]
+
+    def require_fitted(self) -> None:
+        """Raise if the transform has statistics to find first; threads would fail one after the other."""
+        getattr(self.transform, "require_fitted", lambda: None)()
+
+    @property
+    def on_pieces(self) -> bool:
+        """Whether there is something to do before pieces are cut."""
+        return bool(self._on_pieces)
+
+    @property
+    def on_batches(self) -> bool:
+        """Whether there is something to do to each batch."""
+        return bool(self._on_batches)
+
+    def prepare(self, records: pa.RecordBatch) -> Rows:
+        """The row-wise steps."""
+        made: Rows = _run(self._on_pieces, records)
+        if isinstance(made, Batch) and len(made) and made.rows != len(records):
+            raise ValueError(
+                f"A row-wise step must give a row for each of {len(records)} rows, but gave {made.rows}."
+            )
+        return made
+
+    def finish(self, parts: Sequence[Rows]) -> Batch:
+        """The batch of these rows; those that have not been prepared are prepared now."""
+        rows = join([self.prepare(part) if isinstance(part, pa.RecordBatch) else part for part in parts])
+        made: Batch = _run(self._on_batches, rows)
+        return made
+
+
+def _run(steps: Iterable[Callable[[Any], Any]], rows: Rows) -> Any:
+    made: Any = rows
+    for step in steps:
+        made = step(made)
+        if isinstance(made, dict):
+            made = Batch(made)
+    return made
+
+
+def split(rows: Rows, counts: Sequence[int]) -> Sequence[Rows]:
+    """The first `counts[0]` rows, the next `counts[1]` rows, and so on; nothing is copied."""
+    if isinstance(rows, Batch):
+        return split_batch(rows, counts)
+    first, made = 0, []
+    for count in counts:
+        made.append(rows.slice(first, count))
+        first += count
+    return made
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """All rows, which are either records or entries of batches; a single part is not copied."""
+    batches = [part for part in parts if isinstance(part, Batch)]
+    if batches:
+        return join_batches(batches)
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)

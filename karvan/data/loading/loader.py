@@ -1,0 +1,327 @@
+"""`Loader`: batches of a source, read ahead on threads, from a position that can be saved and restored.
+
+Each rank has a share of the records of every epoch (see `rank_shares.py`) and hands it out in order. So what
+it has handed out is the start of its share: the same number of ranks continues with the very batches that
+would have come, and any other number divides what is left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+from karvan import distributed
+from karvan.activity import activity
+from karvan.argument_checks import check_counts, check_integers
+from karvan.data.columns.missing_values import ValueChecks
+from karvan.data.identity import Identity, files_of, identity_of
+from karvan.data.loading.batch_steps import Decode, Steps, Transform
+from karvan.data.loading.pipeline import Closed, Outcome, Pipeline
+from karvan.data.loading.position import Division, Place, Position, check_settings, state_of
+from karvan.data.loading.rank_shares import Shares, share_records, skip
+from karvan.data.loading.read_jobs import Job
+from karvan.data.loading.share_jobs import jobs_of
+from karvan.data.loading.shuffle import Plan
+from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
+from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
+from karvan.data.source import Source
+from karvan.ragged import Batch
+
+_log = logging.getLogger("karvan.data")
+
+
+class Loader:
+    """Iterates over the batches of this rank, from its position to the end of the last epoch.
+
+    Leaving an iteration early keeps the position, and the next one continues there; after a finished one,
+    the next gives another `epochs` epochs. `len()` is the number of batches of a whole iteration. Batches
+    have `batch_size` rows and do not span epochs, so the last one of an epoch may be smaller;
+    `drop_remainder` leaves it out, and its records count as handed out.
+
+    `epochs` is how often every record comes, None for endlessly. With `steps_per_epoch`, an epoch is instead
+    that many batches on every rank, however large the data is: it goes on where the last epoch stopped, and
+    starts again at its end. Ranks have equal numbers of steps then, as synchronous training needs.
+
+    `shuffle` is the number of records that are shuffled at a time, 0 for the order of the source. `workers`
+    threads read, as many decode large pieces, from which batches are cut, and as many run `transform` on each
+    batch. A `decode` or `transform` that is row-wise (see `batch_steps.py`), as a `Decoder` and a
+    `FeatureEngine` are, is run on the large pieces instead, which is much faster. For each worker a block
+    that waits and one that is being read are held, next to the one that batches are cut from; of batches that
+    are transformed one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be
+    kept for long.
+
+    `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
+    The shares of ranks are equal to within one record. Data is divided by splits of `split_records`; a source
+    whose records are decoded in groups says their usual size by an attribute `group_records`.
+
+    A source that is away (connections that fail, errors of a disk, a file system that was unmounted) is tried
+    again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        decode: Decode,
+        batch_size: int,
+        *,
+        shuffle: int = 0,
+        seed: int = 0,
+        epochs: int | None = 1,
+        steps_per_epoch: int | None = None,
+        drop_remainder: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
+        workers: int = 2,
+        prefetch: int = 4,
+        transform: Transform | None = None,
+        split_records: int | None = None,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        check_counts(1, batch_size=batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
+        check_counts(1, workers=workers, prefetch=prefetch, split_records=split_records)
+        check_integers(seed=seed, rank=rank, world=world)
+        connection = distributed.current()
+        rank = connection.rank if rank is None else int(rank)
+        world = connection.world if world is None else int(world)
+        check_rank(rank, world)
+        self._source = source
+        self._steps = Steps(decode, transform)
+        self._checks = ValueChecks(decode, transform)
+        self._retry_seconds = check_retry_seconds(retry_seconds)
+        self._retrying: RetryingSource | None = None  # of the current iteration
+        self._plan = Plan(
+            retrying(source.parts, Patience(retry_seconds)),
+            shuffle=shuffle,
+            seed=seed,
+            split_records=split_records,
+            group_records=getattr(source, "group_records", None),
+        )
+        self._earlier: tuple[Division, ...] = ()
+        self._shares = Shares(self._plan, (), rank, world)
+        self._place = Place()
+        self._pipeline: Pipeline | None = None
+        self._batch_size = int(batch_size)
+        self._epochs = None if epochs is None else int(epochs)
+        self._steps_per_epoch = None if steps_per_epoch is None else int(steps_per_epoch)
+        self._drop_remainder = drop_remainder
+        self._rank = rank
+        self._world = world
+        self._workers = workers
+        self._prefetch = prefetch
+        self._until = self._epochs
+        self._finished = False
+        self._epoch = 0
+        self._warned = False
+        self._identity: Identity | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch, from 0."""
+        if self._steps_per_epoch is None:
+            return self._epoch
+        return max(0, self._place.steps - 1) // self._steps_per_epoch
+
+    def __len__(self) -> int:
+        """How many batches a whole iteration gives on this rank, wherever the position is."""
+        if self._epochs is None:
+            raise TypeError("A Loader with epochs=None gives batches without end, so it has no len().")
+        return self._epochs * (self._steps_per_epoch or self._batches(self._epoch_records))
+
+    def __bool__(self) -> bool:
+        return True  # not its len(), which may be 0, or not exist
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches the current iteration still gives on this rank; None without end."""
+        if self._until is None:
+            return None
+        if self._steps_per_epoch is not None:
+            return max(0, self._until * self._steps_per_epoch - self._place.steps)
+        whole = max(self._shares.first_whole_epoch, self._place.epoch + 1)  # it and all after it are equal
+        begun = [self._shares.records(epoch) for epoch in range(self._place.epoch, min(whole, self._until))]
+        if begun:
+            begun[0] -= self._place.records
+        later = max(0, self._until - whole) * self._batches(self._epoch_records)
+        return sum(map(self._batches, begun)) + later
+
+    def __repr__(self) -> str:
+        shuffle = f"shuffle={self._plan.shuffle}, " if self._plan.shuffle else ""
+        batches = "endless" if self._epochs is None else f"{len(self)} batches"
+        return (
+            f"Loader({type(self._source).__name__}, {self._plan.records} records, parts={self._plan.parts}, "
+            f"batch_size={self._batch_size}, {shuffle}{batches}, rank {self._rank} of {self._world}, "
+            f"at epoch {self._place.epoch}, {self._place.records} of "
+            f"{self._shares.records(self._place.epoch)} records)"
+        )
+
+    @property
+    def _epoch_records(self) -> int:
+        """This rank's share of an epoch that is divided as a whole."""
+        return share_records(self._plan.records, self._rank, self._world)
+
+    def _batches(self, records: int) -> int:
+        return records // self._batch_size if self._drop_remainder else -(-records // self._batch_size)
+
+    @property
+    def transform(self) -> Transform | None:
+        """What is done to batches, as it was given; a Trainer keeps its state in checkpoints."""
+        return self._steps.transform
+
+    def single_pass(self, *, transformed: bool = True) -> Loader:
+        """The same records once, in the order of the source, by a loader with a position of its own.
+
+        Without `transformed` as they are before the transform, which is what `FeatureEngine.fit` takes.
+        """
+        return Loader(
+            self._source,
+            self._steps.decode,
+            self._batch_size,
+            rank=self._rank,
+            world=self._world,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            transform=self.transform if transformed else None,
+            retry_seconds=self._retry_seconds,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._steps.require_fitted()
+        self.close()
+        if self._finished and self._until is not None and self._epochs is not None:
+            self._until += self._epochs
+        self._finished = False
+        self._warn_if_empty()
+        self._retrying = RetryingSource(self._source, self._retry_seconds)
+        pipeline = self._pipeline = Pipeline(
+            self._checks.over(self._retrying),
+            self._jobs(self._shares, self._place),
+            self._steps,
+            batch_size=self._batch_size,
+            drop_remainder=self._drop_remainder,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            buffer=min(self._plan.split_records, MOST_RECORDS_PER_SPLIT),
+            most_batches=None if self._steps_per_epoch is None else self.batches_left,
+        )
+        try:
+            while (outcome := pipeline.next()).batch is not None:
+                self._count(outcome)
+                activity.advance()
+                yield outcome.batch
+            self._count(outcome)
+            self._finished = True
+            if self._steps_per_epoch is None and self._until is not None:
+                self._place = self._place._replace(epoch=self._until, records=0)  # the share may be empty
+        except Closed:
+            message = "This iteration has ended: the loader was closed, moved or iterated anew."
+            raise RuntimeError(message) from None
+        finally:
+            pipeline.close()
+
+    def _count(self, outcome: Outcome) -> None:
+        for receipt in outcome.receipts:
+            self._place = self._place.after(receipt)
+            self._epoch = receipt.epoch
+        if outcome.batch is not None:
+            self._place = self._place._replace(steps=self._place.steps + 1)
+
+    def require_values(
+        self, labels: Sequence[str], weights: Sequence[str] = ()
+    ) -> AbstractContextManager[Any]:
+        """Let a missing value of these columns, or NaN, be a `DataError` that names file and record.
+
+        A Trainer asks for this of the labels and weights of its loss. Columns that the loader does not read,
+        and those that its transform makes, are not checked. It holds from the next iteration on, to the end
+        of a `with` block if the result is used in one.
+        """
+        return self._checks.require(labels, weights)
+
+    def close(self) -> None:
+        """End the current iteration and its threads; the position stays."""
+        if self._retrying is not None:
+            self._retrying.close()
+            self._retrying = None
+        if self._pipeline is not None:
+            self._pipeline.close()
+            self._pipeline = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is, JSON-able: all batches handed out so far are behind it, and nothing else is.
+
+        Resuming on another number of ranks takes the `merge` of all ranks' positions.
+        """
+        now = Division(self._world, {self._rank: self._place})
+        return state_of(self._plan.settings(), self._until, self._earlier, now)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position: this rank's own, or a merged one of all ranks of any number."""
+        check_settings(state, self._plan.settings(), "the one to load")
+        earlier, place = Position.from_state(state).of_rank(self._rank, self._world)
+        self.close()
+        self._earlier, self._place = earlier, place
+        self._shares = Shares(self._plan, earlier, self._rank, self._world)
+        self._until = (
+            None if None in (self._epochs, state["until"]) else max(self._epochs or 0, state["until"])
+        )
+        self._finished = False
+        self._epoch = place.epoch
+
+    def start_epoch(self, epoch: int) -> None:
+        """Go to the start of an iteration, by its number from 0: to the batches that it would have in a row.
+
+        With `steps_per_epoch` the data is at its start.
+        """
+        self.close()
+        first = epoch * (self._epochs or 1)
+        if self._steps_per_epoch is None:
+            place = Place(first, 0, epoch * len(self) if self._epochs else 0)
+        else:
+            place = Place(0, 0, first * self._steps_per_epoch)
+        self._earlier, self._place = (), place
+        self._shares = Shares(self._plan, (), self._rank, self._world)
+        self._until = None if self._epochs is None else first + self._epochs
+        self._finished = False
+        self._epoch = place.epoch
+
+    def identity(self) -> Identity:
+        """What tells this data from other data; the same on all ranks, whatever the order."""
+        if self._identity is None:
+            self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
+        return self._identity
+
+    def call_data(self, name: str) -> None:
+        """Give the data a name, which is its identity from here on."""
+        self._identity = Identity.named(name, files_of(self._source))
+
+    def _jobs(self, shares: Shares, place: Place) -> Iterator[Job]:
+        """What is left for this rank; runs on the threads."""
+        endless = self._until is None or self._steps_per_epoch is not None
+        if endless and not self._batches(self._epoch_records):
+            raise ValueError(
+                f"Rank {self._rank} of {self._world} must get at least one batch of {self._batch_size} "
+                f"from an epoch, but gets {self._epoch_records} records. "
+                "There must be more data, or fewer ranks, or batch_size must be smaller."
+            )
+        for epoch in count(place.epoch) if endless else range(place.epoch, self._until or 0):
+            handed_out = place.records if epoch == place.epoch else 0
+            yield from jobs_of(self._plan, epoch, skip(shares.pieces(epoch), handed_out))
+
+    def _warn_if_empty(self) -> None:
+        """Say once why this rank gets no batch, if there is data."""
+        records = self._epoch_records
+        if self._warned or not self._plan.records or self._batches(records):
+            return
+        self._warned = True
+        if records:
+            why = (
+                f"it has {records} of {self._plan.records} records, and drop_remainder drops them, because "
+                f"they are fewer than batch_size={self._batch_size}"
+            )
+        else:
+            why = f"there are only {self._plan.records} records, and each of the first ranks has one"
+            if self._plan.records == 1:
+                why = "there is only 1 record, and the first rank has it"
+        _log.warning("Rank %d of %d gets no batches: %s.", self._rank, self._world, why)

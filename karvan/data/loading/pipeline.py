@@ -1,0 +1,309 @@
+"""Reading ahead on threads, in order and within bounds.
+
+```
+ jobs ──► readers ──► pieces (in order, in readings) ──► batches (in order) ──► caller
+                           preparers                         finishers
+```
+
+A *job* is a block of records to read, or a part of one. Readers take jobs in order, neighbours in a file
+together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
+the one that it reads, be it of the same reading or of its next, and, if it is its turn, the one that batches
+are cut from. Preparers do to a piece what can be done to many batches' rows at once (see
+`batch_steps.py`). Then batches are cut from the pieces. Mostly that is all, and the caller does it; but if
+there are steps for each batch, finishers cut in turns and do them side by side, each batch with one of
+`prefetch` tickets that the caller gives back by taking it.
+
+An error takes the place of the data that it prevented: the caller gets every batch before it, then the
+error. A piece that cannot be prepared is cut as it was read, so that the batch that holds the fault fails.
+Closing wakes all threads; each ends at its next step. Nothing in here knows who the jobs come from, so they
+may as well be handed out by another process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from karvan.data.errors import DataError
+from karvan.data.loading.batch_steps import Rows, Steps
+from karvan.data.loading.position import Receipt
+from karvan.data.loading.read_jobs import Job, Piece, Reading, grouped, regrouped, runs
+from karvan.data.loading.worker_threads import start
+from karvan.data.source import Source, Split
+from karvan.ragged import Batch
+
+_WORTH_PREPARING = 16_384
+"""Fewer records are joined first: the steps cost about as much for a few as for many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A batch, or nothing at the end, with how many records it takes from which epochs."""
+
+    batch: Batch | None
+    receipts: list[Receipt]
+    error: BaseException | None = None
+
+
+class Closed(Exception):  # noqa: N818 - not an error: it ends threads
+    """The pipeline has been closed while somebody waited for it."""
+
+
+class Pipeline:
+    """Threads that turn jobs into batches ahead of the caller; `next()` gives them in order."""
+
+    def __init__(
+        self,
+        source: Source,
+        jobs: Iterator[Job],
+        steps: Steps,
+        *,
+        batch_size: int,
+        drop_remainder: bool,
+        workers: int,
+        prefetch: int,
+        buffer: int,
+        most_batches: int | None = None,
+    ) -> None:
+        self._source = source
+        self._runs = runs(jobs)
+        self._steps = steps
+        self._batch_size = batch_size
+        self._drop_remainder = drop_remainder
+        self._buffer = buffer
+        self._most_batches = most_batches
+        self._taking = threading.Lock()
+        self._cutting = threading.Lock()
+        self._changed = threading.Condition()
+        self._readings: deque[Reading] = deque()
+        self._all_taken = False
+        self._tickets = prefetch
+        self._cut = 0
+        self._outcomes: dict[int, Outcome] = {}
+        self._handed = 0
+        self._ended = False
+        self._closed = False
+        self._threads: list[threading.Thread] = []  # an interrupt may come before they have begun
+        atexit.register(self.close)
+        self._threads = start(
+            [self._read_loop] * workers
+            + [self._prepare_loop] * (workers if steps.on_pieces else 0)
+            + [self._finish_loop] * (min(workers, prefetch) if steps.on_batches else 0)
+        )
+
+    def next(self) -> Outcome:
+        """The next batch, or an outcome without one at the end; raises what a thread has met in its place."""
+        outcome = self._finished() if self._steps.on_batches else self._make(*self._cut_next())
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome
+
+    def _finished(self) -> Outcome:
+        with self._changed:
+            self._wait(lambda: self._handed in self._outcomes)
+            outcome = self._outcomes.pop(self._handed)
+            self._handed += 1
+            self._tickets += 1
+            self._changed.notify_all()
+        return outcome
+
+    def close(self) -> None:
+        """End all threads. Those that are in the middle of something get a second to finish it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        atexit.unregister(self.close)
+        deadline = time.monotonic() + 1
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # garbage collection may run this on any thread
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._closed or ready())
+        if self._closed:
+            raise Closed
+
+    def _read_loop(self) -> None:
+        try:
+            while (reading := self._take_reading()) is not None:
+                try:
+                    self._fill(reading)
+                except Closed:
+                    raise
+                except BaseException as error:
+                    reading.error = error
+                with self._changed:
+                    reading.finished = True
+                    self._changed.notify_all()
+                    self._wait(lambda: not reading.buffered and reading.error is None)
+        except Closed:
+            pass
+
+    def _take_reading(self) -> Reading | None:
+        with self._taking:
+            try:
+                jobs = None if self._closed or self._all_taken else next(self._runs, None)
+                reading = None if jobs is None else Reading(jobs)
+            except BaseException as error:
+                reading = Reading(deque(), error=error, finished=True)
+            with self._changed:
+                self._all_taken = reading is None or reading.finished
+                if reading is not None:
+                    self._readings.append(reading)
+                self._changed.notify_all()
+                return None if self._all_taken else reading
+
+    def _fill(self, reading: Reading) -> None:
+        for records in grouped(self._records(list(reading.jobs)), min(_WORTH_PREPARING, self._buffer)):
+            ready = not self._steps.on_pieces
+            self._put(reading, Piece(records, len(records), claimed=ready, ready=ready))
+            del records  # they may have been used up before the next ones come
+
+    def _records(self, jobs: list[Job]) -> Iterator[pa.RecordBatch]:
+        """The records of neighbouring jobs, in their order."""
+        splits = jobs[0].splits
+        if len(jobs) > 1:
+            last = jobs[-1].splits[0]
+            splits = (Split(last.path, splits[0].first, last.first + last.count - splits[0].first),)
+        if jobs[0].order is None:
+            yield from self._read(splits[0])
+            return
+        batches = (batch for split in splits for batch in self._read(split))
+        blocks = regrouped(batches, [job.reads for job in jobs])
+        for job in jobs:
+            assert job.order is not None
+            # No name for the block, which would keep it while the next one is read.
+            yield next(blocks).take(pa.array(job.order()))
+        next(batches, None)  # lets the count of the last split be checked
+
+    def _read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        received = 0
+        for batch in self._source.read(split):
+            if self._closed:
+                raise Closed
+            received += len(batch)
+            if received > split.count:
+                break
+            if len(batch):
+                yield batch
+        if received != split.count:
+            came = "more" if received > split.count else str(received)
+            detail = f"expected {split.count} records, as there were when they were counted, but {came} came"
+            raise DataError(detail, path=split.path, place=f"from record {split.first} on")
+
+    def _put(self, reading: Reading, piece: Piece) -> None:
+        with self._changed:
+            self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
+            reading.pieces.append(piece)
+            reading.buffered += piece.records
+            self._changed.notify_all()
+
+    def _prepare_loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._wait(lambda: self._unprepared() is not None)
+                    piece = self._unprepared()
+                    assert piece is not None
+                    piece.claimed = True
+                with suppress(BaseException):  # the batch that holds the fault will meet it again
+                    piece.rows = self._steps.prepare(piece.rows)
+                with self._changed:
+                    piece.ready = True
+                    self._changed.notify_all()
+        except Closed:
+            pass
+
+    def _unprepared(self) -> Piece | None:
+        pieces = (piece for reading in self._readings for piece in reading.pieces)
+        return next((piece for piece in pieces if not piece.claimed), None)
+
+    def _finish_loop(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._wait(lambda: self._tickets > 0)
+                    self._tickets -= 1
+                with self._cutting:
+                    if self._ended:
+                        return
+                    number = self._cut
+                    parts, receipts, error = self._cut_next()
+                    self._ended = error is not None or not parts
+                outcome = self._make(parts, receipts, error)
+                self._ended |= outcome.error is not None
+                with self._changed:
+                    self._outcomes[number] = outcome
+                    self._changed.notify_all()
+        except Closed:
+            pass
+
+    def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> Outcome:
+        batch: Batch | None = None
+        if error is None and parts:
+            try:
+                batch = self._steps.finish(parts)
+            except BaseException as failure:
+                error = failure
+        return Outcome(batch, receipts, error)
+
+    def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
+        """The rows of the next batch; none at the end; or the error that came instead."""
+        try:
+            return self._cut_batch()
+        except Closed:
+            raise
+        except BaseException as error:  # the caller would wait for ever if it ended a finisher
+            return [], [], error
+
+    def _cut_batch(self) -> tuple[list[Rows], list[Receipt], None]:
+        parts: list[Rows] = []
+        receipts: list[Receipt] = []
+        missing = self._batch_size if self._cut != self._most_batches else 0
+        self._cut += 1
+        while missing and (reading := self._next_reading()) is not None:
+            count, rows, taken, last = reading.take(missing, self._batch_size)
+            parts.append(rows)
+            receipts += taken
+            missing -= count
+            if reading.is_used():
+                self._drop_used(reading)
+            if last and missing and self._drop_remainder:
+                parts, missing = [], self._batch_size
+            elif last:
+                break
+        return parts, receipts, None
+
+    def _next_reading(self) -> Reading | None:
+        """The reading that the next rows come from, when they can be cut; None at the end."""
+        with self._changed:
+            while True:
+                self._wait(lambda: bool(self._readings) or self._all_taken)
+                if not self._readings:
+                    return None
+                reading = self._readings[0]
+                self._wait(reading.goes_on)
+                if reading.pieces:
+                    # Where finishers hold batches, the room for them is that of the piece they are cut from.
+                    if not self._steps.on_batches and reading.let_go():
+                        self._changed.notify_all()
+                    return reading
+                if reading.error is not None:
+                    raise reading.error
+                self._readings.popleft()
+                self._changed.notify_all()
+
+    def _drop_used(self, reading: Reading) -> None:
+        with self._changed:
+            reading.let_go()
+            reading.pieces.popleft()
+            if reading.finished and not reading.pieces and reading.error is None:
+                self._readings.popleft()
+            self._changed.notify_all()

@@ -1,0 +1,159 @@
+"""Where a loader is in its data: a few numbers for each rank, however much of the data is done.
+
+The records of an epoch are divided over the ranks by a pure function (see `rank_shares.py`), and every rank
+hands out its share in order. So a rank's place is its epoch and the number of records of its share that it
+has handed out. `merge` joins the places of all ranks, in any order and any number of times.
+
+A job that resumes on another number of ranks divides what is left. What is left follows from the division
+that ended and the places where its ranks were. A position therefore also lists the earlier divisions that
+still matter, so that the division can be computed again after the next stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from karvan.data.loading.position_kind import LOADER, kind_of, mismatch
+
+VERSION = 2
+
+
+class Receipt(NamedTuple):
+    """So many records of an epoch have been handed out, in the order of the rank's share."""
+
+    epoch: int
+    records: int
+    complete: bool
+    """Whether they are the last ones of the share."""
+
+
+class Place(NamedTuple):
+    """Where a rank is: behind all epochs before `epoch`, and `records` records of its share of that one."""
+
+    epoch: int = 0
+    records: int = 0
+    steps: int = 0
+    """Batches since the very beginning."""
+
+    def after(self, receipt: Receipt) -> Place:
+        """The place behind what a receipt counts."""
+        if receipt.complete:
+            return self._replace(epoch=receipt.epoch + 1, records=0)
+        before = self.records if receipt.epoch == self.epoch else 0
+        return self._replace(epoch=receipt.epoch, records=before + receipt.records)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A division of the data over `world` ranks, and the places of the ranks when it ended."""
+
+    world: int
+    places: Mapping[int, Place]
+
+    @property
+    def first_epoch(self) -> int:
+        """The first epoch that is not complete on all ranks."""
+        return min(place.epoch for place in self.places.values())
+
+    def reaches(self, epoch: int) -> bool:
+        """Whether a rank has handed out records of this epoch, or of a later one."""
+        return any((place.epoch, place.records) > (epoch, 0) for place in self.places.values())
+
+    def state(self) -> dict[str, Any]:
+        """As JSON; each place is [rank, epoch, records, steps]."""
+        return {"world": self.world, "places": [[rank, *place] for rank, place in self.places.items()]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Division:
+        """The division that `state()` described."""
+        return cls(state["world"], {rank: Place(*numbers) for rank, *numbers in state["places"]})
+
+
+class Position(NamedTuple):
+    """The places of some or all ranks of a division, and the divisions before it that still matter."""
+
+    earlier: tuple[Division, ...]
+    now: Division
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Position:
+        """The position in a loader's state."""
+        return cls(tuple(map(Division.from_state, state["earlier"])), Division.from_state(state))
+
+    def of_rank(self, rank: int, world: int) -> tuple[tuple[Division, ...], Place]:
+        """Where a rank continues: the divisions before its own, and its place.
+
+        A rank of the same division continues at its own place. Another number of ranks begins a new division
+        of what all of them have left.
+        """
+        places = self.now.places
+        if world == self.now.world and rank in places:
+            return self.earlier, places[rank]
+        if len(places) != self.now.world:
+            raise ValueError(
+                f"Rank {rank} of {world} needs its own position or the merged one of all ranks, "
+                f"but received that of ranks {sorted(places)} of {self.now.world}."
+            )
+        first = self.now.first_epoch
+        earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))
+        return earlier, Place(first, 0, max(place.steps for place in places.values()))
+
+
+def state_of(
+    settings: Mapping[str, Any], until: int | None, earlier: Sequence[Division], now: Division
+) -> dict[str, Any]:
+    """A loader's state, JSON-able, in lists and mappings of its own."""
+    return {
+        "version": VERSION,
+        "settings": dict(settings),
+        "until": until,
+        "earlier": [division.state() for division in earlier],
+        **now.state(),
+    }
+
+
+def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the `state_dict()`s of all ranks of a job into one that a loader of any world size takes."""
+    states = list(states)
+    if not states:
+        raise ValueError("merge needs the positions of at least one rank, but received none.")
+    first = states[0]
+    places: dict[int, Place] = {}
+    for state in states:
+        check_settings(state, first["settings"], "the first position")
+        if state["world"] != first["world"]:
+            raise ValueError(
+                f"Positions to merge must come from one job, but their worlds are {first['world']} "
+                f"and {state['world']}."
+            )
+        if state["earlier"] != first["earlier"]:
+            raise ValueError(
+                "Positions to merge must come from one job, but these ranks resumed from different "
+                "positions: all ranks of a job must load the same merged position."
+            )
+        for rank, place in Division.from_state(state).places.items():
+            places[rank] = max(place, places.get(rank, place))
+    untils = [state["until"] for state in states]
+    earlier = [Division.from_state(division) for division in first["earlier"]]
+    now = Division(first["world"], dict(sorted(places.items())))
+    return state_of(first["settings"], None if None in untils else max(untils), earlier, now)
+
+
+def check_settings(state: Mapping[str, Any], settings: Mapping[str, Any], whose: str) -> None:
+    """Raise unless the state is a position in the same data, in the same order."""
+    if (kind := kind_of(state)) != LOADER:
+        raise ValueError(mismatch(kind, LOADER))
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"A position must have version {VERSION}, but has {state.get('version')!r}. "
+            "Another version of karvan saved it: finish the epoch with that one, or begin without a position."
+        )
+    received = state["settings"]
+    different = [name for name in settings if received.get(name) != settings[name]]
+    if different:
+        detail = ", ".join(f"{name} {received.get(name)!r} (here {settings[name]!r})" for name in different)
+        raise ValueError(
+            f"A position is valid for the same data and order only, but {whose} differs: {detail}."
+        )

@@ -1,0 +1,163 @@
+"""What is read: jobs, the readings that they are read in, and the pieces of a batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from karvan.data.loading.batch_steps import Rows, split
+from karvan.data.loading.position import Receipt
+from karvan.data.source import Split
+
+MOST_RECORDS_PER_READING = 1 << 20
+
+Order = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Records of an epoch to hand out: all of the splits, or those of a block that `order` chooses."""
+
+    epoch: int
+    splits: tuple[Split, ...]
+    records: int
+    """How many are handed out."""
+    order: Callable[[], Order] | None = None
+    """Gives the records to take from the block, in their order; None: all, as they are."""
+    last: bool = False
+    """Whether it is the last of its epoch: batches do not span epochs."""
+
+    @property
+    def reads(self) -> int:
+        """How many records are read."""
+        return sum(split.count for split in self.splits)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Records that were read together. They are prepared, then cut into batches."""
+
+    rows: Rows
+    records: int
+    claimed: bool = False
+    """Whether a thread prepares it, or nothing is left to prepare."""
+    ready: bool = False
+    """Whether it can be cut."""
+    waits: bool = True
+    """Whether it counts as read ahead; one that batches are cut from does not."""
+    cuts: deque[tuple[int, Rows]] = field(default_factory=deque)
+
+    def cut(self, first: int, size: int) -> None:
+        """Cut it into up to `first` rows, then into runs of `size`, of which the last may be shorter."""
+        whole, rest = divmod(max(self.records - first, 0), size)
+        counts = [min(first, self.records), *[size] * whole, *[rest] * (rest > 0)]
+        self.cuts.extend(zip(counts, split(self.rows, counts), strict=True))
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Jobs that are read in one go, and what has been read of them but not been used."""
+
+    jobs: deque[Job]
+    pieces: deque[Piece] = field(default_factory=deque)
+    buffered: int = 0
+    """Records that wait."""
+    finished: bool = False
+    error: BaseException | None = None
+
+    def goes_on(self) -> bool:
+        """Whether its next rows can be cut, or nothing more will come."""
+        return self.pieces[0].ready if self.pieces else self.finished
+
+    def let_go(self) -> bool:
+        """Note that the first piece waits no longer, unless that is known; gives whether it was not."""
+        piece = self.pieces[0]
+        waited, piece.waits = piece.waits, False
+        self.buffered -= piece.records if waited else 0
+        return waited
+
+    def take(self, missing: int, batch_size: int) -> tuple[int, Rows, list[Receipt], bool]:
+        """Up to `missing` rows of the first piece, their receipts, and whether an epoch ends with them."""
+        piece = self.pieces[0]
+        if not piece.cuts:
+            piece.cut(missing, batch_size)
+        count, rows = piece.cuts.popleft()
+        receipts, left, last = [], count, False
+        while left:
+            job = self.jobs.popleft()
+            handed = min(left, job.records)
+            left -= handed
+            rest = job.records - handed
+            if rest:
+                self.jobs.appendleft(Job(job.epoch, (), rest, None, job.last))
+            last = job.last and not rest
+            receipts.append(Receipt(job.epoch, handed, last))
+        return count, rows, receipts, last
+
+    def is_used(self) -> bool:
+        """Whether all rows of the first piece have been taken."""
+        return not self.pieces[0].cuts
+
+
+def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
+    """The same records in batches of at least `least`; before an error comes what came before it."""
+    held: list[pa.RecordBatch] = []
+    try:
+        for batch in batches:
+            held.append(batch)
+            del batch  # it is let go of with the others
+            if sum(map(len, held)) >= least:
+                yield joined(held)
+    except BaseException:
+        if held:
+            yield joined(held)
+        raise
+    if held:
+        yield joined(held)
+
+
+def joined(held: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch of all, which are let go of; a single one is not copied."""
+    batch = held[0] if len(held) == 1 else pa.concat_batches(held)
+    held.clear()
+    return batch
+
+
+def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Iterator[pa.RecordBatch]:
+    """The same records in batches of the given counts."""
+    rest: pa.RecordBatch | None = None
+    for count in counts:
+        held: list[pa.RecordBatch] = []
+        while count:
+            rest = next(batches) if rest is None else rest
+            taken = min(count, len(rest))
+            held.append(rest.slice(0, taken))
+            rest = rest.slice(taken) if taken < len(rest) else None
+            count -= taken
+        yield joined(held)
+
+
+def runs(jobs: Iterator[Job]) -> Iterator[deque[Job]]:
+    """Jobs, those that are neighbours in a file together: their row groups are then decoded once."""
+    run: deque[Job] = deque()
+    held = 0
+    for job in jobs:
+        if run and not (_follows(run[-1], job) and held + job.reads <= MOST_RECORDS_PER_READING):
+            yield run
+            run, held = deque(), 0
+        run.append(job)
+        held += job.reads
+    if run:
+        yield run
+
+
+def _follows(before: Job, job: Job) -> bool:
+    if len(before.splits) > 1 or len(job.splits) > 1 or before.epoch != job.epoch:
+        return False
+    end, start = before.splits[0], job.splits[0]
+    return end.path == start.path and end.first + end.count == start.first

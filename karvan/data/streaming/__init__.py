@@ -1,0 +1,1 @@
+"""Endless data: Kafka, iterables, folders that appear in time."""

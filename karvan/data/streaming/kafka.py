@@ -1,0 +1,213 @@
+"""Kafka topics as a stream of record batches (needs the extra `kafka`).
+
+Messages become rows by `decode`: by default their bytes, with `json_rows(schema)` the columns of JSON
+objects, or by a function of your own. A stream has no parts, so a reader is no `Source` but an iterator:
+
+    reader = KafkaReader("clicks", {"bootstrap.servers": "…"}, json_rows(schema), size=4096)
+    for records in reader:
+        train(decoder(records))
+
+Where a reader stands is the next offset of every partition: `state_dict()` counts exactly what has been
+handed out, and goes into the same checkpoint as the model. Nothing is committed to Kafka, whose own idea of
+a position would disagree with the model after a crash. If the messages at the position have been deleted,
+that is an error, not a jump. Partitions are divided among ranks by their place in sorted order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import Event
+from typing import Any
+
+import pyarrow as pa
+
+from karvan.activity import activity
+from karvan.data.errors import DataError
+from karvan.data.identity import Identity
+from karvan.data.retry.broker import BrokerOutage
+from karvan.data.retry.patience import RETRY_SECONDS
+from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
+
+_ASK_SECONDS = 5.0  # for an answer of brokers that may be away
+_POLL_SECONDS = 0.1  # how long close() may go unnoticed
+
+
+class KafkaReader:
+    """The messages of topics in batches of `size`; fewer when `wait` seconds have passed since the first.
+
+    `config` is librdkafka's. Without a position reading begins at `start`, "earliest" or "latest". With
+    `until_end` it ends with the last message that was there when it began; otherwise at `close()`, which may
+    be called from another thread. Brokers that are away are waited for, with a warning, for `retry_seconds`;
+    then a `DataError` that is `temporary` is raised. Messages without a value (deletions in compacted topics)
+    are passed over.
+    """
+
+    def __init__(
+        self,
+        topics: str | Sequence[str],
+        config: Mapping[str, Any],
+        decode: DecodeBytes = bytes_rows,
+        *,
+        size: int = 1024,
+        wait: float = 1.0,
+        start: str = "earliest",
+        until_end: bool = False,
+        timeout: float = 30.0,
+        retry_seconds: float = RETRY_SECONDS,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        try:
+            import confluent_kafka
+        except ImportError as error:
+            raise ImportError("Reading Kafka needs confluent-kafka: pip install karvan[kafka]") from error
+        if start not in ("earliest", "latest"):
+            raise ValueError(f'A start must be "earliest" or "latest", but is {start!r}.')
+        if size < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"Expected size >= 1 and 0 <= rank < world, but have {size}, {rank} and {world}."
+            )
+        self._kafka = confluent_kafka
+        self._topics = [topics] if isinstance(topics, str) else list(topics)
+        self._decode = decode
+        self._size, self._wait, self._start, self._timeout = size, wait, start, timeout
+        self._until_end, self._rank, self._world = until_end, rank, world
+        self._offsets: dict[str, int] = {}
+        self._closed = Event()
+        self._outage = BrokerOutage(confluent_kafka, ", ".join(self._topics), retry_seconds)
+        also = config.get("error_cb")
+
+        def note(error: Any) -> None:
+            self._outage.note(error)
+            if also is not None:
+                also(error)
+
+        # The library asks for a group id, which is never used: partitions are assigned, nothing is committed.
+        self._consumer = confluent_kafka.Consumer(
+            {
+                "group.id": "karvan",
+                **config,
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "auto.offset.reset": "error",
+                "enable.partition.eof": True,
+                "error_cb": note,
+            }
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next offset of every partition that has been read from, by "topic/partition"."""
+        return {"offsets": dict(self._offsets)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, if called before iterating; partitions it does not name begin at `start`."""
+        self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
+
+    def identity(self) -> Identity:
+        """The topics: the same data tomorrow, with more messages."""
+        topics = ", ".join(self._topics)
+        return Identity(f"kafka {topics}", f"Kafka topics {topics}", grows=True)
+
+    @staticmethod
+    def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the positions of all ranks into one that any number of ranks can start from."""
+        offsets: dict[str, int] = {}
+        for state in states:  # a rank keeps what it started from for the partitions of others
+            for name, offset in state["offsets"].items():
+                offsets[name] = max(offset, offsets.get(name, 0))
+        return {"offsets": offsets}
+
+    def close(self) -> None:
+        """End the iteration: the batch being collected is dropped, and not counted as read."""
+        self._closed.set()
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        ends = self._assign()
+        open_ends = {name for name, end in ends.items() if self._offsets[name] < end}
+        reached = dict(self._offsets)
+        try:
+            while not self._closed.is_set() and (open_ends or not self._until_end):
+                messages = self._collect(ends, open_ends, reached)
+                if self._closed.is_set():
+                    return
+                if messages:
+                    batch = self._decode(messages)
+                    if batch.num_rows != len(messages):
+                        raise DataError(f"decode made {batch.num_rows} rows of {len(messages)} messages.")
+                    self._offsets = dict(reached)
+                    yield batch
+            self._offsets = dict(reached)
+        finally:
+            self._consumer.unassign()
+
+    def _assign(self) -> dict[str, int]:
+        """Take over this rank's partitions; the offset after the last message of each."""
+        partitions = sorted(
+            (topic, number) for topic in self._topics for number in self._partitions_of(topic)
+        )[self._rank :: self._world]
+        ends, assigned = {}, []
+        for topic, number in partitions:
+            name = f"{topic}/{number}"
+            partition = self._kafka.TopicPartition(topic, number)
+            low, high = self._outage.ask(
+                partial(self._consumer.get_watermark_offsets, partition, timeout=self._timeout),
+                name,
+                "The offsets cannot be asked for",
+            )
+            offset = self._offsets.setdefault(name, low if self._start == "earliest" else high)
+            if not low <= offset <= high:
+                raise DataError(
+                    f"The position is {offset}, but Kafka only has offsets {low} to {high}.", path=name
+                )
+            ends[name] = high
+            assigned.append(self._kafka.TopicPartition(topic, number, offset))
+        self._consumer.assign(assigned)
+        return ends
+
+    def _partitions_of(self, topic: str) -> list[int]:
+        found = self._outage.ask(
+            lambda: self._consumer.list_topics(topic, timeout=self._timeout).topics[topic],
+            topic,
+            "Kafka cannot be asked for its topics",
+        )
+        if found.error is not None or not found.partitions:
+            raise DataError(f"There is no such topic: {found.error}.", path=topic)
+        return list(found.partitions)
+
+    def _collect(self, ends: dict[str, int], open_ends: set[str], reached: dict[str, int]) -> list[bytes]:
+        """Up to `size` messages; fewer when time is up, all ends are reached, or the reader is closed."""
+        values: list[bytes] = []
+        deadline: float | None = None
+        while len(values) < self._size and not self._closed.is_set():
+            activity.advance()  # to wait for messages is no stall
+            if self._until_end and not open_ends:
+                break
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+            self._outage.check(lambda: self._consumer.list_topics(self._topics[0], timeout=_ASK_SECONDS))
+            for message in self._consumer.consume(self._size - len(values), timeout=_POLL_SECONDS):
+                if (problem := message.error()) is not None and self._outage.is_away(problem):
+                    self._outage.note(problem)
+                    continue
+                self._outage.heard()
+                name = f"{message.topic()}/{message.partition()}"
+                error, value, offset = message.error(), message.value(), message.offset()
+                assert offset is not None
+                if error is None:
+                    if self._until_end and offset >= ends[name]:
+                        open_ends.discard(name)
+                        continue
+                    reached[name] = offset + 1
+                    if value is not None:
+                        values.append(value)
+                elif error.code() == self._kafka.KafkaError._PARTITION_EOF:
+                    reached[name] = max(reached[name], offset)
+                else:
+                    raise DataError(str(error.str()), path=name, place=f"offset {offset}")
+                if reached[name] >= ends[name]:
+                    open_ends.discard(name)
+            if values and deadline is None:
+                deadline = time.monotonic() + self._wait
+        return values

@@ -1,0 +1,152 @@
+"""`Stream`: batches of something endless, taken on a thread, until somebody says that it is enough."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from karvan.argument_checks import check_counts
+from karvan.data.identity import Identity
+from karvan.ragged import Batch
+
+
+class Stream:
+    """Iterates over the batches of any iterable, up to `prefetch` of them ahead, to its end or to `close()`.
+
+    Closing works from any thread and at any moment, also while the iterable waits for data: batches that it
+    has delivered by then still come, and then the iteration ends. An error of the iterable comes in its
+    place. The thread ends when the stream is closed or dropped, as soon as the iterable lets it.
+
+    If the iterable has `state_dict()` and `load_state_dict()`, so has the stream: its position is that after
+    the last batch that was handed out, whatever has been taken ahead.
+    """
+
+    def __init__(self, batches: Iterable[Batch], prefetch: int = 4) -> None:
+        check_counts(1, prefetch=prefetch)
+        self._batches = batches
+        self._queue = _Queue(prefetch)
+        self._begun = False
+        self._position: Any = None
+
+    @property
+    def transform(self) -> Any:
+        """The transform of the iterable, if it has one; a Trainer keeps its state in checkpoints."""
+        return getattr(self._batches, "transform", None)
+
+    def transform_states(self) -> dict[str, Any]:
+        """The statistics of transforms in other processes, if the iterable is `kv.stream()` or like it."""
+        tell = getattr(self._batches, "transform_states", None)
+        return dict(tell()) if tell is not None else {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._begun:
+            self._begun = True
+            self._position = _state_of(self._batches)
+            arguments = (self._batches, self._queue)
+            threading.Thread(target=_take, args=arguments, name="karvan-data", daemon=True).start()
+        batch, position = self._queue.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        self._position = position
+        return batch
+
+    def close(self) -> None:
+        """End the stream after the batches that have arrived already."""
+        self._queue.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_queue"):  # a refused construction has none
+            self._queue.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iterable's position after the last batch that was handed out."""
+        state = self._positioned("state_dict")
+        return dict(self._position if self._begun else state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Move the iterable to a position; only before the first batch."""
+        if self._begun:
+            raise RuntimeError("A stream must be moved before its first batch is taken, but it has begun.")
+        self._positioned("load_state_dict")(state)
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Join the positions of all ranks into one, as the iterable does it."""
+        return dict(self._positioned("merge")(states))
+
+    def require_values(
+        self, labels: Sequence[str], weights: Sequence[str] = ()
+    ) -> AbstractContextManager[Any]:
+        """Let missing values of these columns be errors, if the iterable can do so, as a `Loader` can."""
+        ask = getattr(self._batches, "require_values", None)
+        if ask is None:
+            return nullcontext()
+        required: AbstractContextManager[Any] = ask(labels, weights)
+        return required
+
+    def identity(self) -> Identity | None:
+        """What tells the iterable's data from other data; None if it cannot say."""
+        ask = getattr(self._batches, "identity", None)
+        return None if ask is None else ask()
+
+    def _positioned(self, method: str) -> Any:
+        found = getattr(self._batches, method, None)
+        if found is None:
+            kind = type(self._batches).__name__
+            raise TypeError(
+                f"The position of a stream needs {method}() of its iterable, but {kind} has none."
+            )
+        return found
+
+
+class _Queue:
+    """What has been taken ahead; shared with the thread, which must not keep the stream itself alive."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Batch | BaseException, Any]] = deque()
+        self._ended = False
+
+    def put(self, batch: Batch | BaseException, position: Any) -> bool:
+        """Wait for room and add; False, and nothing added, after the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self._size or self._ended)
+            if not self._ended:
+                self._waiting.append((batch, position))
+                self._changed.notify_all()
+            return not self._ended
+
+    def get(self) -> tuple[Batch | BaseException, Any]:
+        """Wait for the next one; raises StopIteration at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting) or self._ended)
+            if not self._waiting:
+                raise StopIteration
+            self._changed.notify_all()
+            return self._waiting.popleft()
+
+    def close(self) -> None:
+        """No more will be added."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+
+def _take(batches: Iterable[Batch], queue: _Queue) -> None:
+    try:
+        for batch in batches:
+            if not queue.put(batch, _state_of(batches)):
+                return
+    except BaseException as error:
+        queue.put(error, None)
+    queue.close()
+
+
+def _state_of(batches: Iterable[Batch]) -> Any:
+    return getattr(batches, "state_dict", lambda: None)()

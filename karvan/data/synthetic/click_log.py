@@ -1,0 +1,243 @@
+"""Synthetic click logs whose labels come from a planted model, so the best reachable AUC is known.
+
+A log is an endless, seeded sequence of records. Record number i is the same in any file, of any file count,
+in any format: records are drawn in chunks of fixed size, each from its own generator.
+
+| Column | Type | Drawn |
+|---|---|---|
+| `label` | float32 | 1 with the planted probability |
+| `user`, `item` | int64 | Zipf, small ids are frequent; a quarter of the items of the favourite category |
+| `category` | int64 | of the item |
+| `city`, `age` | int64, float32 | of the user |
+| `device`, `hour` | int64 | context, uniform |
+| `price` | float32 | of the item, times log-normal noise |
+| `recency` | float32 | context, exponential: hours since the last visit |
+| `history` | list of int64 | items, half of them of the user's favourite category |
+
+The planted model is in `planted_model.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.orc
+import pyarrow.parquet
+
+from karvan.data.source import Part, Split
+from karvan.data.synthetic.planted_model import CHUNK, Floats, Planted
+
+AUC_RECORDS = 2**18
+ROW_GROUP = 2**17
+
+SCHEMA = pa.schema(
+    [
+        ("label", pa.float32()),
+        ("user", pa.int64()),
+        ("item", pa.int64()),
+        ("category", pa.int64()),
+        ("city", pa.int64()),
+        ("age", pa.float32()),
+        ("device", pa.int64()),
+        ("hour", pa.int64()),
+        ("price", pa.float32()),
+        ("recency", pa.float32()),
+        ("history", pa.list_(pa.int64())),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What `ClickLog.write` has written, and what a model can reach on it."""
+
+    paths: list[str]
+    rows: int
+    best_auc: float
+    click_rate: float
+
+
+class ClickLog:
+    """A seeded click log; `history` is the mean length of the histories, `zipf` the exponent of the ids.
+
+    `best_auc` is the AUC of the planted probabilities themselves: no model can be expected to exceed it.
+    """
+
+    schema = SCHEMA
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        users: int = 100_000,
+        items: int = 100_000,
+        categories: int = 100,
+        cities: int = 300,
+        history: int = 10,
+        zipf: float = 1.0,
+        click_rate: float = 0.2,
+    ) -> None:
+        counts = {"users": users, "items": items, "categories": categories, "cities": cities}
+        for name, value in counts.items():
+            if not 1 <= value < 2**31:
+                raise ValueError(f"{name} must be from 1 to 2 ** 31 - 1, but is {value}.")
+        if history < 0 or zipf < 0 or not 0 < click_rate < 1:
+            raise ValueError(
+                "history and zipf must not be negative and click_rate must be between 0 and 1, "
+                f"but are {history}, {zipf} and {click_rate}."
+            )
+        self._planted = Planted(seed, users, items, categories, cities, history, zipf)
+        self._bias = _bias_for(self._planted.draw(0)[1], click_rate)
+
+    def table(self, first: int, count: int) -> pa.Table:
+        """Records `first` to `first + count`."""
+        return pa.Table.from_batches(self._batches(first, count), SCHEMA)
+
+    def probabilities(self, first: int, count: int) -> Floats:
+        """The planted probabilities of a click of these records."""
+        pieces = [
+            _sigmoid(self._planted.draw(number)[1][start:stop] + self._bias)
+            for number, start, stop in _chunks(first, count)
+        ]
+        return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+
+    @cached_property
+    def best_auc(self) -> float:
+        """The expected AUC of the planted probabilities, over the log's first 262,144 records."""
+        return expected_auc(self.probabilities(0, AUC_RECORDS))
+
+    def source(self, rows: int, parts: int = 1) -> ClickLogSource:
+        """The first `rows` records as a source, nothing written."""
+        return ClickLogSource(self, rows, parts)
+
+    def write(
+        self, path: str | os.PathLike[str], rows: int, format: str = "parquet", files: int = 1
+    ) -> Written:
+        """Write the first `rows` records to `files` files in the folder `path`, as Parquet or ORC.
+
+        Records are drawn while others are written, and two files are written at once.
+        """
+        if format not in ("parquet", "orc"):
+            raise ValueError(f"format must be 'parquet' or 'orc', but is {format!r}.")
+        os.makedirs(path, exist_ok=True)
+        shares = _shares(rows, files)
+        paths = [os.path.join(path, f"part-{number:05d}.{format}") for number in range(files)]
+        with ThreadPoolExecutor(2, thread_name_prefix="karvan-synthetic") as pool:
+            writing = [
+                pool.submit(self._write_file, *each, format) for each in zip(paths, shares, strict=True)
+            ]
+            best_auc = pool.submit(lambda: self.best_auc)
+            clicks = sum(each.result() for each in writing)
+        return Written(paths, rows, best_auc.result(), clicks / rows if rows else 0.0)
+
+    def _write_file(self, path: str, share: tuple[int, int], format: str) -> float:
+        """Write a share of the records, and return how many clicks are among them."""
+        clicks = 0.0
+        with _writer(path, format) as writer:
+            for table in self._ahead(*share):
+                writer.write(table)
+                clicks += float(np.sum(table.column("label").to_numpy(), dtype=np.float64))
+        return clicks
+
+    def _ahead(self, first: int, count: int) -> Iterator[pa.Table]:
+        """The records in row groups, at least one, drawn on a second thread while the caller writes."""
+        with ThreadPoolExecutor(1, thread_name_prefix="karvan-synthetic") as pool:
+            pending: deque[Future[pa.Table]] = deque()
+            for start in range(0, max(count, 1), ROW_GROUP):
+                pending.append(pool.submit(self.table, first + start, min(ROW_GROUP, count - start)))
+                if len(pending) > 2:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+
+    def _batches(self, first: int, count: int) -> Iterator[pa.RecordBatch]:
+        return (self._batch(*chunk) for chunk in _chunks(first, count))
+
+    def _batch(self, number: int, start: int, stop: int) -> pa.RecordBatch:
+        columns, logits, chance = self._planted.draw(number)
+        columns["label"] = (chance < _sigmoid(logits + self._bias)).astype(np.float32)
+        offsets, values = columns["history"]
+        columns["history"] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+        arrays = {name: pa.array(column).cast(SCHEMA.field(name).type) for name, column in columns.items()}
+        batch = pa.RecordBatch.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+        return batch.slice(start, stop - start)
+
+
+class ClickLogSource:
+    """The start of a click log as a source of several parts."""
+
+    schema = SCHEMA
+
+    def __init__(self, log: ClickLog, rows: int, parts: int) -> None:
+        self._log = log
+        self._parts = {
+            f"synthetic-{number:05d}": (first, count)
+            for number, (first, count) in enumerate(_shares(rows, parts))
+        }
+
+    def parts(self) -> list[Part]:
+        """As asked for, of nearly equal sizes."""
+        return [Part(path, count) for path, (_, count) in self._parts.items()]
+
+    def fingerprint(self) -> str:
+        """The bias is another one for every log; see `identity.py`."""
+        return repr(float(self._log._bias))
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        """Draws the records of the split."""
+        return self._log._batches(self._parts[split.path][0] + split.first, split.count)
+
+
+def expected_auc(probabilities: npt.ArrayLike) -> float:
+    """The AUC that scoring records by their true probabilities is expected to have."""
+    scores = np.asarray(probabilities, np.float64)
+    _, group = np.unique(scores, return_inverse=True)
+    clicks, others = np.bincount(group, scores), np.bincount(group, 1 - scores)
+    below = np.cumsum(others) - others / 2
+    return float((clicks * below).sum() / (clicks.sum() * others.sum()))
+
+
+def _sigmoid(logits: Floats) -> Floats:
+    one = np.float32(1)
+    result: Floats = one / (one + np.exp(-logits))
+    return result
+
+
+def _bias_for(logits: Floats, rate: float) -> np.float32:
+    low, high = -30.0, 30.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        below = _sigmoid(logits + np.float32(middle)).mean() < rate
+        low, high = (middle, high) if below else (low, middle)
+    return np.float32(low)
+
+
+def _chunks(first: int, count: int) -> Iterator[tuple[int, int, int]]:
+    """The chunks that hold these records: number, and start and stop inside the chunk."""
+    end = first + count
+    for number in range(first // CHUNK, -(-end // CHUNK) if count else 0):
+        yield number, max(first - number * CHUNK, 0), min(end - number * CHUNK, CHUNK)
+
+
+def _shares(rows: int, files: int) -> list[tuple[int, int]]:
+    if rows < 0 or files < 1:
+        raise ValueError(f"rows must not be negative and files at least 1, but are {rows} and {files}.")
+    bounds = [number * rows // files for number in range(files + 1)]
+    return [(first, stop - first) for first, stop in pairwise(bounds)]
+
+
+def _writer(path: str, format: str) -> Any:
+    if format == "orc":
+        return pyarrow.orc.ORCWriter(path, compression="zstd")
+    few_values = ["label", "category", "city", "device", "hour"]
+    return pyarrow.parquet.ParquetWriter(path, SCHEMA, compression="snappy", use_dictionary=few_values)

@@ -1,0 +1,147 @@
+"""Dense parameters of a Trainer that make their steps on parameter servers, which is mode async.
+
+A step is up to several attempts: pull what is newer, compute, push. One whose push is rejected is
+computed again, on the vectors that its rows had at the first attempt; rows are looked up, counted and updated
+once. Servers begin with what rank 0 has, its optimizer's state included, whenever a fit begins. Before
+an evaluation and a checkpoint, and at the end, all trainers wait for each other: pushes that wait for others
+become a step, and every trainer has what the servers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan.dense.client import AsyncDense
+from karvan.dense.local import DenseHere
+from karvan.dense.optimizer_spec import describe
+from karvan.dense.server_proxy import DensePeer
+from karvan.dense.sharding import merge_states, split_state
+from karvan.dense.step_policies import Outcome, Staleness
+from karvan.distributed import Connection, RankError
+from karvan.embedding import EmbeddingEngine
+
+_MOST_REJECTIONS = 100  # of a step, beyond what trainers that are ahead can cause
+
+
+class DenseAway(DenseHere):
+    """Parameters that step on parameter servers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        engines: Sequence[EmbeddingEngine],
+        connection: Connection,
+        ahead: int,
+    ) -> None:
+        super().__init__(optimizer)
+        assert connection.servers is not None
+        describe(optimizer)  # a server must be able to run it
+        servers, number = connection.servers, connection.servers.new_model()
+        self._connection = connection
+        self._parameters = dict(model.named_parameters())
+        self._servers = [DensePeer(servers, server, number) for server in range(len(servers))]
+        self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
+        self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
+        name = f"trainer-{connection.rank}"
+        self._dense = AsyncDense(model, optimizer, self._servers, trainer=name, call=self._call)
+        self._rejects = connection.settings.dense.rejects
+        self._engines = list(engines) if self._rejects else []
+        self._most = _MOST_REJECTIONS + connection.world * (ahead + 2)
+
+    @property
+    def staleness(self) -> Staleness:
+        """See `DenseHere.staleness`."""
+        return self._dense.staleness
+
+    def begin(self) -> None:
+        """See `DenseHere.begin`."""
+        self._first_does(self._fill)
+        self._dense.join()
+
+    def fresh(self) -> None:
+        """See `DenseHere.fresh`."""
+        self._dense.before_step()
+
+    def attempts(self) -> Generator[int, None, None]:
+        """See `DenseHere.attempts`."""
+        try:
+            for number in range(self._most):
+                for engine in self._engines:
+                    engine.again.replay() if number else engine.again.record()
+                self.fresh()
+                yield number
+        finally:
+            for engine in self._engines:
+                engine.again.end()
+        raise RuntimeError(
+            f"The servers have rejected the gradients of a step {self._most} times: others were always "
+            "faster. Expected a larger tolerance, or trainers of similar speed."
+        )
+
+    def step(self) -> Outcome:
+        """See `DenseHere.step`."""
+        outcome = self._dense.step()
+        if outcome == "rejected" and not self._rejects:
+            raise RuntimeError(
+                "A parameter server is behind the gradients that it was given: it has lost steps. "
+                "Expected a job that goes back to its checkpoint when a server is lost."
+            )
+        return outcome
+
+    def settle(self) -> None:
+        """See `DenseHere.settle`."""
+        self._connection.main.barrier()
+        self._first_does(lambda: list(self._call(DensePeer.flush, self._servers)))
+        self.fresh()
+
+    def take(self) -> None:
+        """See `DenseHere.take`."""
+        self.settle()
+        self._first_does(self._take_slots)
+
+    def _fill(self) -> None:
+        """Give the servers what this rank has."""
+        assert self.optimizer is not None
+        own = self.optimizer.state
+        state = {
+            "version": 0,
+            "optimizer": describe(self.optimizer),
+            "parameters": {name: each.detach() for name, each in self._parameters.items()},
+            "slots": {
+                name: dict(own[each]) if each in own else {} for name, each in self._parameters.items()
+            },
+            "waiting": [],
+            "answers": {},
+        }
+        shares = split_state(state, len(self._servers))
+        list(self._call(DensePeer.load_state, self._servers, shares))
+
+    def _take_slots(self) -> None:
+        """Give this rank's optimizer the state of the servers'."""
+        assert self.optimizer is not None
+        slots = merge_states(list(self._call(DensePeer.state, self._servers)))["slots"]
+        for name, parameter in self._parameters.items():
+            if slots[name]:
+                self.optimizer.state[parameter] = slots[name]
+
+    def _first_does(self, work: Callable[[], object]) -> None:
+        """Rank 0 works while the others wait; an error is one on all."""
+        lane, error = self._connection.main, None
+        if lane.rank == 0:
+            try:
+                work()
+            except Exception as reason:
+                if lane.world == 1:
+                    raise
+                error = reason
+        told = lane.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {told}")

@@ -1,0 +1,65 @@
+"""Servers' dense parameters as a trainer reaches them, over a line of their own: they wait for no lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from karvan.dense.step_policies import Answer
+from karvan.dense.tensor_checks import Array
+from karvan.dense.wire_format import state_message, state_of, tensors_message, tensors_of
+from karvan.distributed.clients.parameter_servers import Servers
+from karvan.wire import Message
+
+
+class DensePeer:
+    """One server, and the model of which it has a share; a `DenseServer`."""
+
+    def __init__(self, servers: Servers, server: int, model: int) -> None:
+        self._servers = servers
+        self._server = server
+        self._model = model
+
+    def push_model(self, parameters: Mapping[str, Array], optimizer: Mapping[str, Any]) -> int:
+        """See `DenseParameters.push_model`."""
+        told = self._call("push_model", tensors_message(parameters, optimizer=dict(optimizer)))
+        return int(told.head["version"])
+
+    def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
+        """See `DenseParameters.pull`."""
+        told = self._call("pull_dense", Message({"version": version}))
+        return int(told.head["version"]), tensors_of(told) if told.arrays else None
+
+    def push_gradients(
+        self,
+        gradients: Mapping[str, Array],
+        version: int,
+        *,
+        trainer: str,
+        sequence: int,
+        lr: float | None = None,
+    ) -> Answer:
+        """See `DenseParameters.push_gradients`."""
+        head = {"version": version, "trainer": trainer, "sequence": sequence, "lr": lr}
+        told = self._call("push_dense", tensors_message(gradients, **head))
+        return Answer(*told.head["answer"])
+
+    def next_sequence(self, trainer: str) -> int:
+        """See `DenseParameters.next_sequence`."""
+        return int(self._call("next_sequence", Message({"trainer": trainer})).head["sequence"])
+
+    def flush(self) -> int:
+        """See `DenseParameters.flush`."""
+        return int(self._call("flush_dense", Message({})).head["version"])
+
+    def state(self) -> dict[str, Any]:
+        """See `DenseParameters.state`."""
+        return state_of(self._call("dense_state", Message({})))
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """See `DenseParameters.load_state`."""
+        self._call("load_dense_state", state_message(state))
+
+    def _call(self, method: str, call: Message) -> Message:
+        head = {**call.head, "model": self._model}
+        return self._servers.peer(self._server, "dense").call(method, head, call.arrays)

@@ -1,0 +1,81 @@
+"""Dense arrays as they come from elsewhere: made tensors, and held against what is expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from karvan import _native
+
+Array: TypeAlias = Tensor | NDArray[Any]
+
+
+def dense_tensor(name: str, array: Array, copy: bool) -> Tensor:
+    """As float32 on the CPU, without holes."""
+    if isinstance(array, np.ndarray):
+        # Torch warns of memory that cannot be written, as that of messages, and knows no negative strides.
+        array = torch.from_numpy(array if array.flags.carray else array.copy())
+    if not isinstance(array, Tensor) or not array.is_floating_point():
+        kind = array.dtype if isinstance(array, Tensor) else type(array).__name__
+        raise ValueError(f"'{name}' must be an array of floats, got {kind}.")
+    if array.layout is not torch.strided:
+        array = array.to_dense()
+    array = array.detach().to("cpu", torch.float32, copy=copy, memory_format=torch.contiguous_format)
+    return array.contiguous()
+
+
+def expect_number(what: str, value: int) -> None:
+    """Versions and sequence numbers."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{what} must be a number from 0 on, got {value!r}.")
+
+
+def expect_alike(has: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
+    """Both have the same names and shapes."""
+    expected = {name: list(each.shape) for name, each in has.items()}
+    received = {name: list(each.shape) for name, each in got.items()}
+    if expected == received:
+        return
+    wrong = sorted(name for name in {*expected, *received} if expected.get(name) != received.get(name))
+    raise ValueError(
+        f"Another model was pushed first. Expected {_shapes(expected, wrong)}; "
+        f"received {_shapes(received, wrong)}."
+    )
+
+
+def expect_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    """Gradients are for parameters that there are, in their shapes."""
+    for name, gradient in gradients.items():
+        if name not in parameters:
+            raise ValueError(f"A gradient for '{name}', but the parameters here are {_names(parameters)}.")
+        if gradient.shape != parameters[name].shape:
+            raise ValueError(
+                f"The gradient for '{name}' must have shape {list(parameters[name].shape)}, "
+                f"got {list(gradient.shape)}."
+            )
+
+
+def _shapes(shapes: Mapping[str, list[int]], names: Sequence[str]) -> str:
+    told = [f"'{name}' {shapes[name]}" if name in shapes else f"no '{name}'" for name in names[:8]]
+    return ", ".join(told) + (", …" if len(names) > 8 else "")
+
+
+def _names(parameters: Mapping[str, Any]) -> str:
+    names = [f"'{name}'" for name in list(parameters)[:8]]
+    return (", ".join(names) or "none") + (", …" if len(parameters) > 8 else "")
+
+
+def all_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no element is an infinity or a NaN."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    if all(g.is_cpu and g.dtype is torch.float32 and g.is_contiguous() for g in dense):
+        return _native.all_finite([g.data_ptr() for g in dense], [g.numel() for g in dense])
+    largest = get_total_norm(dense, math.inf)  # the largest magnitude: unlike a sum, it cannot overflow
+    return bool(torch.isfinite(largest))

@@ -1,0 +1,63 @@
+"""Dense parameters on the wire: tensors as one array of float32, with their names and shapes in the head.
+
+States, which have other dtypes and numbers besides, are one array of bytes: the tree as JSON, and behind it
+its tensors (`gathering.pack`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.dense.tensor_checks import Array, dense_tensor
+from karvan.wire import Message, RefusedError, Request
+from karvan.wire.message import Array as WireArray
+
+# What a tree that was made up may lead to when it is read.
+WRONG = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
+
+
+def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
+    """Tensors by name, in the form of a message."""
+    plain = {name: dense_tensor(name, each, copy=False) for name, each in values.items()}
+    flat = torch.cat([each.reshape(-1) for each in plain.values()]) if plain else torch.empty(0)
+    told = [[name, list(each.shape)] for name, each in plain.items()]
+    return Message({**head, "tensors": told}, [flat.numpy()])
+
+
+def tensors_of(message: Message | Request) -> dict[str, WireArray]:
+    """The tensors of a message that its declaration has passed (`karvan/protocol/dense.py`)."""
+    flat = message.arrays[0]
+    made: dict[str, WireArray] = {}
+    at = 0
+    for name, shape in message.head["tensors"]:
+        size = math.prod(shape)
+        made[name] = flat[at : at + size].reshape(shape)
+        at += size
+    return made
+
+
+def state_message(state: Mapping[str, Any], **head: Any) -> Message:
+    """A state as a message."""
+    return Message(head, [np.frombuffer(pack(state), np.uint8)])
+
+
+def state_of(message: Message | Request) -> dict[str, Any]:
+    """The state of a message; a RefusedError if there is none."""
+    try:
+        state = unpack(message.arrays[0].tobytes())
+    except (*WRONG, RecursionError) as error:
+        raise RefusedError(f"expected a state, got bytes that are none: {error}") from error
+    if not isinstance(state, dict) or not _has_tensors(state.get("parameters")):
+        raise RefusedError("expected a state of dense parameters, got something else.")
+    return state
+
+
+def _has_tensors(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(each, Tensor) for each in values.values())

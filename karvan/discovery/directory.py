@@ -1,0 +1,206 @@
+"""Where the processes of a job are: asked of its registry, or told beforehand.
+
+A client gives its `Peer` a function that asks, so that a role which was restarted elsewhere is found again:
+`Peer("parameter-server 0", lambda: directory.find("parameter-server", 0))`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from karvan.clock import clock
+from karvan.protocol.registry import REGISTRY_CALLS, ROLES
+from karvan.wire.client import Peer
+from karvan.wire.errors import WireError
+from karvan.wire.security.credentials import Security
+
+_PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
+
+# Environment variables with the addresses of a role's processes, in the order of their indices.
+STATIC = {
+    "parameter-server": "KARVAN_PARAMETER_SERVERS",
+    "embedding-worker": "KARVAN_EMBEDDING_WORKERS",
+    "loader": "KARVAN_LOADER_ADDRESSES",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job, as the registry knows it."""
+
+    role: str
+    index: int
+    address: str
+    generation: int
+    pid: int
+    healthy: bool
+    silent: float  # seconds since its last sign of life
+
+    def __str__(self) -> str:
+        state = "" if self.healthy else f", no sign of life for {self.silent:.0f} s"
+        return f"{self.role} {self.index} at {self.address}{state}"
+
+
+class Addresses(Protocol):
+    """Finds processes by role and index."""
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address "host:port"; a WireError if it is not there in time."""
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role."""
+
+    def close(self) -> None:
+        """Nobody is looked for any more."""
+
+
+class Directory:
+    """Asks the registry at an address "host:port"; waits for those that are not there yet, or are lost."""
+
+    def __init__(self, registry: str, security: Security | None = None) -> None:
+        self._registry = registry
+        self._security = security
+        self._lock = threading.Lock()
+        self._peer: Peer | None = None
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address; a WireError names it, and those that are there."""
+        _check_role(role)
+        return self._wait(role, [index], timeout)[0]
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role; the time is for all of them together."""
+        _check_role(role)
+        return self._wait(role, range(count), timeout)
+
+    def members(self, timeout: float = 10.0) -> list[Member]:
+        """All that the registry knows."""
+        peer = self._connected()
+        try:
+            told = peer.call("members", deadline=timeout).head["members"]
+        except WireError:
+            self._drop(peer)
+            raise
+        return [Member(**each) for each in told]
+
+    def close(self) -> None:
+        """Leave the registry."""
+        with self._lock:
+            peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    def _wait(self, role: str, indices: Sequence[int], timeout: float) -> list[str]:
+        due = clock.now() + timeout
+        pause, last = _PAUSES
+        while True:
+            try:
+                members = self.members(max(0.1, due - clock.now()))
+            except WireError:
+                if clock.now() > due:
+                    raise
+                continue  # another thread's question came too late, and this one's connection went with it
+            there = {each.index: each.address for each in members if each.role == role and each.healthy}
+            missing = [index for index in indices if index not in there]
+            if not missing:
+                return [there[index] for index in indices]
+            if clock.now() + pause > due:
+                wanted = f"{role} {', '.join(map(str, missing))}"
+                where = f"at the registry {self._registry} within {timeout:.0f} s"
+                found = "; ".join(map(str, members)) or "nobody"
+                raise WireError(f"Expected {wanted} {where}, found {found}.")
+            time.sleep(pause)
+            pause = min(last, 2 * pause)
+
+    def _connected(self) -> Peer:
+        with self._lock:
+            if self._peer is None:
+                self._peer = Peer(
+                    "registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS
+                )
+            return self._peer
+
+    def _drop(self, peer: Peer) -> None:
+        """It has given up; the next question needs another one."""
+        with self._lock:
+            if self._peer is peer:
+                self._peer = None
+        peer.close()
+
+
+class StaticDirectory:
+    """Addresses that are known beforehand, by role, in the order of their indices."""
+
+    def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
+        for role in addresses:
+            _check_role(role)
+        self._addresses = {role: list(each) for role, each in addresses.items()}
+        for listed in self._addresses.values():
+            for address in listed:
+                host, _, port = address.rpartition(":")
+                if not host or not port.isdigit():
+                    raise ValueError(f"An address must be host:port, got {address!r}.")
+
+    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+        """Its address; a WireError if there is none in the list."""
+        _check_role(role)
+        return self._of(role, index + 1)[index]
+
+    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
+        """The addresses of the first `count` of a role."""
+        _check_role(role)
+        return self._of(role, count)[:count]
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+    def _of(self, role: str, count: int) -> list[str]:
+        known = self._addresses.get(role, [])
+        if len(known) < count:
+            found = "; ".join(f"{role} {index} at {where}" for index, where in enumerate(known)) or "nobody"
+            raise WireError(f"Expected {role} {count - 1} in the list of addresses, found {found}.")
+        return known
+
+
+def directory_from_environment(
+    environment: Mapping[str, str] | None = None, security: Security | None = None
+) -> Directory | StaticDirectory:
+    """As KARVAN_REGISTRY says, or else the variables of `STATIC`.
+
+    The first is the registry's "host:port"; the others are lists of them, separated by commas.
+    """
+    given = os.environ if environment is None else environment
+    if registry := given.get("KARVAN_REGISTRY", "").strip():
+        return Directory(registry, Security.from_environment(given) if security is None else security)
+    lists = {role: given.get(name, "") for role, name in STATIC.items()}
+    if not any(text.strip() for text in lists.values()):
+        raise ValueError(
+            f"Expected KARVAN_REGISTRY or a list of addresses in {', '.join(STATIC.values())}, got neither."
+        )
+    return StaticDirectory(
+        {role: [part.strip() for part in text.split(",") if part.strip()] for role, text in lists.items()}
+    )
+
+
+def find_role(
+    role: str, addresses: Sequence[str] | None, count: str, security: Security
+) -> tuple[Directory | StaticDirectory, int]:
+    """Where the processes of a role are, and how many: at these addresses, or as the environment says.
+
+    count: the variable that has their number, where the registry has their addresses.
+    """
+    if addresses is None and "KARVAN_REGISTRY" in os.environ:
+        return Directory(os.environ["KARVAN_REGISTRY"], security), int(os.environ.get(count, "0"))
+    if addresses is None:
+        addresses = [each.strip() for each in os.environ.get(STATIC[role], "").split(",") if each.strip()]
+    return StaticDirectory({role: addresses}), len(addresses)
+
+
+def _check_role(role: str) -> None:
+    if role not in ROLES:
+        raise ValueError(f"Expected a role of {', '.join(ROLES)}, got {role!r}.")

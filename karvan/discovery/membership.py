@@ -1,0 +1,133 @@
+"""A process's place in the registry of its job: it registers, and says every second that it lives.
+
+`karvan.discovery.registry` is the other side, and has the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from typing import Any
+
+from karvan.activity import activity, dump_stacks_on_signal
+from karvan.protocol.registry import REGISTRY_CALLS
+from karvan.wire.client import Peer
+from karvan.wire.errors import RefusedError, WireError
+from karvan.wire.security.credentials import Security
+
+_log = logging.getLogger("karvan.wire")
+
+_BEAT = 1.0  # seconds between two signs of life
+_DEADLINE = 5.0  # seconds for a sign of life
+
+
+class Membership:
+    """This process's place in the registry, until `leave`.
+
+    Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that does
+    not want this process a RefusedError. Later on a registry that is gone is waited for.
+    generation: the job's, when this process was started. beat: seconds between two signs of life.
+    """
+
+    def __init__(
+        self,
+        registry: str,
+        role: str,
+        index: int,
+        address: str,
+        security: Security | None = None,
+        generation: int = 0,
+        *,
+        patience: float = 30.0,
+        beat: float = _BEAT,
+    ) -> None:
+        self._beat = beat
+        self.replaced = False  # whether another process has taken this place
+        self._registry = registry
+        self._security = security
+        self._who = {
+            "role": role,
+            "index": index,
+            "address": address,
+            "generation": generation,
+            "pid": os.getpid(),
+            "process": secrets.token_hex(8),
+        }
+        self._dumps = dump_stacks_on_signal()
+        self._peer = self._talk()
+        self._ended = threading.Event()
+        try:
+            self._call("register", patience)
+        except Exception:
+            self._peer.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name=f"karvan-{role} {index}", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Say good-bye; a registry that is not there is left all the same."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join(2 * _DEADLINE)
+        with contextlib.suppress(WireError, RefusedError):
+            if not self.replaced:
+                self._call("leave", 1.0)
+        self._peer.close()
+
+    def _talk(self) -> Peer:
+        return Peer(
+            *("registry", self._registry, self._security),
+            forgetful=True,
+            patience=_DEADLINE,
+            calls=REGISTRY_CALLS,
+        )
+
+    def _call(self, method: str, deadline: float, **more: Any) -> dict[str, Any]:
+        return self._peer.call(method, {**self._who, **more}, deadline=deadline).head
+
+    def _run(self) -> None:
+        trouble = ""
+        while not self._ended.wait(self._beat):
+            try:
+                said = self._call("beat", _DEADLINE, activity=activity.report(self._dumps).as_head())
+                if said["replaced"]:
+                    self.replaced = True
+                    _log.warning("%s %s was replaced by another process.", *self._name())
+                    return
+                if not said["known"]:
+                    self._call("register", _DEADLINE)
+                if trouble:
+                    _log.info("The registry at %s is back.", self._registry)
+                trouble = ""
+            except (WireError, RefusedError) as error:
+                if self._peer.closing:
+                    return  # the process ends
+                if str(error) != trouble:
+                    _log.warning("%s %s: %s", *self._name(), error)
+                trouble = str(error)
+                self._peer.close()  # it has given up
+                self._peer = self._talk()
+
+    def _name(self) -> tuple[Any, Any]:
+        return self._who["role"], self._who["index"]
+
+
+def member_from_environment(role: str) -> Membership | None:
+    """The place of this process, if a launched job has started it for that role and it has no port."""
+    given = os.environ
+    registry = given.get("KARVAN_REGISTRY", "")
+    if not registry or given.get("KARVAN_ROLE") != role:
+        return None
+    return Membership(
+        registry,
+        role,
+        int(given.get("KARVAN_INDEX", "0")),
+        socket.gethostname(),
+        Security.from_environment(),
+        int(given.get("KARVAN_GENERATION", "0")),
+    )

@@ -1,0 +1,193 @@
+"""The job's registry: who is there, where, and when it last gave a sign of life.
+
+A role's process has a `Membership` (`karvan.discovery.membership`). It registers (role, index, address,
+generation) and then says every second that it lives; a registry that does not know it, because it has been
+restarted, asks it to register again. Nobody is asked: who dies stops talking, and counts as lost some seconds
+later. Who leaves says so and is forgotten. A heartbeat says as well what the process does
+(`karvan.activity`), for the launcher to find those that live but make no progress.
+
+A process that takes over a role and index replaces the one before, which learns it from its next sign of life
+and stays silent from then on. One that was started for an older generation of the job than the one whose
+place it wants is refused.
+
+Members are bounded: a role has as many as the job's replicas, and every part of a registration has a limit,
+so that whoever registers without end is refused and the list of members stays small.
+
+The registry also knows the generation of the job. Only its own process can change it (`begin_generation`, by
+the launcher); members and services ask for it, and a member of a generation that has not begun is refused.
+
+The trainers of a job meet here as well: see `rendezvous_store.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from karvan.activity import ActivityReport
+from karvan.clock import clock
+from karvan.discovery.directory import Member
+from karvan.discovery.rendezvous_methods import rendezvous_methods
+from karvan.discovery.rendezvous_store import RendezvousStore
+from karvan.protocol.registry import REGISTRY_CALLS, ROLES
+from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
+from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
+from karvan.wire.security.credentials import reachable
+
+_log = logging.getLogger("karvan.cluster")
+
+# A trainer runs what its user wrote, which may keep it from giving signs of life for a while.
+_SLOWER = {"trainer": 6.0}
+_MOST_REPLICAS = 1024  # of a role, where nobody says how many the job has
+
+
+@dataclass
+class _Entry:
+    process: str  # a random name, so that one that was replaced is not taken for the other
+    address: str
+    generation: int
+    pid: int
+    seen: float
+    activity: ActivityReport | None = None  # of the last heartbeat
+
+
+class Registry(Service):
+    """The registry, at a port of this machine, until `close`.
+
+    replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
+    lost_after: seconds without a sign of life after which a member counts as lost; for trainers six times as
+    many.
+    """
+
+    name = "registry"
+    progresses = False  # whoever runs it has other work
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        security: Security | None = None,
+        *,
+        replicas: Mapping[str, int] | None = None,
+        lost_after: float = 10.0,
+    ) -> None:
+        self._replicas = dict.fromkeys(ROLES, _MOST_REPLICAS) if replicas is None else dict(replicas)
+        self._generation = 0
+        self._lost_after = lost_after
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._store = RendezvousStore()
+        self.endpoints = endpoints(
+            {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
+            {
+                "register": self._register,
+                "beat": self._beat,
+                "leave": self._leave,
+                "members": self._list,
+                "generation": lambda request: Message({"generation": self._generation}),
+                **rendezvous_methods(self._store),
+            },
+        )
+        self._server = Server(self, host, port, security)
+
+    @property
+    def address(self) -> str:
+        """Where others find it."""
+        return reachable(self._server.address)
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._server.close()
+
+    def healthy(self, role: str, index: int) -> bool | None:
+        """Whether it has given a sign of life lately; None: it never came, or has left."""
+        with self._lock:
+            entry = self._entries.get((role, index))
+            return None if entry is None else self._member(role, index, entry).healthy
+
+    def members(self) -> list[Member]:
+        """All that came and did not leave."""
+        with self._lock:
+            return [self._member(*key, entry) for key, entry in sorted(self._entries.items())]
+
+    def activities(self) -> dict[tuple[str, int], ActivityReport]:
+        """What members said last of what they do, by role and index."""
+        with self._lock:
+            return {key: each.activity for key, each in self._entries.items() if each.activity is not None}
+
+    def forget(self, role: str, index: int) -> None:
+        """What is known of a process that has ended; another one will take its place."""
+        with self._lock:
+            self._entries.pop((role, index), None)
+
+    def begin_generation(self, generation: int) -> None:
+        """The job goes to this generation: called in the registry's process, before its trainers are started.
+
+        What trainers of the one before have told each other is dropped.
+        """
+        with self._lock:
+            if generation < self._generation:
+                raise ValueError(f"Expected generation {self._generation} or a later one, got {generation}.")
+            self._generation = generation
+        self._store.begin_generation(generation)
+
+    def _list(self, request: Request) -> Message:
+        return Message({"members": [vars(each) for each in self.members()]})
+
+    def _register(self, request: Request) -> Message:
+        key, head = _key(request), request.head
+        generation, process = head["generation"], head["process"]
+        self._check_bounds(key, head["address"])
+        with self._lock:
+            if generation > self._generation:
+                raise RefusedError(
+                    f"{key[0]} {key[1]} expected to be of generation {self._generation} or an older one, "
+                    f"got {generation}, which the launcher has not begun."
+                )
+            before = self._entries.get(key)
+            if before is not None and generation < before.generation:
+                raise RefusedError(
+                    f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
+                    "the job has moved on without it."
+                )
+            self._entries[key] = _Entry(process, head["address"], generation, head["pid"], clock.now())
+        if before is None or before.process != process:
+            _log.info("%s %d is at %s", *key, head["address"])
+        return Message({})
+
+    def _check_bounds(self, key: tuple[str, int], address: str) -> None:
+        role, index = key
+        count = self._replicas.get(role, 0)
+        if index >= count:
+            expected = f"{role} from 0 to {count - 1}" if count else f"no {role}"
+            raise RefusedError(f"expected {expected}, got {index}: the job has no more replicas.")
+        if not address.isprintable() or " " in address:
+            raise RefusedError(f"expected an address without spaces, got {address!r}.")
+
+    def _beat(self, request: Request) -> Message:
+        with self._lock:
+            entry = self._entries.get(_key(request))
+            known = entry is not None and entry.process == request.head["process"]
+            if entry is not None and known:
+                entry.seen = clock.now()
+                entry.activity = ActivityReport(**request.head["activity"])
+            return Message({"known": known, "replaced": bool(entry and not known)})
+
+    def _leave(self, request: Request) -> Message:
+        key = _key(request)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and entry.process == request.head["process"]:
+                del self._entries[key]
+        return Message({})
+
+    def _member(self, role: str, index: int, entry: _Entry) -> Member:
+        silent = clock.silence(entry.seen)
+        healthy = silent <= self._lost_after * _SLOWER.get(role, 1.0)
+        return Member(role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3))
+
+
+def _key(request: Request) -> tuple[str, int]:
+    return request.head["role"], request.head["index"]

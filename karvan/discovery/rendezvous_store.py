@@ -1,0 +1,154 @@
+"""Where the trainers of a job meet: a small key-value store inside the registry.
+
+torch's process groups need a store in which ranks find each other's addresses. torch's own (`TCPStore`)
+listens on every interface and asks nobody for a token. This one is part of the registry, so it has the job's
+token and TLS, and no port of its own. `karvan.distributed.wire_store` is the other side.
+
+Every call names the generation of its trainer. The store holds the keys of one generation only: the launcher
+begins the next one when it restarts trainers, which drops all keys, and calls of an earlier generation are
+refused. A trainer that dies leaves its keys behind until then. No call waits for a key: who misses one asks
+again, so that nobody holds a thread of the registry.
+
+Keys, values and their sum are bounded, so that a trainer that is wrong fails by itself and does not fill the
+launcher's memory. What would exceed a bound is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from karvan.protocol.rendezvous import LONGEST_KEY, MOST_KEYS
+from karvan.wire import RefusedError
+
+_INT64 = range(-(2**63), 2**63)
+_OVERHEAD = 128  # bytes that a key costs besides its text and its value
+
+
+@dataclass(frozen=True)
+class StoreBounds:
+    """How much a store may hold; `key_length` and sizes are bytes."""
+
+    keys: int = MOST_KEYS
+    key_length: int = 4 * LONGEST_KEY
+    value_size: int = 1 << 20
+    total_size: int = 1 << 26
+
+
+class RendezvousStore:
+    """The keys of one generation; its methods may be called from any thread."""
+
+    def __init__(self, bounds: StoreBounds | None = None) -> None:
+        self.bounds = bounds or StoreBounds()
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._values: dict[str, bytes] = {}
+        self._size = 0
+
+    def begin_generation(self, generation: int) -> None:
+        """Drop what earlier generations have left; from now on only this one is served."""
+        with self._lock:
+            self._generation = generation
+            self._values = {}
+            self._size = 0
+
+    def set(self, generation: int, keys: Sequence[str], values: Sequence[bytes]) -> None:
+        """Set all of these keys, or none of them."""
+        with self._lock:
+            self._check(generation)
+            self._put(dict(zip(keys, values, strict=True)))
+
+    def get(self, generation: int, keys: Sequence[str]) -> list[bytes] | None:
+        """The values of these keys; None unless all of them are there."""
+        with self._lock:
+            self._check(generation)
+            if not all(key in self._values for key in keys):
+                return None
+            return [self._values[key] for key in keys]
+
+    def has(self, generation: int, keys: Sequence[str]) -> bool:
+        """Whether all of these keys are there."""
+        with self._lock:
+            self._check(generation)
+            return all(key in self._values for key in keys)
+
+    def add(self, generation: int, key: str, amount: int) -> int:
+        """Add to a number, which is 0 if the key is not there; the sum."""
+        with self._lock:
+            self._check(generation)
+            before = self._values.get(key, b"0")
+            try:
+                total = int(before) + amount
+            except ValueError:
+                raise ValueError(f"add expects a number at {key[:100]!r}, got {before[:20]!r}.") from None
+            if total not in _INT64:
+                raise ValueError(f"add expects a sum of 64 bits at {key[:100]!r}, got {total}.")
+            self._put({key: str(total).encode()})
+            return total
+
+    def append(self, generation: int, key: str, value: bytes) -> None:
+        """Append to a value, which is empty if the key is not there."""
+        with self._lock:
+            self._check(generation)
+            self._put({key: self._values.get(key, b"") + value})
+
+    def compare_set(self, generation: int, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set a key if it has the expected value, or is missing and the expected value is empty.
+
+        The value afterwards; of a key that is missing the expected one, as torch's stores do.
+        """
+        with self._lock:
+            self._check(generation)
+            current = self._values.get(key)
+            if current == expected or (current is None and not expected):
+                self._put({key: desired})
+                return desired
+            return expected if current is None else current
+
+    def delete(self, generation: int, key: str) -> bool:
+        """Remove a key; whether it was there."""
+        with self._lock:
+            self._check(generation)
+            value = self._values.pop(key, None)
+            if value is None:
+                return False
+            self._size -= _size(key, value)
+            return True
+
+    def count(self, generation: int) -> int:
+        """The number of keys."""
+        with self._lock:
+            self._check(generation)
+            return len(self._values)
+
+    def _check(self, generation: int) -> None:
+        if generation != self._generation:
+            raise RefusedError(
+                f"Trainers expected to be of generation {self._generation}, got {generation}: "
+                "the job has moved on without this one."
+            )
+
+    def _put(self, values: dict[str, bytes]) -> None:
+        bounds, size, count = self.bounds, self._size, len(self._values)
+        for key, value in values.items():
+            length = len(key.encode())
+            if length > bounds.key_length or len(value) > bounds.value_size:
+                raise RefusedError(
+                    f"The rendezvous store expects keys of up to {bounds.key_length} bytes and values of up "
+                    f"to {bounds.value_size}, got {length} and {len(value)} at {key[:100]!r}."
+                )
+            before = self._values.get(key)
+            count += before is None
+            size += _size(key, value) - (0 if before is None else _size(key, before))
+        if count > bounds.keys or size > bounds.total_size:
+            raise RefusedError(
+                f"The rendezvous store expects up to {bounds.keys} keys and {bounds.total_size} bytes, "
+                f"got {count} and {size}."
+            )
+        self._values.update(values)
+        self._size = size
+
+
+def _size(key: str, value: bytes) -> int:
+    return len(key) + len(value) + _OVERHEAD

@@ -1,0 +1,14 @@
+"""The processes that train one model together, and what they tell each other.
+
+    ranks.current()               this process among them; alone unless it has connected
+    ranks.current().main.sum(x)   a collective: every rank calls it, in the same order
+
+Collectives go by lanes: a `Lane` belongs to one thread of each rank, so that threads never mix up each
+other's messages.
+"""
+
+from karvan.distributed.collectives import Lane
+from karvan.distributed.connection import Connection, connect, current, disconnect
+from karvan.distributed.errors import RankError
+
+__all__ = ["Connection", "Lane", "RankError", "connect", "current", "disconnect"]

@@ -1,0 +1,1 @@
+"""A rank's clients of parameter servers and embedding workers."""

@@ -1,0 +1,225 @@
+"""`Lane`: collectives of one thread with its likes on the other ranks.
+
+Every rank calls the same methods of a lane in the same order. What travels are bytes and numbers in the CPU's
+memory, never pickles. A process that is alone has lanes, too: nothing is sent, and nobody has to ask.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from karvan import _native
+from karvan.activity import TRAINERS, activity
+from karvan.distributed.errors import RankError
+
+_LOOK = timedelta(seconds=0.1)  # between two looks whether this rank leaves
+
+
+class Lane:
+    """The lane of a process that is alone; others derive from it."""
+
+    rank = 0
+    world = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.operations = 0  # collectives so far
+        self.bytes_sent = 0  # to other ranks, without what the transport adds
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.sum(torch.zeros(1))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, the same bits on each; `values` stay as they are."""
+        return values.clone()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks."""
+        return [data]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The same for anything that JSON can say."""
+        return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
+
+    def swap(self, numbers: Tensor) -> Tensor:
+        """Row r of `numbers`, (world, n), goes to rank r; row r of the result comes from there."""
+        return numbers.clone()
+
+    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+        """Pieces of a flat tensor to all ranks: to[r] elements go to rank r, of[r] come from there."""
+        return send
+
+    def leave(self) -> None:
+        """End what another thread of this process waits for here, and all that is asked of the lane later.
+
+        Those get a RankError. Other ranks do not hear of it, and the lane is of no more use.
+        """
+
+
+# What to raise for a lane whose collective has failed, the rank that was lost, if that is known, and why.
+Explain: TypeAlias = Callable[[Lane, int | None, Exception], Exception]
+
+
+class GlooLane(Lane):
+    """A lane over a process group of gloo that nobody else uses."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup, explain: Explain) -> None:
+        super().__init__(name)
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self._group = group
+        self._explain = explain
+        self._left = False
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Lane.sum`."""
+        total = values.clone()
+        self._do(lambda: dist.all_reduce(total, group=self._group, async_op=True))
+        self.bytes_sent += 2 * total.nbytes * (self.world - 1) // self.world
+        return total
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Lane.gather`."""
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        sizes = self.sum(sizes)
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = _bytes(data)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
+        if longest:
+            self._do(lambda: dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
+            self.bytes_sent += longest * (self.world - 1)
+        return [bytes(one[:size].numpy()) for one, size in zip(all_of_them, sizes.tolist(), strict=True)]
+
+    def swap(self, numbers: Tensor) -> Tensor:
+        """See `Lane.swap`."""
+        received = torch.empty_like(numbers)
+        self._do(
+            lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group, async_op=True)
+        )
+        self.bytes_sent += numbers[0].nbytes * (self.world - 1)
+        return received
+
+    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+        """See `Lane.exchange`."""
+        received = send.new_empty(sum(of))
+        self._do(
+            lambda: dist.all_to_all_single(
+                received, send, list(of), list(to), group=self._group, async_op=True
+            )
+        )
+        self.bytes_sent += (sum(to) - to[self.rank]) * send.element_size()
+        return received
+
+    def leave(self) -> None:
+        """See `Lane.leave`; the operation itself goes on inside of gloo, which cannot be stopped."""
+        self._left = True
+
+    def _do(self, operation: Callable[[], Any]) -> None:
+        """Begin an operation and wait for it, never long inside of torch: see `keep_forever` for why."""
+        self.operations += 1
+        try:
+            work = None if self._left else operation()
+            with activity.waiting(TRAINERS):
+                while work is not None and not work.is_completed():
+                    if self._left:
+                        keep_forever(self._group)
+                        work = None
+                    else:
+                        with suppress(RuntimeError):  # if it is not the time that is over, it comes once more
+                            work.wait(_LOOK)
+                if work is not None:
+                    work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self._explain(self, None, error) from error
+        if work is None:
+            raise _left(self)
+
+
+class BoardLane(Lane):
+    """A lane between processes of one machine, by memory that they share; some times as fast as a network."""
+
+    def __init__(
+        self, name: str, board: _native.Board, rank: int, world: int, timeout: float, explain: Explain
+    ) -> None:
+        super().__init__(name)
+        self.rank = rank
+        self.world = world
+        self._board = board
+        self._timeout = timeout
+        self._explain = explain
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Lane.sum`; in the order of ranks."""
+        flat = values.reshape(-1)
+        pieces = self.exchange(flat.repeat(self.world), [len(flat)] * self.world, [len(flat)] * self.world)
+        total = pieces[: len(flat)].clone()
+        for rank in range(1, self.world):
+            total += pieces[rank * len(flat) : (rank + 1) * len(flat)]
+        return total.view(values.shape)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Lane.gather`."""
+        sizes = self.swap(torch.full((self.world, 1), len(data))).flatten().tolist()
+        all_of_them = self.exchange(_bytes(data).repeat(self.world), [len(data)] * self.world, sizes)
+        return [bytes(one.numpy()) for one in torch.split(all_of_them, sizes)]
+
+    def swap(self, numbers: Tensor) -> Tensor:
+        """See `Lane.swap`."""
+        width = [numbers[0].numel()] * self.world
+        return self.exchange(numbers.reshape(-1), width, width).view(numbers.shape)
+
+    def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+        """See `Lane.exchange`."""
+        self.operations += 1
+        send, size = send.contiguous(), send.element_size()
+        received = send.new_empty(sum(of))
+        with activity.waiting(TRAINERS):
+            outcome = self._board.exchange(
+                send.data_ptr(),
+                [n * size for n in to],
+                received.data_ptr(),
+                [n * size for n in of],
+                self._timeout,
+            )
+        if outcome != "done":
+            if outcome == "left":
+                raise _left(self)
+            if outcome == "lost":
+                raise self._explain(self, self._board.missing, ConnectionError("its process has ended"))
+            raise self._explain(self, None, TimeoutError(f"nothing for {self._timeout:g} seconds"))
+        self.bytes_sent += (sum(to) - to[self.rank]) * size
+        return received
+
+    def leave(self) -> None:
+        """See `Lane.leave`."""
+        self._board.leave()
+
+
+def keep_forever(group: dist.ProcessGroup) -> None:
+    """Let nobody end a process group with an operation that never ends; whoever did would wait for it.
+
+    The interpreter does so at its end, too. And it ends a thread that comes back from a native call after
+    that by force, which C++ takes for the end of the whole program ("terminate called"). So threads must not
+    be inside of operations then, and groups that still are must stay.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _left(lane: Lane) -> RankError:
+    return RankError(f"This rank has left lane '{lane.name}' after an error, and cannot use it any more.")
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,402 @@
+"""Where a program's rows live: in this process, or shared out over the processes that train together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
+from torch.distributed.rendezvous import rendezvous
+
+from karvan import _native
+from karvan.distributed.collectives import BoardLane, GlooLane, Lane, keep_forever
+from karvan.distributed.errors import RankError
+from karvan.distributed.gloo_ports import closing_ports
+from karvan.distributed.rank_monitor import Watch
+from karvan.distributed.rendezvous import meet
+from karvan.distributed.sync_modes import DenseSettings, choose_dense, choose_mode
+from karvan.system_limits import require_limits
+
+if TYPE_CHECKING:
+    from karvan.discovery.membership import Membership
+    from karvan.distributed.clients.embedding_workers import Workers
+    from karvan.distributed.clients.parameter_servers import Servers
+    from karvan.distributed.wire_store import WireStore
+
+_log = logging.getLogger("karvan.distributed")
+
+KINDS = ("memory", "sharded", "remote")
+TRANSPORTS = ("auto", "memory", "network")
+WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+REDUCES = ("mean", "key")
+LOSSES = ("fail", "reload")
+# One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
+_LANES = ("main", "fit", "evaluate", "save")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a job chooses; see `connect`."""
+
+    kind: str = "memory"
+    wire: str = "float32"
+    grad_reduce: str = "mean"
+    timeout: float = 300.0
+    transport: str = "auto"
+    staleness: int = 1
+    on_server_loss: str = "fail"
+    mode: str = "sync"
+    dense: DenseSettings = field(default_factory=DenseSettings)
+
+
+class Joined(Protocol):
+    """Something that can be waited for."""
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+
+
+class Connection:
+    """This process among those that train together: `rank` of `world`, and a lane for each thread."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self.lanes = {name: Lane(name) for name in _LANES}
+        self.rank = 0
+        self.world = 1
+        self.chosen = False  # whether the program has called `connect`
+        self.servers: Servers | None = None
+        self.under_way: Joined | None = None  # a save, which needs its lane
+        self.workers: Workers | None = None
+        self._member: Membership | None = None
+
+    @property
+    def main(self) -> Lane:
+        """The lane of the thread that computes."""
+        return self.lanes["main"]
+
+    @property
+    def here(self) -> Lane:
+        """The lane of the calling thread."""
+        return self.lanes[getattr(_thread, "lane", "main")]
+
+    @contextmanager
+    def on(self, lane: str) -> Iterator[Lane]:
+        """Inside of it, the calling thread talks on this lane, which no other thread may use meanwhile."""
+        before = getattr(_thread, "lane", "main")
+        _thread.lane = lane
+        try:
+            yield self.lanes[lane]
+        finally:
+            _thread.lane = before
+
+    @property
+    def ahead(self) -> int:
+        """How many batches lookups run ahead."""
+        return self.settings.staleness if self.servers is not None else 0
+
+    @property
+    def divisor(self) -> int:
+        """What gradients of rows are divided by: how many trainers' gradients make a step."""
+        if self.settings.grad_reduce == "key":
+            return 1
+        return self.settings.dense.together if self.settings.mode == "async" else self.world
+
+    def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
+        """Find servers and workers at these addresses, or where the environment says; a collective."""
+        from karvan.discovery.membership import member_from_environment
+        from karvan.distributed.clients.embedding_workers import find_workers
+        from karvan.distributed.clients.parameter_servers import (
+            find_servers,  # with Flight, which others need not wait for
+        )
+
+        hello = {
+            "trainer": self.rank,
+            "trainers": self.world,
+            "run": self.main.gather_json(secrets.token_hex(8))[0],
+            "mode": self.settings.mode,
+            "staleness": self.settings.staleness,
+            "grad_reduce": self.settings.grad_reduce,
+            "divisor": self.divisor,
+            "dense": asdict(self.settings.dense),
+        }
+        reload = self.settings.on_server_loss == "reload"
+        self.servers = find_servers(servers, hello, self.settings.timeout, reload)
+        self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
+        self._member = member_from_environment("trainer")
+
+    def fail(self, lane: str, error: BaseException) -> None:
+        """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """What to raise for an error of torch's own collectives: a RankError, if a rank is the reason."""
+        return error
+
+    def close(self) -> None:
+        """Leave, once nothing is under way any more; the process group stays."""
+        if self.under_way is not None:
+            self.under_way.join()
+        if self.workers is not None:
+            self.workers.close()
+        if self.servers is not None:
+            self.servers.close()
+        if self._member is not None:
+            self._member.leave()
+
+
+class SharedConnection(Connection):
+    """A connection over torch's process group."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        timeout = timedelta(seconds=settings.timeout)
+        if not dist.is_initialized():
+            if "RANK" not in os.environ:
+                raise RuntimeError(
+                    'connect("sharded") expects a process that torchrun has started, or an initialised '
+                    "process group, got neither: torchrun --nproc-per-node=2 train.py"
+                )
+            backend = "gloo"
+            if torch.cuda.is_available():
+                backend = "cpu:gloo,cuda:nccl"
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            store, rank, world = _open_store(timeout)
+            name = meet(store, rank, world, settings.timeout)
+            with closing_ports():
+                dist.init_process_group(
+                    backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
+                )
+            _owned.add("process group")
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        store = _get_default_store()
+        number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
+        self._watch = Watch(
+            PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
+        )
+        with closing_ports():
+            self._make_lanes(timeout)
+        atexit.register(self._watch.close)
+
+    def _make_lanes(self, timeout: timedelta) -> None:
+        settings = self.settings
+        first = GlooLane("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
+        boards = None if settings.transport == "network" else self._boards(first)
+        for name in _LANES:
+            if boards is not None:
+                self.lanes[name] = BoardLane(
+                    name, boards[name], self.rank, self.world, settings.timeout, self._explain
+                )
+            else:
+                group = dist.new_group(backend="gloo", timeout=timeout)
+                self.lanes[name] = GlooLane(name, group, self._explain)
+        if settings.transport == "memory" and boards is None:
+            raise RuntimeError(
+                "transport 'memory' expects ranks on one machine that see each other's memory."
+            )
+
+    def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
+        """Memory that all ranks share, for each lane; None if one of them cannot have it."""
+        made: dict[str, _native.Board] = {}
+        error = ""
+        try:
+            made = {name: _native.Board(self.rank, self.world) for name in _LANES}
+        except (RuntimeError, OSError) as reason:
+            error = str(reason)
+        here = {"machine": _machine(), "places": {name: board.place for name, board in made.items()}}
+        there = first.gather_json(here)
+        try:
+            if any(one["machine"] != here["machine"] or len(one["places"]) < len(_LANES) for one in there):
+                error = error or "ranks are on several machines"
+            else:
+                for name, board in made.items():
+                    board.join([tuple(one["places"][name]) for one in there])
+        except (RuntimeError, OSError) as reason:
+            error = str(reason)
+        errors = [each for each in first.gather_json(error) if each]
+        if errors:
+            _log.info("Ranks talk over the network: %s.", errors[0])
+        return None if errors else made
+
+    def close(self) -> None:
+        """See `Connection.close`."""
+        super().close()
+        self._watch.close()
+        atexit.unregister(self._watch.close)
+
+    def fail(self, lane: str, error: BaseException) -> None:
+        """See `Connection.fail`."""
+        self._watch.tell(error)
+        self.lanes[lane].leave()
+        if dist.is_initialized():
+            keep_forever(_get_default_group())  # gradients may be on their way
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """See `Connection.explained`."""
+        of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+        if of_torch and not isinstance(error, RankError):
+            return self._watch.explain("main", None, error)
+        return error
+
+    def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
+        return self._watch.explain(lane.name, lost, error)
+
+    def _progress(self) -> dict[str, int]:
+        return {name: lane.operations for name, lane in self.lanes.items()}
+
+
+_thread = threading.local()
+_owned: set[str] = set()  # what was begun here, and has to be ended here
+_store: WireStore | None = None  # at which a launched job's trainers have met
+_current = Connection()
+_lock = threading.Lock()
+
+
+def current() -> Connection:
+    """The connection of this process."""
+    return _current
+
+
+def connect(
+    kind: str = "memory",
+    *,
+    wire: str | None = None,
+    grad_reduce: str = "mean",
+    timeout: float = 300.0,
+    transport: str = "auto",
+    servers: Sequence[str] | None = None,
+    workers: Sequence[str] | None = None,
+    mode: str | None = None,
+    staleness: int | None = None,
+    lr_staleness: bool | None = None,
+    grads_to_wait: int | None = None,
+    tolerance: int | None = None,
+    on_server_loss: str | None = None,
+) -> Connection:
+    """Choose where the rows of engines live that are made from now on.
+
+    "memory": in this process. "sharded", in a program that torchrun starts: every rank owns a range of the
+    keys' hashes of every table, ranks train on shares of the data, and gradients are averaged. "remote": on
+    parameter servers; started several times, by torchrun or a launched job, trainers share the data as above.
+
+    wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16"; without it as a launched
+    job says, else float32.
+    grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
+    dense parameters; "key" by the number of ranks that had the key in their batch.
+    timeout: seconds after which a rank that does not answer is an error on all others.
+    transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
+    it works. Dense gradients go their own way (DistributedDataParallel).
+    servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
+    embedding workers, which keep the ids of batches that loaders send; without any, ids are in the batches.
+    mode: how trainers keep together, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
+    launched job says; else by staleness, sync for 1 and hybrid above. staleness: how many batches of a
+    trainer may be between lookup and applied gradient. 1, in mode sync: lookups wait for all gradients of the
+    step before, as in memory. Without it, as a launched job says; else 1, or 4 if mode hybrid or async is
+    given. lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async are a step, see
+    `DenseSettings`.
+    on_server_loss: "fail", the default unless a launched job says otherwise: a server that has begun anew is
+    an error. "reload": it takes its rows as they were saved last, and what was lost is counted.
+    """
+    global _current
+    if kind not in KINDS:
+        raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.")
+    if wire is None:
+        wire = os.environ.get("KARVAN_WIRE", "float32") if kind == "remote" else "float32"
+    if wire not in WIRES:
+        raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
+    if grad_reduce not in REDUCES:
+        raise ValueError(f"grad_reduce must be one of {', '.join(REDUCES)}, got {grad_reduce!r}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
+    dense = (lr_staleness, grads_to_wait, tolerance)
+    remote = (servers, workers, mode, staleness, on_server_loss, *dense)
+    if kind != "remote" and any(each is not None for each in remote):
+        raise ValueError(
+            "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
+            f'connect("remote"), got "{kind}".'
+        )
+    settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    if kind == "remote":
+        mode, staleness = choose_mode(mode, staleness)
+        settings = replace(
+            settings,
+            mode=mode,
+            staleness=staleness,
+            dense=choose_dense(mode, *dense),
+            on_server_loss=on_server_loss or os.environ.get("KARVAN_SERVER_LOSS", "fail"),
+        )
+    if settings.on_server_loss not in LOSSES:
+        raise ValueError(
+            f"on_server_loss must be one of {', '.join(LOSSES)}, got {settings.on_server_loss!r}."
+        )
+    if settings.on_server_loss == "reload" and settings.mode == "async":
+        raise ValueError(
+            'on_server_loss="reload" is for modes sync and hybrid: in mode async a lost server has dense '
+            "parameters as well, which only a rollback restores."
+        )
+    if kind == "memory" and settings != Settings():
+        raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
+    with _lock:
+        _current.close()
+        _current = Connection()
+        _current.chosen = True
+        together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
+        if kind != "memory":
+            require_limits(int(os.environ.get("WORLD_SIZE", "1")))
+            made = SharedConnection(settings) if together else Connection(settings)
+            if kind == "remote":
+                made.reach(servers, workers)
+            made.chosen = True
+            _current = made
+        return _current
+
+
+def disconnect() -> None:
+    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun.
+
+    A save that is under way is waited for.
+    """
+    global _store
+    connect("memory")
+    if _owned and dist.is_initialized():
+        dist.destroy_process_group()
+    _owned.clear()
+    if _store is not None:
+        _store.close()
+        _store = None
+
+
+def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
+    """Where the ranks meet, this one's number, and how many there are."""
+    global _store
+    if os.environ.get("KARVAN_REGISTRY") and os.environ.get("KARVAN_ROLE") == "trainer":  # a launched job
+        from karvan.distributed.wire_store import launched_store
+
+        _store = launched_store(timeout.total_seconds())
+        return _store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
+    return store, rank, world
+
+
+def _started_by_torch() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+def _machine() -> str:
+    """What processes on one machine have in common."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename

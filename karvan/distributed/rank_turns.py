@@ -1,0 +1,39 @@
+"""Ranks that work for minutes, each on its own, before they meet again."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from karvan.distributed.collectives import Lane
+
+
+class Rounds:
+    """Signs of life while ranks work for minutes, so that none waits for another longer than a lane allows.
+
+    All ranks take part in each round; the work is done when all say so.
+    """
+
+    def __init__(self, lane: Lane, timeout: float) -> None:
+        self._lane = lane
+        self._every = min(30.0, timeout / 4)
+        self._last = time.monotonic()
+        self._broken = False
+
+    def still_working(self) -> None:
+        """Called between pieces of work; a round if it is time for one."""
+        if time.monotonic() >= self._last + self._every:
+            self._round(0)
+
+    def finish(self) -> None:
+        """Wait until all ranks have done their work, well or not."""
+        while not self._broken and self._round(1) < self._lane.world:
+            pass
+
+    def _round(self, done: int) -> int:
+        self._broken = True
+        total = int(self._lane.sum(torch.tensor([done])).item())
+        self._broken = False
+        self._last = time.monotonic()
+        return total

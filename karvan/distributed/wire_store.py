@@ -1,0 +1,174 @@
+"""`WireStore`: torch's `Store` over Karvan's own wire, for the trainers of a launched job.
+
+The other side is `karvan.discovery.rendezvous_store`, in the job's registry: callers show the token, and TLS
+is what it is for all calls. No call waits there. `get` and `wait` ask until the keys are there or the time is
+over, at first every millisecond, later ten times a second.
+
+A connection that breaks is made again, and a call is done once however often it was sent. When the registry
+is gone, which means the launcher, calls fail with a `DistStoreError` after the store's timeout. A trainer of
+a generation that is over gets a RefusedError.
+
+torch calls these methods from threads of its own as well. They need Python's lock while a call is packed, not
+while it is in flight.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from karvan.clock import clock
+from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
+from karvan.wire import Array, Message, Peer, Security, WireError
+
+_PAUSES = 0.001, 0.1  # seconds between two questions, at first and at last
+
+# torch's objects hold only the C++ half of a store that is written in Python.
+_in_use: set[WireStore] = set()
+
+
+class WireStore(Store):
+    """The store of one generation of trainers, at the registry's "host:port", until `close`.
+
+    timeout: seconds for a registry that does not answer, and for keys that are waited for, unless
+    `set_timeout` says otherwise.
+    """
+
+    timeout: timedelta  # torch's; `set_timeout` changes it
+
+    def __init__(
+        self, registry: str, generation: int, security: Security | None = None, timeout: float = 300.0
+    ) -> None:
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout))
+        self._deadline = timeout
+        self._registry = registry
+        self._generation = generation
+        self._security = security
+        self._lock = threading.Lock()
+        self._peer: Peer | None = None
+        _in_use.add(self)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set several keys at once."""
+        self._call("set", {"keys": list(keys)}, values)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once it is there."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of several keys, once all of them are there."""
+        found: list[bytes] = []
+
+        def ask() -> bool:
+            answer = self._call("get", {"keys": list(keys)})
+            if answer.head["present"]:
+                found.extend(unpack_values(*answer))
+            return bool(answer.head["present"])
+
+        self._poll(ask, keys, self.timeout)
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all of these keys are there."""
+        self._poll(lambda: self.check(keys), keys, self.timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of these keys are there."""
+        return bool(self._call("check", {"keys": list(keys)}).head["present"])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; the sum."""
+        return int(self._call("add", {"key": key, "amount": amount}).head["total"])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to a value."""
+        self._call("append", {"key": key}, [value])
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a key if it has the expected value; the value afterwards."""
+        return unpack_values(*self._call("compare_set", {"key": key}, [expected, desired]))[0]
+
+    def deleteKey(self, key: str) -> bool:  # noqa: N802
+        """Remove a key, for `delete_key`: by this name torch finds it."""
+        return bool(self._call("delete", {"key": key}).head["deleted"])
+
+    def getNumKeys(self) -> int:  # noqa: N802
+        """The number of keys, for `num_keys`: by this name torch finds it."""
+        return int(self._call("count", {}).head["keys"])
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` exist."""
+        return True
+
+    def clone(self) -> WireStore:
+        """Another one with the same keys."""
+        made = WireStore(self._registry, self._generation, self._security, self._deadline)
+        made.set_timeout(self.timeout)
+        return made
+
+    def close(self) -> None:
+        """Leave the registry; calls without an answer fail."""
+        _in_use.discard(self)
+        with self._lock:
+            peer, self._peer = self._peer, None
+        if peer is not None:
+            peer.close()
+
+    def _call(self, name: str, head: Mapping[str, Any], values: Sequence[str | bytes] = ()) -> Message:
+        packed = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
+        head = {**head, "generation": self._generation}
+        arrays: list[Array] = []
+        if packed:
+            head["sizes"], arrays = pack_values(packed)
+        peer = self._connected()
+        try:
+            return peer.call(f"store_{name}", head, arrays, deadline=self._deadline)
+        except WireError as error:
+            self._drop(peer)
+            raise dist.DistStoreError(
+                f"Trainers meet at the job's registry, which is lost: {error}"
+            ) from error
+
+    def _poll(self, ask: Callable[[], bool], keys: Sequence[str], timeout: timedelta) -> None:
+        due = clock.now() + timeout.total_seconds()
+        pause, longest = _PAUSES
+        while not ask():
+            left = due - clock.now()
+            if left <= 0:
+                wanted = ", ".join(keys)[:200]
+                seconds = timeout.total_seconds()
+                raise dist.DistStoreError(f"Expected {wanted} within {seconds:g} seconds, got nothing.")
+            time.sleep(min(pause, left))
+            pause = min(longest, 2 * pause)
+
+    def _connected(self) -> Peer:
+        with self._lock:
+            if self._peer is None:
+                self._peer = Peer("registry", self._registry, self._security, calls=RENDEZVOUS_CALLS)
+            return self._peer
+
+    def _drop(self, peer: Peer) -> None:
+        """It has given up; the next call needs another one."""
+        with self._lock:
+            if self._peer is peer:
+                self._peer = None
+        peer.close()
+
+
+def launched_store(timeout: float) -> WireStore:
+    """The store of the job that has launched this trainer, as the environment says."""
+    generation = int(os.environ.get("KARVAN_GENERATION", "0"))
+    return WireStore(os.environ["KARVAN_REGISTRY"], generation, Security.from_environment(), timeout)

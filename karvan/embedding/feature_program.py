@@ -1,0 +1,42 @@
+"""The features of an engine in the store's terms, and as JSON for those who embed in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from karvan.embedding.feature_inputs import mode_of
+from karvan.embedding.table import POOLED, HashStack, Table
+from karvan.store import Program
+
+
+def make_program(features: Mapping[str, Table]) -> Program:
+    """The program of some features, with their description."""
+    return Program(
+        [
+            (
+                feature,
+                table.name or feature,
+                mode_of(table),
+                table.combiner if table.combiner in POOLED else "sum",
+                1 if table.hash_stack is None else table.hash_stack.rounds,
+                table.dim,
+            )
+            for feature, table in features.items()
+        ],
+        {feature: _told(feature, table) for feature, table in features.items()},
+    )
+
+
+def features_from_json(told: Mapping[str, Any]) -> dict[str, Table]:
+    """The features that a program's description tells of: how their ids are laid out, not how rows begin."""
+    made = {}
+    for feature, (name, dim, combiner, length, stack) in told.items():
+        hash_stack = None if stack is None else HashStack(*stack)
+        made[feature] = Table(dim, name, combiner, length, hash_stack=hash_stack)
+    return made
+
+
+def _told(feature: str, table: Table) -> list[Any]:
+    stack = None if table.hash_stack is None else [table.hash_stack.rounds, table.hash_stack.size]
+    return [table.name or feature, table.dim, table.combiner, table.length, stack]

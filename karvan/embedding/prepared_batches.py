@@ -1,0 +1,80 @@
+"""Batches that were grouped ahead of their forward, found again by the very tensors that they consist of."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from threading import Lock
+from typing import Any, NamedTuple
+
+from karvan.embedding.feature_inputs import Inputs
+from karvan.ragged import REFERENCE, Ragged
+from karvan.store.base import Prepared
+
+_MOST = 8  # whoever prepares more than that without using them prepares in vain
+
+
+class _Entry(NamedTuple):
+    tensors: list[_Same]
+    inputs: Inputs
+    prepared: Prepared
+
+
+class Ahead:
+    """What has been prepared; threads may put and take."""
+
+    def __init__(self, features: Iterable[str]) -> None:
+        self._features = list(features)
+        self._entries: deque[_Entry] = deque(maxlen=_MOST)
+        self._lock = Lock()
+
+    def hold(self, most: int) -> None:
+        """Hold so many batches at least."""
+        with self._lock:
+            self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
+
+    def clear(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            self._entries.clear()
+
+    def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
+        """Hold a batch's groups."""
+        entry = _Entry(self._tensors(batch), inputs, prepared)
+        with self._lock:
+            self._entries.append(entry)
+
+    def take(self, batch: Mapping[str, Any]) -> tuple[Inputs, Prepared] | None:
+        """The groups of a batch, which are good for one forward; None if it was not prepared."""
+        if not self._entries:
+            return None
+        tensors = self._tensors(batch)
+        with self._lock:
+            for place, entry in enumerate(self._entries):
+                if entry.tensors == tensors:
+                    del self._entries[place]
+                    return entry.inputs, entry.prepared
+        return None
+
+    def _tensors(self, batch: Mapping[str, Any]) -> list[_Same]:
+        found: list[Any] = [batch.get(REFERENCE)]
+        for name in self._features:
+            entry = batch.get(name)
+            found += [entry.values, entry.offsets, entry.weights] if isinstance(entry, Ragged) else [entry]
+        return [_Same(tensor) for tensor in found]
+
+
+class _Same:
+    """A tensor, equal to itself alone while nobody writes to it; held, so that nothing takes its place."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._version = getattr(tensor, "_version", None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._tensor is other._tensor and self._version == other._version
+
+    def __hash__(self) -> int:
+        return id(self._tensor)

@@ -1,0 +1,1 @@
+"""The steps of feature chains, one kind each."""

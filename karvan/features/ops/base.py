@@ -1,0 +1,250 @@
+"""What a transform is, and how equal transforms of many features run as one call.
+
+A chain consists of `Step`s: frozen records of settings. Most are an `Op`, which can run; others stand for
+several. The engine hands all ops that are due at the same time to `run`, which groups those that can go
+together and gives each group to its class: element ops see the values of all entries as one tensor, row ops
+one entry with the rows of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from karvan.batch_slicing import join_rows, rows_of, split_rows, values_of
+from karvan.features.ops.layout import check_rows, describe, flat_values, is_text, kind_of, with_values
+from karvan.features.ops.missing_values import present, restored
+from karvan.ragged import Entry
+
+_WORTH_JOINING = 16_384
+"""Values of an entry from which on a call of its own costs less than copying it next to the others."""
+
+Number = int | float
+
+
+class Step(ABC):
+    """A step of a chain. Subclasses are frozen dataclasses; equal settings make equal steps."""
+
+    name: ClassVar[str]
+    """What the step is called in errors and plans: the method of `Feature` that adds it."""
+
+    joins: ClassVar[bool] = False
+    """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
+
+    row_wise: ClassVar[bool] = True
+    """Whether a row of the result depends on the same row of the entries alone."""
+
+    takes_missing: ClassVar[bool] = False
+    """Whether the step sees which values are missing; others run on the values that are there."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[Op]:
+        """The ops that it consists of, one for each entry it makes of an entry."""
+
+
+class Op(Step):
+    """A step that makes one entry of its arguments."""
+
+    def parts(self) -> Sequence[Op]:
+        """Itself."""
+        return (self,)
+
+    def check(self, *entries: Entry) -> None:
+        """Raise a TypeError or ValueError if the entries are not what the step expects."""
+
+    @abstractmethod
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Steps of one class with equal keys run as one call."""
+
+    @classmethod
+    @abstractmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Run steps of equal keys at once."""
+
+
+class Job(NamedTuple):
+    """One step of one feature with its arguments; the feature's name is for errors."""
+
+    feature: str
+    op: Op
+    arguments: tuple[Entry, ...]
+
+
+def run(jobs: Sequence[Job]) -> list[Entry]:
+    """The result of each job, with as few calls as their settings and kinds of entries allow."""
+    groups: dict[Hashable, list[int]] = {}
+    whole, jobs = jobs, [_without_missing(job) for job in jobs]
+    for i, (feature, op, arguments) in enumerate(jobs):
+        try:
+            op.check(*arguments)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"Feature '{feature}', {op.name}: {error}") from None
+        groups.setdefault((type(op), op.fuse_key(*arguments)), []).append(i)
+    results: list[Entry | None] = [None] * len(jobs)
+    for members in groups.values():
+        ops = [jobs[i].op for i in members]
+        try:
+            made = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
+        except ValueError:  # each by itself, to say whose values are wrong
+            made = [_run_alone(jobs[i]) for i in members]
+        for i, entry in zip(members, made, strict=True):
+            results[i] = entry if jobs[i] is whole[i] else restored(entry, whole[i].arguments[0])
+    return [entry for entry in results if entry is not None]
+
+
+def _run_alone(job: Job) -> Entry:
+    try:
+        return job.op.run_group([job.op], [job.arguments])[0]
+    except ValueError as error:
+        raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
+
+
+def _without_missing(job: Job) -> Job:
+    if len(job.arguments) > 1 or job.op.takes_missing:
+        return job
+    values = present(job.arguments[0])
+    return job if values is job.arguments[0] else job._replace(arguments=(values,))
+
+
+class GroupElementOp(Op):
+    """A step that works on each value by itself, and leaves rows and weights alone."""
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Everything that is no parameter must be equal; see `settings`."""
+        values = values_of(entries[0])
+        return (values.dtype, values.device, self.settings())
+
+    def settings(self) -> Hashable:
+        """What must be equal for ops to run together; with parameters, the rest."""
+        return self
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Values of all entries in one tensor, computed, and handed back to their entries."""
+        entries = [entry for (entry,) in arguments]
+        flat = [flat_values(entry) for entry in entries]
+        counts = [int(part.shape[0]) for part in flat]
+        if len(flat) == 1 or sum(counts) > len(counts) * _WORTH_JOINING:
+            made = [cls.compute_group([op], part, [n]) for op, part, n in zip(ops, flat, counts, strict=True)]
+        else:
+            made = list(torch.split(cls.compute_group(ops, torch.cat(flat), counts), counts))
+        return [with_values(entry, part) for entry, part in zip(entries, made, strict=True)]
+
+    @classmethod
+    @abstractmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """New values of several ops, the first `counts[0]` of them for the first op, and so on."""
+
+
+class ElementOp(GroupElementOp):
+    """An element op whose settings are numbers, which may differ among ops that run together."""
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Settings in which ops that run together may differ, for values of this dtype."""
+        return ()
+
+    @abstractmethod
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """New values; a parameter has one entry for all, or one for each value."""
+
+    @classmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The parameters of all ops in one tensor each."""
+        own = [op for op in ops if isinstance(op, ElementOp)]
+        return own[0].compute(values, *spread([op.parameters(values.dtype) for op in own], counts, values))
+
+
+class GroupRowOp(Op):
+    """A step that works on each row by itself, of one entry or, where it joins, of several side by side."""
+
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """Equal settings, and entries of equal kinds."""
+        return (self, *map(kind_of, entries))
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """The rows of all entries in one entry, computed, and cut again."""
+        joined = [join_rows(entries) for entries in zip(*arguments, strict=True)]
+        counts = [rows_of(entries[0]) for entries in arguments]
+        return split_rows(cls.run_joined(ops, joined, counts), counts)
+
+    @classmethod
+    @abstractmethod
+    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+        """New rows of several ops whose entries have been joined."""
+
+
+class RowOp(GroupRowOp):
+    """A row op that does the same to all rows."""
+
+    @abstractmethod
+    def run_rows(self, *entries: Entry) -> Entry:
+        """New rows."""
+
+    @classmethod
+    def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
+        """The ops are equal, so one stands for all."""
+        assert isinstance(ops[0], RowOp)
+        return ops[0].run_rows(*joined)
+
+
+def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: Tensor) -> list[Tensor]:
+    """Parameters as tensors: of one entry where all ops agree, else of one for each value.
+
+    Never plain numbers: on a GPU, torch divides by a number in another way than by a tensor, and a feature's
+    result would depend on which features it runs with.
+    """
+    alike = all(setting == settings[0] for setting in settings)
+    made = []
+    for column in zip(*settings, strict=True):
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = torch.int64 if all(isinstance(number, int) for number in column) else wide
+        constants = _constants(column[:1] if alike else column, dtype, like.device)
+        if not alike:
+            repeats = torch.tensor(counts, device=like.device)
+            constants = torch.repeat_interleave(constants, repeats, output_size=sum(counts))
+        made.append(constants)
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(numbers: tuple[Number, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Kept, since a copy to a GPU waits for it. A tensor made in inference mode could never meet autograd.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+
+
+def floats(values: Tensor) -> Tensor:
+    """Values as float32, or float64 where they are."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
+
+
+def kept(made: Tensor, values: Tensor) -> Tensor:
+    """What was made of floats, in their type; of others, as it is."""
+    if made.dtype == values.dtype or not values.is_floating_point():
+        return made
+    return made.to(values.dtype)
+
+
+def expect_numbers(entry: Entry) -> None:
+    """Numbers of any type, not strings."""
+    if is_text(entry):
+        raise TypeError(f"expected numbers, but received {describe(entry)}.")
+
+
+def expect_ids(entry: Entry) -> None:
+    """Ids of int64."""
+    if values_of(entry).dtype != torch.int64:
+        raise TypeError(f"expected ids of torch.int64, but received {describe(entry)}.")
+
+
+def expect_text(entry: Entry) -> None:
+    """Strings: a Ragged or NestedRagged of bytes."""
+    if not is_text(entry):
+        raise TypeError(f"expected strings (a Ragged of torch.uint8), but received {describe(entry)}.")
+    check_rows(entry)

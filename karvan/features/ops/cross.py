@@ -1,0 +1,194 @@
+"""Transforms of several columns into one: crosses of ids, and concatenation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from karvan import ids
+from karvan.batch_slicing import as_offsets, offsets_from, rows_of, values_of
+from karvan.features.ops.base import RowOp, expect_ids
+from karvan.features.ops.layout import as_ragged, check_rows, describe, keep, row_numbers
+from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
+
+
+def _check_columns(entries: tuple[Entry, ...]) -> None:
+    for entry in entries:
+        if isinstance(entry, NestedRagged) or (isinstance(entry, Tensor) and entry.dim() > 2):
+            raise TypeError(
+                f"expected Raggeds, or Tensors of 1 or 2 dimensions, but received {describe(entry)}."
+            )
+        check_rows(entry)
+    counts = [rows_of(entry) for entry in entries]
+    if len(set(counts)) > 1:
+        raise ValueError(f"expected columns of equally many rows, but received {counts}.")
+    devices = {str(values_of(entry).device) for entry in entries}
+    if len(devices) > 1:
+        raise ValueError(f"expected columns on one device, but received {', '.join(sorted(devices))}.")
+
+
+@dataclass(frozen=True)
+class Cross(RowOp):
+    """Every combination of the distinct ids that each row has in the columns (RecIS `FeatureCross`).
+
+    A combination's id is the MurmurHash of its ids, its weight the product of their weights; of equal ids in
+    a row the first counts. Combinations come in the order of the first column, then of the second, and so on.
+    """
+
+    name: ClassVar[str] = "cross"
+    joins: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """Ids in plain rows."""
+        _check_columns(entries)
+        for entry in entries:
+            expect_ids(entry)
+            if isinstance(entry, Ragged) and entry.values.dim() != 1:
+                raise ValueError(f"expected plain ids, but received vectors, {describe(entry)}.")
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """A tensor if every column has exactly one id a row, as tensors do."""
+        columns = [as_ragged(entry) for entry in entries if not isinstance(entry, NestedRagged)]
+        if all(column.offsets is None for column in columns):
+            made = murmur_words(torch.stack([column.values for column in columns], 1))
+            weights = _product([column.weights for column in columns])
+            if all(isinstance(entry, Tensor) for entry in entries):
+                return made
+            return Ragged(made, None, weights)
+        columns = [_distinct(column) for column in columns]
+        bounds = [as_offsets(column) for column in columns]
+        lengths = [offsets.diff() for offsets in bounds]
+        counts = torch.stack(lengths).prod(0)
+        offsets = offsets_from(counts)
+        total = int(offsets[-1])
+        row = row_numbers(counts, total)
+        rest = torch.arange(total, device=row.device) - offsets[row]
+        index: list[Tensor] = []
+        for start, length in zip(reversed(bounds), reversed(lengths), strict=True):
+            along = length[row]
+            index.insert(0, start[row] + rest % along)
+            rest = rest // along
+        words = [column.values[at] for column, at in zip(columns, index, strict=True)]
+        factors = [
+            None if column.weights is None else column.weights[at]
+            for column, at in zip(columns, index, strict=True)
+        ]
+        kind = OptionalRagged if all(map(_at_most_one, entries)) else Ragged
+        return kind(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+
+
+def _at_most_one(entry: Entry) -> bool:
+    return isinstance(entry, OptionalRagged) or (isinstance(entry, Tensor) and entry.dim() == 1)
+
+
+def _product(weights: list[Tensor | None]) -> Tensor | None:
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return None
+    made = given[0]
+    for weight in given[1:]:
+        made = made * weight
+    return made
+
+
+def _distinct(column: Ragged) -> Ragged:
+    """The first of equal ids in each row."""
+    if column.offsets is None or column.rows == 0 or int(column.offsets.diff().max()) <= 1:
+        return column
+    row = row_numbers(column.offsets.diff(), column.values.shape[0])
+    order = torch.argsort(column.values, stable=True)
+    order = order[torch.argsort(row[order], stable=True)]
+    values, row = column.values[order], row[order]
+    again = (values[1:] == values[:-1]) & (row[1:] == row[:-1])
+    if not bool(again.any()):
+        return column
+    first = torch.ones_like(order, dtype=torch.bool)
+    first[order[1:][again]] = False
+    return keep(column, first)
+
+
+def murmur_words(words: Tensor) -> Tensor:
+    """MurmurHash64A of each row of 64-bit words: in native code on a CPU, in torch's arithmetic elsewhere."""
+    count, width = words.shape
+    if words.is_cpu:
+        offsets = torch.arange(count + 1) * (8 * width)
+        return ids.murmur(Ragged(words.contiguous().view(torch.uint8).reshape(-1), offsets))
+    return murmur_words_anywhere(words)
+
+
+def murmur_words_anywhere(words: Tensor) -> Tensor:
+    """The same in torch's arithmetic, which wraps as the hash wants it; a shift must lose the sign."""
+    factor = 0xC6A4A7935BD1E995 - (1 << 64)
+
+    def fold(x: Tensor) -> Tensor:
+        return x ^ ((x >> 47) & ((1 << 17) - 1))
+
+    seed = (8 * words.shape[1] * factor) & ((1 << 64) - 1)
+    made = torch.full_like(words[:, 0], seed - (1 << 64) if seed >> 63 else seed)
+    for word in words.unbind(1):
+        made = (made ^ fold(word * factor) * factor) * factor
+    return fold(fold(made) * factor)
+
+
+@dataclass(frozen=True)
+class Concat(RowOp):
+    """Each row's values of all columns one after the other, each column's ids shifted by its offset.
+
+    Tensors alone give a tensor. Where some columns have weights, the values of the others weigh 1.
+    """
+
+    offsets: tuple[int, ...] | None
+    name: ClassVar[str] = "concat"
+    joins: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """Columns of one type, and an offset for each."""
+        _check_columns(entries)
+        if self.offsets is not None and len(self.offsets) != len(entries):
+            raise ValueError(
+                f"expected an offset for each of {len(entries)} columns, but received {len(self.offsets)}."
+            )
+        dtypes = {values_of(entry).dtype for entry in entries}
+        if len(dtypes) > 1:
+            raise TypeError(f"expected columns of one type, but received {', '.join(map(str, dtypes))}.")
+        if self.offsets is not None:
+            for entry in entries:
+                expect_ids(entry)
+        if (
+            len({tuple(as_ragged(e).values.shape[1:]) for e in entries if not isinstance(e, NestedRagged)})
+            > 1
+        ):
+            raise ValueError("expected columns of vectors of one size, but received several sizes.")
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """Scatters each column to its places."""
+        shifts = self.offsets or (0,) * len(entries)
+        tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+        if len(tensors) == len(entries):
+            shifted = [t + shift if shift else t for t, shift in zip(tensors, shifts, strict=True)]
+            return torch.cat([t.reshape(t.shape[0], -1) if t.numel() else _columns(t) for t in shifted], 1)
+        columns = [as_ragged(entry) for entry in entries if not isinstance(entry, NestedRagged)]
+        lengths = [column.lengths() for column in columns]
+        offsets = offsets_from(torch.stack(lengths).sum(0))
+        sizes = [column.values.shape[0] for column in columns]
+        total = sum(sizes)
+        values = columns[0].values.new_empty((total, *columns[0].values.shape[1:]))
+        kinds = [column.weights.dtype for column in columns if column.weights is not None]
+        weights = torch.ones(total, dtype=kinds[0], device=values.device) if kinds else None
+        start = offsets[:-1]
+        for column, length, size, shift in zip(columns, lengths, sizes, shifts, strict=True):
+            row = row_numbers(length, size)
+            place = torch.arange(size, device=row.device) + (start - as_offsets(column)[:-1])[row]
+            values = values.index_put((place,), column.values + shift if shift else column.values)
+            if weights is not None and column.weights is not None:
+                weights = weights.index_put((place,), column.weights.to(weights.dtype))
+            start = start + length
+        return Ragged(values, offsets, weights)
+
+
+def _columns(empty: Tensor) -> Tensor:
+    """A tensor without values, as rows and columns: torch cannot infer how many."""
+    return empty.unsqueeze(1) if empty.dim() == 1 else empty

@@ -1,0 +1,126 @@
+"""Ids that are written as text: "42", "-5", "18446744073709551615"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from karvan.batch_slicing import as_offsets, values_of
+from karvan.features.ops.base import RowOp, expect_text
+from karvan.features.ops.layout import describe, is_text, keep, row_numbers
+from karvan.ragged import Entry, NestedRagged, Ragged
+
+_INT64 = torch.iinfo(torch.int64)
+_SAFE = 18  # digits that always fit into 64 bits
+_POWERS = 30  # further ones are only those of numbers that are too large
+_TOLERANCE = 1e-9  # far above the rounding of a sum of 30 doubles
+
+
+@dataclass(frozen=True)
+class ParseIds(RowOp):
+    """Decimal numbers of 64 bits, signed or unsigned, in the place of strings; an empty string is no id.
+
+    The result always has offsets, so that batches with and without empty strings are of one kind. What is
+    an id already stays as it is.
+    """
+
+    name: ClassVar[str] = "to_ids"
+
+    def check(self, *entries: Entry) -> None:
+        """Strings, or ids."""
+        if is_text(entries[0]):
+            expect_text(entries[0])
+        elif values_of(entries[0]).dtype != torch.int64:
+            raise TypeError(
+                f"expected strings, or ids of torch.int64, but received {describe(entries[0])}; "
+                "to_ids(buckets=…) makes ids of other numbers."
+            )
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """One id for each string that is not empty."""
+        (entry,) = entries
+        if not is_text(entry):
+            return entry
+        assert not isinstance(entry, Tensor)
+        strings = entry.lists() if isinstance(entry, NestedRagged) else entry
+        offsets = as_offsets(strings)
+        present = offsets.diff() > 0
+        starts = offsets[:-1][present]
+        made = _parse_by_arrow(strings.values, starts)
+        if made is None:
+            made = parse_anywhere(strings.values, starts, offsets.diff()[present])
+        if isinstance(entry, NestedRagged):
+            return Ragged(made, keep(Ragged(present, entry.outer), present).offsets)
+        return Ragged(made, torch.nn.functional.pad(present.cumsum(0), (1, 0)))
+
+
+def _parse_by_arrow(text: Tensor, starts: Tensor) -> Tensor | None:
+    """The same as `parse_anywhere`, many times as fast; None for what Arrow refuses or reads otherwise."""
+    if not text.is_cpu or bool((text > ord("9")).any()):  # Arrow reads 0x1F, too
+        return None
+    import pyarrow as pa  # this takes a while, and few features need it
+
+    count = starts.shape[0]
+    bounds = torch.nn.functional.pad(starts, (0, 1), value=text.shape[0])
+    buffers = [None, pa.py_buffer(bounds.numpy()), pa.py_buffer(text.contiguous().numpy())]
+    words = pa.Array.from_buffers(pa.large_string(), count, buffers)
+    for kind in (pa.int64(), pa.uint64()):
+        try:
+            return torch.from_numpy(words.cast(kind).to_numpy().view("int64").copy())
+        except pa.ArrowInvalid:
+            continue
+    return None
+
+
+def parse_anywhere(text: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers that strings spell, which lie side by side and are not empty; in torch's arithmetic."""
+    count = lengths.shape[0]
+    if not count:
+        return torch.empty(0, dtype=torch.int64, device=text.device)
+    negative = text[starts] == ord("-")
+    word = row_numbers(lengths, text.shape[0])
+    place = torch.arange(text.shape[0], device=text.device) - starts[word]
+    digits = text.to(torch.int64) - ord("0")
+    is_sign = negative[word] & (place == 0) & (lengths[word] > 1)
+    digits.masked_fill_(is_sign, 0)
+    wrong = (digits < 0) | (digits > 9)
+    if bool(wrong.any()):
+        raise _error(text, starts, lengths, int(word[wrong][0]))
+    power = (lengths[word] - 1 - place).clamp_(max=_POWERS)
+    # Sums wrap around, and so do their differences: what is left are the bits of each number.
+    sums = torch.cumsum(digits * _powers(text.device)[power], 0)
+    ends = sums[starts + lengths - 1]
+    size = torch.cat([ends[:1], ends.diff()])
+    if int(lengths.max()) > _SAFE:
+        fits = _fits(digits, power, word, size, negative)
+        if not bool(fits.all()):
+            raise _error(text, starts, lengths, int((~fits).nonzero()[0, 0]))
+    return torch.where(negative, -size, size)
+
+
+def _fits(digits: Tensor, power: Tensor, word: Tensor, size: Tensor, negative: Tensor) -> Tensor:
+    """Whether each number fits into 64 bits: doubles say how large it is, and at the very limit its bits."""
+    scale = torch.pow(10.0, torch.arange(_POWERS + 1, dtype=torch.float64, device=digits.device))
+    about = torch.zeros(size.shape[0], dtype=torch.float64, device=digits.device)
+    about.index_add_(0, word, digits.to(torch.float64) * scale[power])
+    limit = torch.full_like(about, 2.0**64).masked_fill_(negative, 2.0**63)
+    at_limit = torch.where(negative, (size >= 0) | (size == _INT64.min), size < 0)
+    return (about < limit * (1 - _TOLERANCE)) | ((about < limit * (1 + _TOLERANCE)) & at_limit)
+
+
+def _powers(device: torch.device) -> Tensor:
+    """10 to the power of 0, 1, …, modulo 2**64."""
+    powers = [pow(10, n, 1 << 64) for n in range(_POWERS + 1)]
+    return torch.tensor([p - (1 << 64) if p >> 63 else p for p in powers], device=device)
+
+
+def _error(text: Tensor, starts: Tensor, lengths: Tensor, word: int) -> ValueError:
+    start = int(starts[word])
+    found = bytes(text[start : start + int(lengths[word])].tolist()).decode(errors="replace")
+    return ValueError(
+        f"expected decimal integers of 64 bits, but received {found[:100]!r}; "
+        'strip() removes spaces around numbers, and .hash("farm") makes ids of any strings.'
+    )

@@ -1,0 +1,120 @@
+"""What ops need to know of an entry, and to do along its rows.
+
+Every transform works on each row for itself, so one call over all rows of many features gives what many calls
+would give. Nothing here changes a tensor it was given; results may share memory with inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from karvan.batch_slicing import as_offsets, offsets_from, values_of
+from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
+
+
+def flat_values(entry: Entry) -> Tensor:
+    """All values one after the other."""
+    values = values_of(entry)
+    return values if values.dim() == 1 else values.reshape(-1)
+
+
+def with_values(entry: Entry, values: Tensor) -> Entry:
+    """The same rows, and weights, of other values."""
+    shape = values_of(entry).shape
+    if values.shape != shape:
+        values = values.reshape(shape)
+    if isinstance(entry, Ragged):
+        return type(entry)(values, entry.offsets, entry.weights)
+    if isinstance(entry, NestedRagged):
+        return type(entry)(values, entry.inner, entry.outer)
+    return values
+
+
+def is_text(entry: Entry) -> bool:
+    """Whether the entry holds strings: a Ragged of bytes is one a row, a NestedRagged a list of them."""
+    return not isinstance(entry, Tensor) and entry.values.dtype == torch.uint8
+
+
+def describe(entry: Entry) -> str:
+    """The entry in an error's words."""
+    if isinstance(entry, Tensor):
+        return f"a Tensor of {entry.dtype} and shape {tuple(entry.shape)}"
+    kind = type(entry).__name__
+    if isinstance(entry, OptionalText):
+        return 'strings of which some are missing (Raw(…, default="") makes them empty)'
+    if is_text(entry):
+        return f"a {kind} of bytes (strings)"
+    weighted = " with weights" if isinstance(entry, Ragged) and entry.weights is not None else ""
+    return f"a {kind} of {entry.values.dtype}{weighted}"
+
+
+def describe_for_lists(entry: Entry) -> str:
+    """The entry in the words of an error of a step that needs lists, and how to make them."""
+    if isinstance(entry, Tensor) and entry.dim() == 1:
+        return (
+            f"{describe(entry)}, one value per sample; fill_missing(…) fills samples that lack it, and "
+            "to_ragged() before this step makes lists of at most one value"
+        )
+    return describe(entry)
+
+
+def kind_of(entry: Entry) -> Hashable:
+    """What two entries must have in common to be joined."""
+    values = values_of(entry)
+    common = (type(entry).__name__, values.dtype, values.device, tuple(values.shape[1:]))
+    if isinstance(entry, Ragged):
+        weights = None if entry.weights is None else entry.weights.dtype
+        return (*common, weights, entry.offsets is None)
+    return common
+
+
+def check_rows(entry: Entry) -> None:
+    """Refuse offsets that do not tile the values; reading along them would mix rows up silently."""
+    if isinstance(entry, Ragged):
+        if entry.offsets is not None and _broken(entry.offsets, entry.values.shape[0]):
+            entry.validate()
+    elif isinstance(entry, NestedRagged):
+        if _broken(entry.inner, entry.values.shape[0]):
+            entry.lists().validate()
+        lists = entry.inner[1:]
+        if _broken(entry.outer, lists.shape[0]):
+            Ragged(lists, entry.outer).validate()
+
+
+def _broken(offsets: Tensor, count: int) -> bool:
+    return bool((offsets.diff() < 0).any() | (offsets[0] != 0) | (offsets[-1] != count))
+
+
+def as_ragged(entry: Ragged | Tensor) -> Ragged:
+    """A tensor's rows as a Ragged: one value a row of a 1-D tensor, all columns of a 2-D one."""
+    if isinstance(entry, Ragged):
+        return entry
+    if entry.dim() == 1:
+        return Ragged(entry)
+    rows, columns = entry.shape[:2]
+    return Ragged(entry.flatten(0, 1), torch.arange(rows + 1, device=entry.device) * columns)
+
+
+def row_numbers(lengths: Tensor, total: int) -> Tensor:
+    """For each value the number of its row."""
+    rows = torch.arange(lengths.shape[0], device=lengths.device)
+    return torch.repeat_interleave(rows, lengths, output_size=total)
+
+
+def take(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Which values lie in the given slices, one after the other, and the offsets of the slices among them."""
+    offsets = offsets_from(lengths)
+    total = int(offsets[-1])
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+    return shift + torch.arange(total, device=starts.device), offsets
+
+
+def keep(entry: Ragged, kept: Tensor) -> Ragged:
+    """The values that are marked, in their rows."""
+    offsets = as_offsets(entry)
+    before = offsets_from(kept.to(torch.int64))
+    weights = None if entry.weights is None else entry.weights[kept]
+    return Ragged(entry.values[kept], before[offsets], weights)

@@ -1,0 +1,309 @@
+"""Transforms of numbers: logarithms, limits, statistics, missing values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from karvan import _native
+from karvan.batch_slicing import values_of
+from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, kept
+from karvan.features.ops.fitted import FittedOp
+from karvan.features.ops.layout import describe, flat_values, with_values
+from karvan.features.running_moments import Moments, Statistics
+from karvan.ragged import Entry, OptionalRagged, Ragged
+
+_WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
+INT64 = torch.iinfo(torch.int64)
+
+
+class NumberOp(ElementOp):
+    """An element op on numbers of any type."""
+
+    def check(self, *entries: Entry) -> None:
+        """Strings are no numbers."""
+        expect_numbers(*entries)
+
+
+@dataclass(frozen=True)
+class Log(NumberOp):
+    """The logarithm to a base, as floats."""
+
+    base: float
+    name: ClassVar[str] = "log"
+
+    def __post_init__(self) -> None:
+        if not (self.base > 0 and self.base != 1 and math.isfinite(self.base)):
+            raise ValueError(f"log expects a base above 0 other than 1, but received {self.base}.")
+
+    def settings(self) -> Hashable:
+        """Bases may differ."""
+        return None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """What a natural logarithm is divided by."""
+        return (float(math.log(self.base)),)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """log x / log base."""
+        made = torch.log(floats(values)) / parameters[0]
+        return kept(made, values)
+
+
+@dataclass(frozen=True)
+class Clip(NumberOp):
+    """Numbers moved to the nearest within limits; integers stay integers where the limits are."""
+
+    low: Number | None
+    high: Number | None
+    name: ClassVar[str] = "clip"
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ValueError("clip expects a lower or an upper limit, but received neither.")
+        if self.low is not None and self.high is not None and not self.low <= self.high:
+            raise ValueError(f"clip expects low <= high, but received {self.low} and {self.high}.")
+
+    def settings(self) -> Hashable:
+        """Limits may differ, not whether they are integers."""
+        return self._whole()
+
+    def _whole(self) -> bool:
+        return not isinstance(self.low, float) and not isinstance(self.high, float)
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Both limits; one that was not given excludes nothing."""
+        if self._whole() and not dtype.is_floating_point:
+            return (
+                INT64.min if self.low is None else self.low,
+                INT64.max if self.high is None else self.high,
+            )
+        return (
+            -math.inf if self.low is None else float(self.low),
+            math.inf if self.high is None else float(self.high),
+        )
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """NaN stays NaN."""
+        low, high = parameters
+        made = values.to(torch.int64) if not low.is_floating_point() else floats(values)
+        if low.is_cpu and low.numel() == 1:  # torch is much faster with numbers than with tensors of one
+            made = torch.clamp(made, low.item(), high.item())
+        else:
+            made = torch.clamp(made, low, high)
+        return kept(made, values)
+
+
+@dataclass(frozen=True)
+class Log1p(NumberOp):
+    """log(1 + x), as floats; of clipped numbers if `clip` is given, which is how a clip before it is kept."""
+
+    clip: Clip | None = None
+    name: ClassVar[str] = "log1p"
+
+    def settings(self) -> Hashable:
+        """Limits may differ."""
+        return None if self.clip is None else self.clip.settings()
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """The core's, where that is possible: one call for all, nearly twice as fast as torch's."""
+        entries = [entry for (entry,) in arguments]
+        values = [flat_values(entry) for entry in entries]
+        if any(not each.is_cpu or each.dtype != torch.float32 or each.requires_grad for each in values):
+            return super().run_group(ops, arguments)
+        limits = [op.clip.parameters(torch.float32) for op in ops if isinstance(op, cls) and op.clip]
+        made = _empty_like(values)
+        _native.log1p(
+            [each.contiguous().numpy() for each in values],
+            [each.numpy() for each in made],
+            [float(low) for low, _ in limits] or [-math.inf] * len(values),
+            [float(high) for _, high in limits] or [math.inf] * len(values),
+        )
+        return [with_values(entry, each) for entry, each in zip(entries, made, strict=True)]
+
+    @classmethod
+    def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
+        """The clip is made first, as if it were a step of its own."""
+        clips = [op.clip for op in ops if isinstance(op, cls) and op.clip]
+        if clips:
+            values = Clip.compute_group(clips, values, counts)
+        return super().compute_group(ops, values, counts)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Exact also where x is tiny; half precision is computed in single."""
+        return kept(torch.log1p(floats(values)), values)
+
+
+def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for as many floats; much of it from the core's pool, since clearing fresh pages takes long."""
+    counts = [int(each.shape[0]) for each in values]
+    total = sum(counts)
+    if total < _WORTH_POOLING:
+        made = torch.empty(total)
+    else:
+        made = torch.frombuffer(_native.Buffer(4 * total), dtype=torch.float32, count=total)
+    return list(torch.split(made, counts))
+
+
+@dataclass(frozen=True)
+class Normalise(NumberOp, FittedOp):
+    """(x - mean) / std, as floats; without statistics, those that the engine's `fit` finds."""
+
+    mean: float | None = None
+    std: float | None = None
+    name: ClassVar[str] = "normalise"
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError(
+                f"normalise expects mean and std, or neither, but received {self.mean} and {self.std}."
+            )
+        if self.std is not None and not (self.std > 0 and math.isfinite(self.std)):
+            raise ValueError(f"normalise expects a positive std, but received {self.std}.")
+
+    def check(self, *entries: Entry) -> None:
+        """Numbers, and statistics."""
+        super().check(*entries)
+        if self.mean is None:
+            raise ValueError("there are no statistics yet: give mean and std, or call the engine's fit.")
+
+    @property
+    def ready(self) -> bool:
+        """See `FittedOp.ready`."""
+        return self.mean is not None
+
+    def statistics(self) -> Moments:
+        """See `FittedOp.statistics`."""
+        return Moments()
+
+    def fitted(self, found: Statistics) -> Normalise:
+        """See `FittedOp.fitted`."""
+        assert isinstance(found, Moments)
+        if not found.count:
+            raise ValueError("expected values to fit, but there were none.")
+        return Normalise(found.mean, found.std)
+
+    def fit_state(self) -> Tensor | None:
+        """Mean and standard deviation."""
+        return None if self.mean is None else torch.tensor([self.mean, self.std], dtype=torch.float64)
+
+    def with_state(self, state: Any) -> Normalise:
+        """See `FittedOp.with_state`."""
+        if not isinstance(state, Tensor) or state.shape != (2,):
+            raise ValueError(f"expected a mean and a standard deviation, but received {_brief(state)}.")
+        return Normalise(*state.tolist())
+
+    def settings(self) -> Hashable:
+        """Statistics may differ."""
+        return None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """Mean and standard deviation."""
+        return (float(cast(float, self.mean)), float(cast(float, self.std)))
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Half precision is computed in single."""
+        mean, std = parameters
+        made = (floats(values) - mean) / std
+        return kept(made, values)
+
+
+def _brief(state: Any) -> str:
+    return f"a tensor of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
+
+
+@dataclass(frozen=True)
+class FillMissing(NumberOp):
+    """A value in the place of missing ones: of NaN, of another if it is named, and of samples without any.
+
+    Integers have no NaN: a column of them with missing values is a Ragged of at most one value per sample,
+    of which this makes a tensor.
+    """
+
+    value: Number
+    missing: Number | None = None
+    name: ClassVar[str] = "fill_missing"
+    takes_missing: ClassVar[bool] = True
+
+    def check(self, *entries: Entry) -> None:
+        """Integers have no fractions, and lists no place for what they lack."""
+        super().check(*entries)
+        (entry,) = entries
+        if values_of(entry).is_floating_point():
+            return
+        if isinstance(self.value, float) or isinstance(self.missing, float):
+            for_what = "missing ones" if self.missing is None else self.missing
+            raise TypeError(
+                f"expected integers to fill {describe(entry)} with, but received {self.value} for {for_what}."
+            )
+        if self.missing is None and not _at_most_one(entry):
+            raise TypeError(
+                "expected floats, or at most one integer per sample, or to be told which integer stands for "
+                f"a missing one (missing=…), but received {describe(entry)}."
+            )
+
+    def settings(self) -> Hashable:
+        """Values may differ, not whether NaN is what is missing."""
+        return self.missing is None
+
+    def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
+        """The value, and what it replaces."""
+        missing = 0 if self.missing is None else self.missing
+        return (float(self.value), float(missing)) if dtype.is_floating_point else (self.value, missing)
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Keeps the type of the values."""
+        value, missing = parameters
+        if self.missing is not None:
+            gone = values == missing.to(values.dtype)
+        elif values.is_floating_point():
+            gone = values.isnan()
+        else:
+            return values
+        return torch.where(gone, value.to(values.dtype), values)
+
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """Samples without a value get it at the end."""
+        own = [op for op in ops if isinstance(op, cls)]
+        return [op._complete(made) for op, made in zip(own, super().run_group(ops, arguments), strict=True)]
+
+    def _complete(self, entry: Entry) -> Entry:
+        if not isinstance(entry, Ragged):
+            return entry
+        whole = self.missing is None and not entry.values.is_floating_point()
+        if not (isinstance(entry, OptionalRagged) or whole):
+            return entry
+        made = entry.values.new_full((entry.rows, *entry.values.shape[1:]), self.value)
+        made[entry.lengths() > 0] = entry.values
+        return made
+
+
+def _at_most_one(entry: Entry) -> bool:
+    if isinstance(entry, Tensor | OptionalRagged):
+        return True
+    return isinstance(entry, Ragged) and (entry.rows == 0 or int(entry.lengths().max()) <= 1)
+
+
+@dataclass(frozen=True)
+class Round(NumberOp):
+    """Floats rounded to a number of digits, half to even."""
+
+    digits: int
+    name: ClassVar[str] = "round"
+
+    def check(self, *entries: Entry) -> None:
+        """Integers are round already."""
+        super().check(*entries)
+        if not values_of(entries[0]).is_floating_point():
+            raise TypeError(f"expected floats, but received {describe(entries[0])}.")
+
+    def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
+        """Half precision is computed in single."""
+        return torch.round(floats(values), decimals=self.digits).to(values.dtype)

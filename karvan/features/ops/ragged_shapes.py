@@ -1,0 +1,150 @@
+"""Transforms of rows: to and from tensors, without nesting, without empty rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from karvan.batch_slicing import as_offsets, offsets_from, values_of
+from karvan.features.ops.base import Number, RowOp
+from karvan.features.ops.layout import (
+    as_ragged,
+    check_rows,
+    describe,
+    describe_for_lists,
+    is_text,
+    keep,
+    row_numbers,
+)
+from karvan.ragged import Entry, NestedRagged, Ragged
+
+
+@dataclass(frozen=True)
+class ToRagged(RowOp):
+    """The columns of a tensor as rows of a Ragged, without those that hold the padding, if one is named."""
+
+    pad: Number | None
+    name: ClassVar[str] = "to_ragged"
+
+    def check(self, *entries: Entry) -> None:
+        """Not lists of lists, nor vectors where padding is to be found."""
+        (entry,) = entries
+        if isinstance(entry, NestedRagged):
+            raise TypeError(
+                f"expected a Tensor or a Ragged, but received {describe(entry)}: flatten it first."
+            )
+        check_rows(entry)
+        if isinstance(entry, Tensor) and entry.dim() > 3:
+            raise ValueError(f"expected a Tensor of at most 3 dimensions, but received {describe(entry)}.")
+        if self.pad is not None and entry_depth(entry) > 1:
+            raise ValueError(f"expected plain values to compare with pad, but received {describe(entry)}.")
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """Keeps the order."""
+        (entry,) = entries
+        assert not isinstance(entry, NestedRagged)
+        ragged = as_ragged(entry)
+        if self.pad is None:
+            return ragged
+        if isinstance(self.pad, float) and math.isnan(self.pad):
+            return keep(ragged, ~ragged.values.isnan())
+        return keep(ragged, ragged.values != self.pad)
+
+
+def entry_depth(entry: Ragged | Tensor) -> int:
+    """The dimensions of a value in a row, plus one."""
+    return values_of(as_ragged(entry)).dim()
+
+
+@dataclass(frozen=True)
+class ToDense(RowOp):
+    """Rows cut on the right, or filled up, to one length: a tensor of rows and columns."""
+
+    length: int
+    fill: Number
+    name: ClassVar[str] = "to_dense"
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"to_dense expects a length of at least 1, but received {self.length}.")
+
+    def check(self, *entries: Entry) -> None:
+        """A Ragged; a tensor has no place for weights."""
+        (entry,) = entries
+        if not isinstance(entry, Ragged):
+            raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
+        if entry.weights is not None:
+            raise ValueError("expected a Ragged without weights, which a Tensor cannot carry.")
+        if isinstance(self.fill, float) and not entry.values.is_floating_point():
+            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.fill}.")
+        check_rows(entry)
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """Scatters the values into a filled tensor."""
+        (entry,) = entries
+        assert isinstance(entry, Ragged)
+        offsets, total = as_offsets(entry), entry.values.shape[0]
+        row = row_numbers(offsets.diff(), total)
+        column = torch.arange(total, device=row.device) - offsets[row]
+        fits = column < self.length
+        made = entry.values.new_full((entry.rows, self.length, *entry.values.shape[1:]), self.fill)
+        return made.index_put((row[fits], column[fits]), entry.values[fits])
+
+
+@dataclass(frozen=True)
+class Flatten(RowOp):
+    """Lists of lists as one list a row; a row's strings become one string."""
+
+    name: ClassVar[str] = "flatten"
+
+    def check(self, *entries: Entry) -> None:
+        """Lists of lists."""
+        (entry,) = entries
+        if not isinstance(entry, NestedRagged):
+            raise TypeError(f"expected lists of lists (a NestedRagged), but received {describe(entry)}.")
+        check_rows(entry)
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """The values stay where they are."""
+        (entry,) = entries
+        assert isinstance(entry, NestedRagged)
+        return Ragged(entry.values, entry.inner[entry.outer])
+
+
+@dataclass(frozen=True)
+class FillEmpty(RowOp):
+    """One value, of weight 1, in each row that has none."""
+
+    value: Number
+    name: ClassVar[str] = "fill_empty"
+
+    def check(self, *entries: Entry) -> None:
+        """A Ragged of numbers or ids."""
+        (entry,) = entries
+        if not isinstance(entry, Ragged) or is_text(entry) or entry.values.dim() != 1:
+            raise TypeError(f"expected a Ragged of numbers or ids, but received {describe_for_lists(entry)}.")
+        if isinstance(self.value, float) and not entry.values.is_floating_point():
+            raise TypeError(f"expected an integer to fill {describe(entry)} with, but received {self.value}.")
+        check_rows(entry)
+
+    def run_rows(self, *entries: Entry) -> Entry:
+        """Moves each value on by the number of empty rows before it."""
+        (entry,) = entries
+        assert isinstance(entry, Ragged)
+        if entry.offsets is None:
+            return entry
+        lengths = entry.offsets.diff()
+        offsets = offsets_from(lengths.clamp(min=1))
+        count = entry.values.shape[0]
+        row = row_numbers(lengths, count)
+        place = torch.arange(count, device=row.device) + (offsets - entry.offsets)[row]
+        total = int(offsets[-1])
+        values = entry.values.new_full((total,), self.value).index_put((place,), entry.values)
+        weights = entry.weights
+        if weights is not None:
+            weights = weights.new_ones(total).index_put((place,), weights)
+        return Ragged(values, offsets, weights)

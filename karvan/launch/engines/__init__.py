@@ -1,0 +1,1 @@
+"""Engines: how the processes of a job are started."""

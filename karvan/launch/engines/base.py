@@ -1,0 +1,85 @@
+"""What an engine is: it starts processes somewhere and says when they have ended.
+
+An engine knows nothing of jobs: which process runs when, and what its death means, is the supervisor's
+business (`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line,
+under the process's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from karvan.discovery.roles import Role
+from karvan.exit_codes import TEMPORARY
+
+
+@dataclass(frozen=True, eq=False)
+class Process:
+    """A process to run: two that say the same are two processes."""
+
+    role: Role
+    index: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]  # besides that of the machine it runs on
+
+    @property
+    def name(self) -> str:
+        """As logs call it."""
+        return name_of(self.role, self.index)
+
+
+class Handle(Protocol):
+    """A process that was started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its number, where that says something."""
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal if one killed it; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for its end; the same as `poll` after so many seconds."""
+
+    def stop(self) -> None:
+        """Ask it to end, with SIGTERM. Does nothing if it has ended."""
+
+    def kill(self) -> None:
+        """End it at once, with all processes that it has started itself."""
+
+    def dump_stacks(self) -> None:
+        """Ask it, with SIGQUIT, to write the stacks of its threads; who has no handler dies of it."""
+
+    def suspend(self) -> None:
+        """Stop it where it is, with all processes that it has started itself, until `resume`."""
+
+    def resume(self) -> None:
+        """Let it and the others continue."""
+
+
+class Engine(Protocol):
+    """Runs processes."""
+
+    def start(self, process: Process, ended: Callable[[Process, int], None]) -> Handle:
+        """Start a process. `ended` is called once, from any thread, with the exit code, when the process
+        has ended and its last line is in the log.
+        """
+
+
+def name_of(role: Role, index: int) -> str:
+    """`trainer-0` and the like."""
+    return f"{role}-{index}"
+
+
+def end_text(code: int) -> str:
+    """How a process has ended."""
+    if code >= 0:
+        return f"ended with code {code}" + (" (a temporary failure)" if code == TEMPORARY else "")
+    import signal
+
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,199 @@
+"""What a job.yaml may say: `karvan launch job.yaml`."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from karvan.discovery.roles import LOADER, SERVER, TRAINER, WORKER, Role
+from karvan.launch.role_environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
+from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
+
+
+def _as_text(given: Any) -> Any:
+    if isinstance(given, bool):
+        return str(given).lower()
+    return str(given) if isinstance(given, int | float | datetime.date) else given
+
+
+def _as_replicas(given: Any) -> Any:
+    return {"replicas": given} if isinstance(given, int) and not isinstance(given, bool) else given
+
+
+Text = Annotated[str, BeforeValidator(_as_text)]
+Port = Annotated[Integer, Field(ge=0, le=65535)]
+
+
+class Replicas(Section):
+    """The processes of one role; `trainers: 2` is short for `trainers: {replicas: 2}`."""
+
+    replicas: Count = 1
+    threads: Count | None = None
+    args: list[Text] = Field(default_factory=list)
+    env: dict[str, Text] = Field(default_factory=dict)
+
+    @field_validator("env")
+    @classmethod
+    def _leaves_ours_alone(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if name in NAMES or name in TORCH_NAMES:
+                raise ValueError(f"the launcher sets {name}, so it cannot be set here")
+            if name in NOT_PASSED_ON:
+                raise ValueError(f"trainers meet at the job's registry, so {name} has no use here")
+        return env
+
+
+class Serving(Replicas):
+    """A role that listens: replica i on port + i; 0 is any free port."""
+
+    port: Port = 0
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> Serving:
+        if self.port and self.port + self.replicas > 65536:
+            raise ValueError(f"{self.replicas} replicas from port {self.port} on need ports up to 65535")
+        return self
+
+
+class OptionalServing(Serving):
+    """One that a job may do without."""
+
+    replicas: CountOrZero = 0
+
+
+class Roles(Section):
+    """How many processes of each role."""
+
+    trainers: Annotated[Replicas, BeforeValidator(_as_replicas)] = Replicas()
+    parameter_servers: Annotated[Serving, BeforeValidator(_as_replicas)] = Serving()
+    embedding_workers: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
+    loaders: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
+
+
+class TLS(Section):
+    """Files in PEM; with `mutual`, clients show a certificate as well."""
+
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    mutual: bool = False
+
+    @model_validator(mode="after")
+    def _mutual_has_a_ca(self) -> TLS:
+        if self.mutual and self.ca is None:
+            raise ValueError("mutual needs the ca by which certificates of clients are checked")
+        return self
+
+
+class Dense(Section):
+    """When pushed dense gradients are a step, in mode async; see `karvan.distributed.sync_modes`."""
+
+    lr_staleness: bool = False
+    grads_to_wait: Count | None = None
+    tolerance: CountOrZero | None = None
+
+    @model_validator(mode="after")
+    def _slows_down_or_rejects(self) -> Dense:
+        if self.lr_staleness and (self.grads_to_wait is not None or self.tolerance is not None):
+            raise ValueError(
+                "lr_staleness slows down stale pushes, grads_to_wait and tolerance reject them, got both"
+            )
+        return self
+
+
+class JobSpec(Section):
+    """A whole job."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    entry: Path
+    loader_entry: Path | None = None
+    data: dict[str, Any] | None = None
+    mode: Literal["sync", "hybrid", "async"] = "hybrid"
+    staleness: Count = 4
+    dense: Dense | None = None
+    wire: Literal["float32", "bfloat16", "float16"] = "float32"
+    roles: Roles = Roles()
+    checkpoints: Path | None = None
+    on_server_loss: Literal["rollback", "reload"] = "rollback"
+    max_restarts: CountOrZero = 10
+    restart_window: Positive = 600.0
+    grace: Positive = 60.0
+    stall_timeout: PositiveOrZero = 1800.0
+    logs: Path | None = None
+    host: str = "127.0.0.1"
+    registry_port: Port = 0
+    token_file: Path | None = None
+    tls: TLS | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sync_waits_for_every_batch(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("mode") == "sync":
+            return {"staleness": 1, **given}
+        return given
+
+    @field_validator("entry", "loader_entry")
+    @classmethod
+    def _is_a_program(cls, path: Path | None) -> Path | None:
+        if path is not None and path.suffix != ".py":
+            raise ValueError(f"expected a FILE.py, got '{path}'")
+        return path
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        if self.mode == "sync" and self.staleness != 1:
+            raise ValueError(
+                f"mode sync has staleness 1, got {self.staleness}; modes hybrid and async allow more"
+            )
+        if self.dense is not None and self.mode != "async":
+            raise ValueError(f"dense is for mode async, got mode {self.mode}")
+        if self.loader_entry is not None and self.roles.loaders.replicas == 0:
+            raise ValueError("loader_entry is given, but roles.loaders has no replicas")
+        if self.on_server_loss == "reload" and self.mode == "async":
+            raise ValueError(
+                "on_server_loss reload is for modes sync and hybrid: in mode async a lost server has dense "
+                "parameters as well, which only a rollback restores"
+            )
+        if self.on_server_loss == "reload" and self.checkpoints is None:
+            raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
+        if self.tls is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} can be reached from other machines, which needs tls, since the job's "
+                "token would be readable on its way; "
+                "without it only loopback hosts are allowed, such as 127.0.0.1"
+            )
+        return self
+
+    def of_role(self, role: Role) -> Replicas:
+        """The section of a role."""
+        sections: dict[Role, Replicas] = {
+            TRAINER: self.roles.trainers,
+            SERVER: self.roles.parameter_servers,
+            WORKER: self.roles.embedding_workers,
+            LOADER: self.roles.loaders,
+        }
+        return sections[role]
+
+    def files(self) -> list[Path]:
+        """Files that must be there before anything starts."""
+        found = [self.entry, self.loader_entry, self.token_file]
+        if self.tls is not None:
+            found += [self.tls.cert, self.tls.key, self.tls.ca]
+        return [path for path in found if path is not None]
+
+
+def read_spec(path: Path, changes: Mapping[str, str]) -> JobSpec:
+    """Read a job.yaml, with some values set to others: {"roles.trainers": "2"}."""
+    return read_settings(JobSpec, path, changes)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,30 @@
+"""The command line of each role."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from karvan.discovery.roles import LOADER, START_ORDER, TRAINER, Role
+
+if TYPE_CHECKING:
+    from karvan.launch.job_spec import JobSpec
+
+Commands = dict[Role, tuple[str, ...]]
+
+
+def commands_of(spec: JobSpec) -> Commands:
+    """Programs of the job for trainers, and for loaders if it has one; Karvan's own for all others."""
+    programs = {TRAINER: spec.entry, LOADER: spec.loader_entry}
+    made: Commands = {}
+    for role in START_ORDER:
+        section = spec.of_role(role)
+        program = programs.get(role)
+        own = (
+            ("-m", "karvan", "role", role)
+            if program is None
+            else ("-m", "karvan.launch.program", str(program))
+        )
+        if section.replicas:
+            made[role] = (sys.executable, *own, *section.args)
+    return made

@@ -1,0 +1,1 @@
+"""The supervisor of a job: what starts when, and what a death means."""

@@ -1,0 +1,70 @@
+"""What the supervisor of a job waits for: processes that end, and signals.
+
+Events are put from any thread, also by signal handlers, and taken by the supervisor's loop alone. A request
+to suspend (Ctrl-Z) is served here, in whatever state the job is: whoever waits for an event waits on
+afterwards, for the time that was left, because `karvan.clock` does not count the pause.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from karvan.clock import clock
+from karvan.launch.engines.base import Process
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A process has ended with this code, minus the signal if one killed it."""
+
+    process: Process
+    code: int
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The job is to stop, as by this signal."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class _SuspendRequested:
+    """The job is to be suspended."""
+
+
+class EventQueue:
+    """Events in the order in which they happen; `suspend` suspends the job and returns when it is resumed."""
+
+    def __init__(self, suspend: Callable[[], None]) -> None:
+        self._queue: queue.SimpleQueue[ProcessEnded | StopRequested | _SuspendRequested] = queue.SimpleQueue()
+        self._suspend = suspend
+
+    def ended(self, process: Process, code: int) -> None:
+        """A process has ended."""
+        self._queue.put(ProcessEnded(process, code))
+
+    def stop(self, number: int) -> None:
+        """Somebody asks for an end, by this signal."""
+        self._queue.put(StopRequested(number))
+
+    def suspend(self) -> None:
+        """Somebody asks for a pause."""
+        self._queue.put(_SuspendRequested())
+
+    def get(self, timeout: float) -> ProcessEnded | StopRequested | None:
+        """The next event; None if nothing happens in so many seconds."""
+        until = clock.now() + timeout
+        while True:
+            left = until - clock.now()
+            try:
+                event = self._queue.get(timeout=max(left, 0.0))
+            except queue.Empty:
+                if clock.now() >= until:  # otherwise this process was stopped meanwhile
+                    return None
+                continue
+            if not isinstance(event, _SuspendRequested):
+                return event
+            self._suspend()

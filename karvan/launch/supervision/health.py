@@ -1,0 +1,133 @@
+"""Which processes of a job are not well, and what is done about it: they are killed, and so die.
+
+A process is not well if it gives no heartbeats any more, or if it lives but holds up the others
+(`stalls.py`). Before it is killed it is asked for the stacks of its threads, with SIGQUIT; a process that has
+joined the registry answers that even if its interpreter hangs. The kill follows as soon as they are in the
+log, and some seconds later if they do not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from karvan.activity import ActivityReport
+from karvan.clock import clock
+from karvan.launch.engines.base import Handle
+from karvan.launch.merged_logs import Logs
+from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
+from karvan.launch.supervision.stalls import Activities, find_stalls
+
+_STACKS_WITHIN = 5.0  # seconds
+_STACKS_ENDED = 0.5  # seconds without another line after which they are complete
+
+
+class HealthSource(Protocol):
+    """Who knows which roles are well: the registry."""
+
+    def healthy(self, role: str, index: int) -> bool | None:
+        """Whether a role gives heartbeats; None if nothing is known of it."""
+
+    def activities(self) -> Mapping[tuple[str, int], ActivityReport]:
+        """What heartbeats said last, by role and index."""
+
+
+@dataclass
+class _Condemned:
+    """A process that is asked for its stacks, and then killed."""
+
+    member: ManagedProcess
+    handle: Handle | None
+    asked: float
+    lines: int
+    changed: float
+
+
+class HealthCheck:
+    """Looks after the processes every `every` seconds; those that were started lately are left alone.
+
+    settle: seconds after its start in which nobody is asked whether a process is healthy. stall_timeout:
+    seconds without progress, 0: nobody is killed for that.
+    """
+
+    def __init__(
+        self,
+        members: ManagedProcesses,
+        source: HealthSource,
+        logs: Logs,
+        *,
+        every: float,
+        settle: float,
+        stall_timeout: float,
+    ) -> None:
+        self._members = members
+        self._source = source
+        self._logs = logs
+        self._every = every
+        self._settle = settle
+        self._stall_timeout = stall_timeout
+        self._checked = 0.0
+        self._condemned: dict[str, _Condemned] = {}
+
+    @property
+    def due(self) -> float:
+        """When the next check is."""
+        return self._checked + self._every
+
+    def check(self) -> None:
+        """Look for processes that are not well, if it is time, and kill them."""
+        now = clock.now()
+        if now < self.due:
+            return
+        self._checked = now
+        activities = self._source.activities()
+        for member in self._members:
+            if not member.running or now < member.started + self._settle or member.name in self._condemned:
+                continue
+            if self._source.healthy(member.role, member.index) is False:
+                self._logs.tell(f"{member.name} does not answer any more; it is killed.")
+                self._condemn(member, activities)
+        if self._stall_timeout:
+            self._find_stalled(activities)
+        self._kill_condemned()
+
+    def _find_stalled(self, activities: Activities) -> None:
+        running: dict[tuple[str, int], ManagedProcess] = {
+            (each.role, each.index): each for each in self._members if each.running
+        }
+        settled = clock.now() - self._settle
+        known = {
+            key: report
+            for key, report in activities.items()
+            if key in running and (report.progress or running[key].started <= settled)  # it may still start
+        }
+        for stall in find_stalls(known, self._stall_timeout):
+            member = running[stall.role, stall.index]
+            if member.name not in self._condemned:
+                stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"
+                self._logs.tell(f"{stall}; {stacks} (stall_timeout).")
+                member.stalled = True
+                self._condemn(member, activities)
+
+    def _condemn(self, member: ManagedProcess, activities: Activities) -> None:
+        report = activities.get((member.role, member.index))
+        asked = report is not None and report.dumps and member.handle is not None
+        lines, now = self._logs.lines(member.name), clock.now()
+        if asked and member.handle is not None:
+            member.handle.dump_stacks()
+        self._condemned[member.name] = _Condemned(
+            member, member.handle, now if asked else now - _STACKS_WITHIN, lines, now
+        )
+
+    def _kill_condemned(self) -> None:
+        now = clock.now()
+        for name, each in list(self._condemned.items()):
+            lines = self._logs.lines(name)
+            if lines > each.lines:
+                each.lines, each.changed = lines, now
+            complete = each.changed > each.asked and now >= each.changed + _STACKS_ENDED
+            if not each.member.running or each.member.handle is not each.handle:
+                del self._condemned[name]
+            elif complete or now >= each.asked + _STACKS_WITHIN:
+                kill([each.member])  # its death may take a moment

@@ -1,0 +1,80 @@
+"""The processes of a job, as its supervisor sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from karvan.discovery.roles import START_ORDER, Role
+from karvan.launch.engines.base import Handle, Process, name_of
+
+
+@dataclass
+class ManagedProcess:
+    """One replica of a role, through all its processes."""
+
+    role: Role
+    index: int
+    process: Process | None = None
+    handle: Handle | None = None
+    code: int | None = None  # of its last process; None while that runs
+    started: float = 0.0
+    due: float | None = None  # when it is to be started again, alone
+    stalled: bool = False  # whether its process is killed because it makes no progress
+
+    @property
+    def name(self) -> str:
+        """As logs call it."""
+        return name_of(self.role, self.index)
+
+    @property
+    def running(self) -> bool:
+        """Whether a process was started and has not ended."""
+        return self.handle is not None and self.code is None
+
+
+class ManagedProcesses:
+    """All replicas of a job, in the order in which they start."""
+
+    def __init__(self, replicas: dict[Role, int]) -> None:
+        self._all = [
+            ManagedProcess(role, index) for role in START_ORDER for index in range(replicas.get(role, 0))
+        ]
+
+    def __iter__(self) -> Iterator[ManagedProcess]:
+        return iter(self._all)
+
+    def of(self, role: Role) -> list[ManagedProcess]:
+        """Those of one role."""
+        return [member for member in self._all if member.role == role]
+
+    def any_running(self, role: Role) -> bool:
+        """Whether one of a role runs."""
+        return any(member.running for member in self.of(role))
+
+    def note_end(self, process: Process, code: int) -> ManagedProcess | None:
+        """A process has ended; whose it was, None if another one has taken its place."""
+        for member in self._all:
+            if member.process is process:
+                member.code = code
+                return member
+        return None
+
+    def suspend(self) -> None:
+        """Stop all that run, until `resume`."""
+        for member in self._all:
+            if member.running and member.handle is not None:
+                member.handle.suspend()
+
+    def resume(self) -> None:
+        """Continue what `suspend` has stopped."""
+        for member in self._all:
+            if member.running and member.handle is not None:
+                member.handle.resume()
+
+
+def kill(members: Iterable[ManagedProcess]) -> None:
+    """Kill those that run."""
+    for member in members:
+        if member.running and member.handle is not None:
+            member.handle.kill()

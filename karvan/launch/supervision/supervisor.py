@@ -1,0 +1,258 @@
+"""The supervisor of a job, whatever engine runs its processes.
+
+A job starts its parameter servers, embedding workers, loaders and trainers, in this order, and then waits for
+what happens:
+
+    a loader or embedding worker dies    it alone is started again
+    a parameter server dies              the job rolls back; with on_server_loss: reload it alone is started
+                                         again, and trainers have it take its rows as they were saved
+    a trainer dies                       the job rolls back
+    a process is not healthy             it is killed, and so dies (`health.py`)
+    a process ends with code 2 or 3      the job fails with this code: wrong usage, or data that is not there,
+                                         will be the same next time
+    a process ends with code 75          as if it had died: the place has failed and not the program, by which
+                                         a disk is full, or data, a server or another rank is away
+    trainers fail by themselves, three   the job fails with code 1: a program that is wrong will be wrong next
+      times from the same checkpoint       time
+    too many deaths in a while           the job fails with code 1, or with 75 if that was the last one's
+    all trainers have ended with 0       the job is done
+    Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
+    Ctrl-Z                               all stop, and continue with `fg` (`suspending.py`)
+
+To roll back is to kill all trainers, begin the next generation, start the servers that are not there and then
+all trainers. They go on from the newest checkpoint by themselves; servers that have lived on forget their
+rows when they hear of the new generation. Who else dies of the same cause meanwhile is no death of its own.
+
+All times are those of `karvan.clock`: a launcher that was stopped, or whose machine slept, blames nobody for
+having been silent meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from karvan.clock import clock
+from karvan.discovery.roles import LOADER, SERVER, START_ORDER, TRAINER
+from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
+from karvan.launch.engines.base import Engine, Handle, Process, end_text
+from karvan.launch.merged_logs import Logs
+from karvan.launch.role_commands import Commands, commands_of
+from karvan.launch.role_environment import environment_of
+from karvan.launch.supervision.crash_loop import Attempts
+from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
+from karvan.launch.supervision.health import HealthCheck, HealthSource
+from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
+from karvan.launch.supervision.restarts import RestartBudget
+from karvan.launch.supervision.shutdown import Shutdown
+from karvan.launch.supervision.suspending import Suspension
+from karvan.launch.supervision.verdict import End, Verdict
+
+if TYPE_CHECKING:
+    from karvan.launch.job_spec import JobSpec
+
+_OF_SIGNALS = 128  # exit codes from here on, and negative ones, are of processes that a signal has ended
+_NOT_RETRIED = (USAGE, DAMAGED)
+
+
+class Registry(HealthSource, Protocol):
+    """Where roles find each other, and who tells which of them are well."""
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+
+    def forget(self, role: str, index: int) -> None:
+        """A process has ended; another one will take its place."""
+
+    def begin_generation(self, generation: int) -> None:
+        """Trainers are restarted, and meet again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended: its exit code, and why if it failed."""
+
+    code: int
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. Delays double with every restart, and differ at random, so that not all come back at once."""
+
+    backoff: float = 0.5
+    check: float = 1.0  # between checks of health
+    settle: float = 60.0  # after its start, nobody is asked whether a process is healthy
+    pause: float = 5.0  # of the launcher itself, from which on it is told
+
+
+@dataclass
+class Job:
+    """A job; `run` runs it to its end."""
+
+    spec: JobSpec
+    engine: Engine
+    registry: Registry
+    logs: Logs
+    commands: Commands | None = None
+    timing: Timing = Timing()
+    owner: str = ""  # the id of the lease of its checkpoint folder
+    generation: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        spec, timing = self.spec, self.timing
+        self._commands = commands_of(spec) if self.commands is None else self.commands
+        self._members = ManagedProcesses({role: spec.of_role(role).replicas for role in START_ORDER})
+        self._suspension = Suspension(self._members, self.logs, timing.pause)
+        self._events = EventQueue(self._suspension.suspend)
+        self._health = HealthCheck(
+            self._members,
+            self.registry,
+            self.logs,
+            every=timing.check,
+            settle=timing.settle,
+            stall_timeout=spec.stall_timeout,
+        )
+        self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
+        self._attempts = Attempts(spec.checkpoints)
+        self._verdict = Verdict()
+        self._outcome: Outcome | None = None
+        self._rollback: float | None = None  # when it is due
+
+    def interrupt(self, number: int) -> None:
+        """Stop, as by this signal. May be called by a signal handler, and from any thread."""
+        self._events.stop(number)
+
+    def suspend(self) -> None:
+        """Stop all processes and this one until it is continued. As above."""
+        self._events.suspend()
+
+    def run(self) -> Outcome:
+        """Start everything, keep it going, stop it in order."""
+        try:
+            self._start(self._members)
+            while self._outcome is None:
+                self._take(self._events.get(self._patience()))
+                self._suspension.check()
+                if self._outcome is None:
+                    self._health.check()
+                    self._start_due()
+            Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
+            return self._outcome
+        finally:
+            kill(self._members)
+
+    # What happens
+
+    def _take(self, event: ProcessEnded | StopRequested | None) -> None:
+        if isinstance(event, ProcessEnded):
+            member = self._members.note_end(event.process, event.code)
+            if member is not None:
+                self._judge(member, event.code)
+        elif event is not None:
+            self.logs.tell("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
+            self._outcome = Outcome(128 + event.signal)
+
+    def _judge(self, member: ManagedProcess, code: int) -> None:
+        """React to the end of a process; of several trainers, to that of the one that says why."""
+        counts: End | None = (member, code)
+        if member.role == TRAINER and self._rollback is None:
+            counts = self._verdict.judge(member, code, self._members.any_running(TRAINER))
+        if counts is not None:
+            self._react(*counts)
+
+    def _react(self, member: ManagedProcess, code: int) -> None:
+        if code == 0 and member.role in (TRAINER, LOADER):
+            self.logs.tell(f"{member.name} is done.")
+            if all(trainer.code == 0 for trainer in self._members.of(TRAINER)):
+                self._outcome = Outcome(0)
+        elif self._rollback is not None and member.role in (TRAINER, SERVER):
+            pass  # the rollback starts it again
+        elif code in _NOT_RETRIED:
+            self._fail(member, code, f"{member.name} {end_text(code)}, which is not tried again.")
+        elif self._is_in_vain(member, code):
+            text = f"{member.name} {end_text(code)}, once more without a newer checkpoint."
+            self._fail(member, FAILED, text)
+        elif not self._restarts.take():
+            failed = TEMPORARY if code == TEMPORARY else FAILED
+            self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
+        elif member.role == TRAINER or (member.role == SERVER and self.spec.on_server_loss == "rollback"):
+            self.logs.tell(f"{member.name} {end_text(code)}; all trainers {self._attempts.next_start}.")
+            kill(self._members.of(TRAINER))
+            self._rollback = self._restarts.due()
+            self._verdict.clear()
+        else:
+            self.logs.tell(f"{member.name} {end_text(code)}; it is started again.")
+            member.due = self._restarts.due()
+
+    def _is_in_vain(self, member: ManagedProcess, code: int) -> bool:
+        if not 0 < code < _OF_SIGNALS and not member.stalled:
+            self._attempts.forget()
+            return False
+        return code != TEMPORARY and member.role == TRAINER and self._attempts.failed()
+
+    def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
+        if reason := self.logs.reason(member.name):
+            text = "\n".join(
+                [f"{text} {'It said:' if reason.is_error else 'Its last lines:'}", *reason.lines]
+            )
+        self._outcome = Outcome(code, text)
+        if member.role in (TRAINER, SERVER):  # without it the trainers have nothing left to save
+            kill(self._members.of(TRAINER))
+
+    # Starting
+
+    def _patience(self) -> float:
+        """Seconds until there is something to do even if nothing happens."""
+        moments = [self._health.due]
+        moments += [member.due for member in self._members if member.due is not None]
+        if self._verdict.due is not None:
+            moments.append(self._verdict.due)
+        if self._rollback is not None and not self._members.any_running(TRAINER):
+            moments.append(self._rollback)
+        return min(moments) - clock.now()
+
+    def _start_due(self) -> None:
+        now = clock.now()
+        if (counts := self._verdict.overdue()) is not None:
+            self._react(*counts)
+        if self._rollback is not None and self._rollback <= now and not self._members.any_running(TRAINER):
+            self._roll_back()
+        self._start([each for each in self._members if each.due is not None and each.due <= now])
+
+    def _roll_back(self) -> None:
+        self._rollback = None
+        self.generation += 1
+        self.registry.begin_generation(self.generation)
+        self.logs.tell(f"Generation {self.generation} begins.")
+        self._start(
+            [
+                member
+                for member in self._members
+                if (member.role in (SERVER, TRAINER) and not member.running)
+                or (member.role == LOADER and member.code == 0)
+            ]
+        )
+
+    def _start(self, members: Iterable[ManagedProcess]) -> None:
+        started = [(member, self._start_one(member)) for member in members]
+        for member, handle in started:
+            self.logs.tell(f"Started {member.name}, process {handle.pid}.")
+
+    def _start_one(self, member: ManagedProcess) -> Handle:
+        environment = environment_of(
+            self.spec,
+            member.role,
+            member.index,
+            registry=self.registry.address,
+            generation=self.generation,
+            owner=self.owner,
+        )
+        self.registry.forget(member.role, member.index)  # where its last process was
+        member.process = Process(member.role, member.index, self._commands[member.role], environment)
+        member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
+        self.logs.begin(member.name)
+        member.handle = handle = self.engine.start(member.process, self._events.ended)
+        return handle

@@ -1,0 +1,50 @@
+"""Which of several trainers that end at about the same time says why.
+
+When one trainer fails, the others miss it and end with code 75, temporary, often before the one that failed
+has written its last line and ended itself. So after a trainer has ended with 75, while others still run, the
+launcher waits a moment for their ends: a code that says more (a failure of the program, wrong usage, damaged
+data, a signal) counts, and otherwise the first one does.
+"""
+
+from __future__ import annotations
+
+from karvan.clock import clock
+from karvan.exit_codes import OK, TEMPORARY
+from karvan.launch.supervision.processes import ManagedProcess
+
+_MOMENT = 3.0  # seconds
+
+End = tuple[ManagedProcess, int]
+
+
+class Verdict:
+    """Holds the end of a trainer back until it is known whether it says why."""
+
+    def __init__(self, moment: float = _MOMENT) -> None:
+        self._moment = moment
+        self._held: End | None = None
+        self.due: float | None = None  # when the end that is held back counts
+
+    def judge(self, member: ManagedProcess, code: int, others_run: bool) -> End | None:
+        """A trainer has ended; what counts now, if something does."""
+        if code == OK:
+            return member, code
+        if code != TEMPORARY:
+            self.clear()
+            return member, code
+        if self._held is None:
+            self._held, self.due = (member, code), clock.now() + self._moment
+        return None if others_run else self._take()
+
+    def overdue(self) -> End | None:
+        """The end that was held back, once it has been long enough."""
+        return self._take() if self.due is not None and clock.now() >= self.due else None
+
+    def clear(self) -> None:
+        """Something else has decided."""
+        self._held = self.due = None
+
+    def _take(self) -> End | None:
+        held = self._held
+        self.clear()
+        return held

@@ -1,0 +1,148 @@
+"""`Metric`: what all metrics share, from picking their tensors out of a batch to checking them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from karvan.label_columns import refuse_missing
+from karvan.name_hints import listed
+from karvan.ragged import Ragged
+
+State: TypeAlias = dict[str, Tensor]
+
+
+class Metric(ABC):
+    """A number about scores and labels, gathered batch by batch.
+
+    label, weight: names in the batch; without `weight` every sample counts 1. output: the name of the scores
+    in the model's output, None if that is a tensor itself. logits: whether the model gives logits, which
+    `update` turns into probabilities; `add` takes what it is given. Tensors may be on any device and of any
+    dtype; sums are float64.
+    """
+
+    higher_is_better: ClassVar[bool]
+    group: str | None = None  # the name in the batch of what samples are grouped by, for metrics that do
+
+    def __init__(
+        self,
+        *,
+        label: str = "label",
+        output: str | None = None,
+        weight: str | None = None,
+        logits: bool = True,
+    ) -> None:
+        self.label = label
+        self.output = output
+        self.weight = weight
+        self.logits = logits
+        self.reset()
+
+    @torch.no_grad()
+    def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:
+        """Add a batch and what the model gave for it."""
+        scores = self._scores(output)
+        self.add(
+            scores.double().sigmoid() if self.logits else scores,
+            _column(batch, self.label, "label"),
+            None if self.weight is None else _column(batch, self.weight, "weight"),
+            None if self.group is None else _column(batch, self.group, "group"),
+        )
+
+    @torch.no_grad()
+    def add(
+        self, scores: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
+    ) -> None:
+        """Add samples: scores as the metric wants them, labels, weights, and whom they belong to."""
+        scores = scores.detach().reshape(-1).double()
+        labels = _beside("labels", labels, scores).double()
+        if weights is not None:
+            weights = _beside("weights", weights, scores).double()
+        if groups is not None:
+            if groups.is_floating_point():
+                raise TypeError(f"{type(self).__name__} expects groups of integers, got {groups.dtype}.")
+            groups = _beside("groups", groups, scores).long()
+        if scores.numel():
+            self._add(scores, labels, weights, groups)
+
+    @abstractmethod
+    def _add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
+        """Add at least one sample; all tensors are (n,) on one device, float64 and, for groups, int64."""
+
+    @abstractmethod
+    def compute(self) -> float:
+        """The number; NaN where there is none, as without samples or where a score was NaN."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all samples."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """A copy of everything gathered, as flat tensors on the CPU."""
+
+    @abstractmethod
+    def merge(self, state: Mapping[str, Tensor]) -> None:
+        """Add what another metric of the same settings has gathered, for example on another rank."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Be as the metric was that `state` comes from."""
+        before = self.state()
+        self.reset()
+        try:
+            self.merge(state)
+        except ValueError:
+            self.merge(before)
+            raise
+
+    def _scores(self, output: Tensor | Mapping[str, Tensor]) -> Tensor:
+        if isinstance(output, Tensor):
+            if self.output is not None:
+                raise ValueError(
+                    f"{type(self).__name__} expects an output '{self.output}', but the model gave one tensor."
+                )
+            return output.detach()
+        known = ", ".join(map(str, output)) or "none"
+        if self.output is None:
+            raise ValueError(
+                f"{type(self).__name__} expects output=, the name of one of the model's outputs: {known}."
+            )
+        if self.output not in output:
+            raise KeyError(f"{type(self).__name__}: no output '{self.output}' among the model's: {known}.")
+        return output[self.output].detach()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.compute():.6g})"
+
+
+def check_state(metric: Metric, expected: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> None:
+    """Raise unless `received` has the entries of `expected`, each with as many dimensions."""
+    if set(expected) != set(received):
+        raise ValueError(
+            f"A state of {type(metric).__name__} has {', '.join(expected)}; got {', '.join(received)}."
+        )
+
+
+def _beside(what: str, tensor: Tensor, scores: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.shape != scores.shape:
+        raise ValueError(f"Expected {scores.numel()} {what}, one for each score, got {tuple(tensor.shape)}.")
+    return flat.to(scores.device)
+
+
+def _column(batch: Mapping[str, Any], name: str, role: str) -> Tensor:
+    if name not in batch:
+        raise KeyError(f"The {role} '{name}' is not in the batch, which has: {listed(name, batch)}")
+    entry = batch[name]
+    if isinstance(entry, Ragged) and entry.offsets is None:
+        entry = entry.values
+    refuse_missing(name, entry)
+    if not isinstance(entry, Tensor):
+        raise TypeError(
+            f"The {role} '{name}' must be a tensor with one value per sample, but is {type(entry).__name__}."
+        )
+    return entry

@@ -1,0 +1,24 @@
+"""Logarithmic loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from karvan.metrics.ratio_of_sums import WeightedMean
+
+_EPSILON = torch.finfo(torch.float64).eps
+
+
+class LogLoss(WeightedMean):
+    """The mean of -log(probability of what happened), in nats.
+
+    Probabilities are moved 2.2e-16 away from 0 and 1, as scikit-learn does it, so that one wrong certainty
+    costs 36 and not infinity. Labels may lie between 0 and 1.
+    """
+
+    def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
+        # -log(1 - p) is softplus(logit); torch.log would wake all threads, which takes longer than this.
+        logits = torch.logit(scores, _EPSILON)
+        return softplus(logits, threshold=40) - labels * logits

@@ -1,0 +1,14 @@
+"""Mean absolute error."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from karvan.metrics.ratio_of_sums import MeanDistance
+
+
+class MAE(MeanDistance):
+    """The mean of |score - label|; with `logits=True`, of probabilities."""
+
+    def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return (scores - labels).abs()

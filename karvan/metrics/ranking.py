@@ -1,0 +1,122 @@
+"""Samples kept until a metric is computed, and what can be said about them in order of their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from karvan.metrics.base import Metric, State, check_state
+
+
+class Samples:
+    """All samples added so far, on the CPU: 32 bytes each."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
+        """Keep a copy of these; those without a group are in group 0."""
+        weights = torch.ones_like(scores) if weights is None else weights
+        groups = torch.zeros_like(scores, dtype=torch.int64) if groups is None else groups
+        # A copy in any case: what was given may be a view of memory that is used again.
+        piece = tuple(t.to("cpu", copy=True) for t in (groups, scores, labels, weights))
+        self._pieces.append((piece[0], piece[1], piece[2], piece[3]))
+
+    def state(self) -> State:
+        """Everything as four tensors."""
+        self._join()
+        groups, scores, labels, weights = self._pieces[0]
+        return {"groups": groups, "scores": scores, "labels": labels, "weights": weights}
+
+    def merge(self, metric: Metric, state: Mapping[str, Tensor]) -> None:
+        """Add another's samples."""
+        check_state(metric, self.state(), state)
+        lengths = {name: len(tensor) for name, tensor in state.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"A state of {type(metric).__name__} has entries of one length; got {lengths}.")
+        self.add(
+            state["scores"].double(), state["labels"].double(), state["weights"].double(), state["groups"]
+        )
+
+    def _join(self) -> None:
+        if len(self._pieces) != 1:
+            empty = torch.zeros(0, dtype=torch.float64)
+            pieces = [(empty.long(), empty, empty, empty), *self._pieces]
+            groups, scores, labels, weights = (torch.cat(each) for each in zip(*pieces, strict=True))
+            self._pieces = [(groups, scores, labels, weights)]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Samples by group and, within it, by falling score; equal scores of a group are one *run*.
+
+    `group` and `run` number them for each sample; `first` is the run's first sample, `start` its group's.
+    """
+
+    scores: Tensor
+    labels: Tensor
+    weights: Tensor
+    group: Tensor
+    run: Tensor
+    first: Tensor
+    start: Tensor
+    groups: int
+
+    @classmethod
+    def of(cls, state: State) -> Ranking:
+        """Put samples in order."""
+        order = state["scores"].argsort(descending=True, stable=True)
+        order = order[state["groups"][order].argsort(stable=True)]
+        groups, scores = state["groups"][order], state["scores"][order]
+        place = torch.arange(len(order))
+        new_group = torch.ones(len(order), dtype=torch.bool)
+        new_group[1:] = groups[1:] != groups[:-1]
+        new_run = new_group.clone()
+        new_run[1:] |= scores[1:] != scores[:-1]
+        group, run = new_group.cumsum(0) - 1, new_run.cumsum(0) - 1
+        count = int(new_group.sum())
+        return cls(
+            scores,
+            state["labels"][order],
+            state["weights"][order],
+            group,
+            run,
+            place[new_run],
+            place[new_group],
+            count,
+        )
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Sums over groups."""
+        return torch.zeros(self.groups, dtype=torch.float64).index_add_(0, self.group, values)
+
+    def by_run(self, values: Tensor) -> Tensor:
+        """Sums over runs."""
+        return torch.zeros(len(self.first), dtype=torch.float64).index_add_(0, self.run, values)
+
+    @property
+    def group_of_run(self) -> Tensor:
+        """The group of each run."""
+        return self.group[self.first]
+
+    @property
+    def rank_of_run(self) -> Tensor:
+        """How many samples of its group come before each run."""
+        return self.first - self.start[self.group_of_run]
+
+
+def auc_of_groups(ranking: Ranking) -> tuple[Tensor, Tensor]:
+    """Each group's AUC, NaN where there is one class only, and its weight."""
+    clicks = ranking.weights * ranking.labels
+    others = ranking.weights * (1 - ranking.labels)
+    in_run, in_group = ranking.by_run(others), ranking.by_group(others)
+    # Others of the same group with a higher score: those before in all, less those before the group.
+    before = in_run.cumsum(0) - in_run
+    above = before - (in_group.cumsum(0) - in_group)[ranking.group_of_run]
+    lost = ranking.by_run(clicks) * (above + in_run / 2)
+    pairs = ranking.by_group(clicks) * in_group
+    sums = torch.zeros(ranking.groups, dtype=torch.float64).index_add_(0, ranking.group_of_run, lost)
+    return torch.where(pairs > 0, 1 - sums / pairs, float("nan")), ranking.by_group(ranking.weights)

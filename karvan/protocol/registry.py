@@ -1,0 +1,55 @@
+"""The calls of a job's registry, as members and those who look for them make them."""
+
+from __future__ import annotations
+
+from karvan.activity import MOST_WAITS
+from karvan.wire.schema.calls import Call, table_of
+from karvan.wire.schema.kinds import Boolean, Fields, Float, Integer, ListOf, MapOf, OneOf, Text
+
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
+
+INDEX = Integer(0, 2**20)
+GENERATION = Integer(0, 2**31)
+_ADDRESS = Text(300)
+_PID = Integer(0, 2**31)
+
+# A member says all of it with each of its calls; `process` is a random name.
+_WHO = {
+    "role": OneOf(*ROLES),
+    "index": INDEX,
+    "address": _ADDRESS,
+    "generation": GENERATION,
+    "pid": _PID,
+    "process": Text(64),
+}
+_MEMBER = Fields(_WHO)
+# What it does, see `karvan.activity.ActivityReport`.
+_ACTIVITY = Fields(
+    {
+        "progress": Integer(),
+        "idle": Float(0.0),
+        "task": Text(100, 0),
+        "waits": MapOf(Float(0.0), MOST_WAITS, Text(100)),
+        "dumps": Boolean(),
+    }
+)
+_BEAT = Fields({**_WHO, "activity": _ACTIVITY})
+_LISTED = Fields(
+    {
+        "role": OneOf(*ROLES),
+        "index": INDEX,
+        "address": _ADDRESS,
+        "generation": GENERATION,
+        "pid": _PID,
+        "healthy": Boolean(),
+        "silent": Float(0.0),
+    }
+)
+
+REGISTRY_CALLS = table_of(
+    Call("register", _MEMBER),
+    Call("beat", _BEAT, answer=Fields({"known": Boolean(), "replaced": Boolean()})),
+    Call("leave", _MEMBER),
+    Call("generation", answer=Fields({"generation": GENERATION})),
+    Call("members", answer=Fields({"members": ListOf(_LISTED)})),
+)

@@ -1,0 +1,70 @@
+"""The calls by which the trainers of a job meet: a key-value store at the registry.
+
+Values are one array of bytes, cut by `sizes` of the head. No call waits for a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from karvan.protocol.registry import GENERATION
+from karvan.wire.errors import RefusedError
+from karvan.wire.message import Array
+from karvan.wire.schema.calls import ArrayKind, Call, Head, table_of
+from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, Text
+
+MOST_KEYS = 1 << 16
+LONGEST_KEY = 1024
+_KEY = Text(LONGEST_KEY)
+_KEYS = ListOf(_KEY, MOST_KEYS)
+_INT64 = Integer(-(2**63), 2**63 - 1)
+_SIZE = Integer(0, 2**30)
+_VALUES = ArrayKind("values", "uint8", lambda head: sum(head["sizes"]))
+
+
+def pack_values(values: Sequence[bytes]) -> tuple[list[int], list[Array]]:
+    """`sizes` of a head and the array of values."""
+    return [len(value) for value in values], [np.frombuffer(b"".join(values), np.uint8)]
+
+
+def unpack_values(head: Head, arrays: Sequence[Array]) -> list[bytes]:
+    """The values of a checked call or answer."""
+    data, values, place = arrays[0].tobytes(), [], 0
+    for size in head["sizes"]:
+        values.append(data[place : place + size])
+        place += size
+    return values
+
+
+def _a_value_for_each_key(head: Head, arrays: Sequence[Array]) -> None:
+    if len(head["keys"]) != len(head["sizes"]):
+        raise RefusedError(f"expected {len(head['keys'])} sizes of values, got {len(head['sizes'])}.")
+
+
+def _named(**fields: Integer | Text | ListOf) -> Fields:
+    return Fields({"generation": GENERATION, **fields})
+
+
+RENDEZVOUS_CALLS = table_of(
+    Call("store_set", _named(keys=_KEYS, sizes=ListOf(_SIZE)), [_VALUES], rule=_a_value_for_each_key),
+    Call(
+        "store_get",  # all of the keys, or none of them
+        _named(keys=_KEYS),
+        answer=Fields({"present": Boolean(), "sizes": ListOf(_SIZE)}),
+        answers=[_VALUES],
+    ),
+    Call("store_check", _named(keys=_KEYS), answer=Fields({"present": Boolean()})),
+    Call("store_add", _named(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
+    Call("store_append", _named(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
+    Call(
+        "store_compare_set",  # the expected value and the desired one; the answer is the one that there is
+        _named(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
+        [_VALUES],
+        answer=Fields({"sizes": ListOf(_SIZE, 1, 1)}),
+        answers=[_VALUES],
+    ),
+    Call("store_delete", _named(key=_KEY), answer=Fields({"deleted": Boolean()})),
+    Call("store_count", _named(), answer=Fields({"keys": Integer(0, MOST_KEYS)})),
+)

@@ -1,0 +1,108 @@
+"""Settings as models that know all their keys, read from a file. Unknown keys and wrong values are errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from karvan.settings.yaml_text import parse, place_of
+
+
+def _no_bool(given: Any) -> Any:
+    if isinstance(given, bool):  # which pydantic takes as 0 or 1
+        raise ValueError(f"expected a number, got {str(given).lower()}")
+    return given
+
+
+Integer = Annotated[int, BeforeValidator(_no_bool)]
+Count = Annotated[Integer, Field(ge=1)]
+CountOrZero = Annotated[Integer, Field(ge=0)]
+PositiveOrZero = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
+
+
+class SettingsError(ValueError):
+    """A file of settings that does not say what to do; `unreadable` if it is no text at all."""
+
+    def __init__(self, text: str, *, unreadable: bool = False) -> None:
+        super().__init__(text)
+        self.unreadable = unreadable
+
+
+class Section(BaseModel):
+    """A part of settings, which knows all its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys_only(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            for key in given:
+                if key not in cls.model_fields:
+                    raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
+        return given
+
+
+Settings = TypeVar("Settings", bound=Section)
+
+
+def read_settings(kind: type[Settings], path: Path, changes: Mapping[str, str]) -> Settings:
+    """Read a file, with some values set to others: {"train.epochs": "3"}."""
+    try:
+        tree = parse(path.read_text())
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is not YAML: {place_of(error)}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not YAML: {error}", unreadable=True) from error
+    if not isinstance(tree, dict):
+        raise SettingsError(f"{path} must be a mapping with {', '.join(kind.model_fields)}, got {tree!r}.")
+    for name, text in changes.items():
+        _set(tree, name, text)
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise SettingsError(f"{path}: {_problems(error)}") from error
+
+
+def problem_text(text: str) -> str:
+    """What pydantic says, for the middle of a sentence."""
+    text = text.removeprefix("Value error, ").rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _set(tree: dict[str, Any], name: str, text: str) -> None:
+    *path, last = name.split(".")
+    for part in path:
+        below = tree.setdefault(part, {})
+        if below is None or isinstance(below, str):  # `model: DLRM` is short for `model: {name: DLRM}`
+            below = tree[part] = {} if below is None else {"name": below}
+        if not isinstance(below, dict):
+            raise SettingsError(f"--set {name}: '{part}' holds no keys, but is {below!r}.")
+        tree = below
+    try:
+        tree[last] = parse(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--set {name}={text}: not a value of YAML: {place_of(error)}") from error
+
+
+def _problems(error: ValidationError) -> str:
+    told = dict.fromkeys(
+        _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
+    )
+    return "\n".join(told)
+
+
+def _problem(place: Sequence[int | str], text: str, kind: str, given: Any) -> str:
+    # Of alternatives pydantic names the kinds; a reader wants the keys.
+    names = [str(part) for part in place if isinstance(part, int) or re.fullmatch(r"[\w.-]+", part)]
+    where = ".".join(name for name in names if name not in ("Column", "Named", "str"))
+    if kind == "missing":
+        return f"'{where}' is missing."
+    got = "" if kind == "value_error" else f", got {given!r}"
+    return f"{f'{where}: ' if where else ''}{problem_text(text)}{got}."

@@ -1,0 +1,374 @@
+"""The store protocol: what the embedding engine asks of whatever holds the rows.
+
+A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`Plan`), pools the
+vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this
+with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides
+them with one native call each.
+
+Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a
+push hands them back, and the store drops and counts gradients of rows that left in between, even if their
+key has come back since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan import _native
+from karvan.ragged import Reference
+from karvan.store.capture import Capture
+from karvan.store.remote.output_layout import Laid
+
+Keys: TypeAlias = NDArray[np.int64]
+Vectors: TypeAlias = NDArray[np.float32]
+Counts: TypeAlias = NDArray[np.uint32]
+Rule: TypeAlias = _native.Rule
+Prepared: TypeAlias = Any  # what a store's `prepare` gives is for its own `forward`
+
+
+class Gradients(Protocol):
+    """The gradients of a backward pass, summed by key; each of these answers by the tables' slots."""
+
+    def finite(self) -> list[bool]:
+        """Whether a table's gradients have neither infinities nor NaNs."""
+
+    def touched(self) -> list[bool]:
+        """Whether any key of a table has a gradient."""
+
+
+class Agreed:
+    """What gradients say, by the tables' slots, as far as it has been found out already."""
+
+    def __init__(self, finite: list[bool], touched: list[bool]) -> None:
+        self._finite = finite
+        self._touched = touched
+
+    def finite(self) -> list[bool]:
+        """See `Gradients.finite`."""
+        return self._finite
+
+    def touched(self) -> list[bool]:
+        """See `Gradients.touched`."""
+        return self._touched
+
+
+_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table, in the terms of the native core."""
+
+    name: str
+    dim: int
+    dtype: str
+    init: tuple[str, float, float, float, float]
+    admit: tuple[str, float, int]
+    evict: tuple[str, float, int]
+    seed: int
+    shards: int
+
+    def share(self, holder: int, holders: int) -> TableSpec:
+        """That of one of several holders: of the rows that a policy allows it has its part, at least one."""
+        kind, value, every = self.evict
+        if kind not in _LIMITED:
+            return self
+        part = int(value) * (holder + 1) // holders - int(value) * holder // holders
+        return replace(self, evict=(kind, float(max(1, part)), every))
+
+
+class Rows(NamedTuple):
+    """Whole rows, in the order of their keys' hashes: what snapshots hold and loads take."""
+
+    keys: Keys
+    vectors: Vectors
+    state: Vectors
+    counts: Counts
+    last_steps: Counts
+
+
+class Found(NamedTuple):
+    """What a lookup of distinct keys gives: vectors, and the table's version for the push that follows."""
+
+    vectors: Vectors
+    version: int
+
+
+class Push(NamedTuple):
+    """Gradients of one lookup's distinct keys, and the table's version at that lookup."""
+
+    keys: Keys
+    gradients: Vectors
+    version: int
+
+
+class Program:
+    """The features of an engine in the form the native core wants, made once.
+
+    `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`. told:
+    the features as JSON, for who embeds in the engine's place.
+    """
+
+    def __init__(
+        self, features: Sequence[tuple[str, str, str, str, int, int]], told: Mapping[str, Any] | None = None
+    ) -> None:
+        self.features = list(features)
+        self.told = dict(told or {})
+        self.name = hashlib.sha256(json.dumps(self.told).encode()).hexdigest()[:16]
+        self.tables = list(dict.fromkeys(table for _, table, *_ in features))
+        slots = {table: slot for slot, table in enumerate(self.tables)}
+        self.native = _native.Program(
+            [
+                (name, table, slots[table], mode, combiner, stack, dim)
+                for name, table, mode, combiner, stack, dim in features
+            ],
+            len(self.tables),
+        )
+
+
+class Plan(NamedTuple):
+    """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
+
+    away: what a store that has the rows elsewhere must remember. Where the ids are elsewhere as well, there
+    is no native plan; `away` is an `AwayLookup` then.
+    """
+
+    native: _native.Plan | None
+    versions: Mapping[str, int]
+    away: Any = None
+
+
+class AwayLookup(Protocol):
+    """A batch whose ids are elsewhere."""
+
+    def take(self) -> list[tuple[Tensor, Laid]]:
+        """The outputs of all features, which are handed over: whoever keeps the lookup does not keep them."""
+
+
+class Ahead(NamedTuple):
+    """How far training lookups have run ahead: batches between lookup and applied gradient.
+
+    total: the sum of these over all lookups so far; most: the largest.
+    """
+
+    lookups: int = 0
+    total: int = 0
+    most: int = 0
+
+
+class Store(ABC):
+    """Holds tables of rows."""
+
+    @abstractmethod
+    def add_table(self, spec: TableSpec) -> None:
+        """Make the table, or do nothing if the same one is there; another one of that name is an error."""
+
+    @abstractmethod
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """Give rows the optimizer state `initial`; those with state of that size keep it unless `fresh`."""
+
+    @abstractmethod
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """Vectors of distinct keys, given with their numbers of occurrences.
+
+        Training inserts unknown keys; otherwise they give zeros and nothing changes.
+        """
+
+    @abstractmethod
+    def apply(
+        self,
+        pushes: Mapping[str, Sequence[Push]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Update each table once with the sum of its pushes, less the gradients of rows that have left."""
+
+    @abstractmethod
+    def skip(self, table: str) -> None:
+        """Count an update that was left out because its gradient was not finite."""
+
+    @abstractmethod
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """Apply the table's policy now; returns how many rows left."""
+
+    @abstractmethod
+    def erase(self, table: str, keys: Keys) -> int:
+        """Remove these keys; returns how many rows left."""
+
+    @abstractmethod
+    def clear(self, table: str) -> None:
+        """Remove all rows."""
+
+    @abstractmethod
+    def version(self, table: str) -> int:
+        """A number that grows with every change of the table."""
+
+    @abstractmethod
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """Keys whose rows left after that version, the ones that came back included."""
+
+    @abstractmethod
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """The rows whose key hash lies in the given one of `parts` equal ranges."""
+
+    @abstractmethod
+    def load(self, table: str, rows: Rows) -> None:
+        """Insert or overwrite rows."""
+
+    @abstractmethod
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """The tables as they are now, in so many parts each (powers of two), read while training goes on.
+
+        track: note what changes from now on, for the next one. With `since`, the `versions` of a capture
+        that did, only what changed after it; a ValueError says that this is not known any more. A table has
+        one capture at a time: close it before the next.
+        """
+
+    @abstractmethod
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """Copies of what a table holds besides rows, such as the counters of its admission filter."""
+
+    @abstractmethod
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """Restore what `extra` gave."""
+
+    @abstractmethod
+    def stats(self, table: str) -> dict[str, int]:
+        """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
+
+        The last one counts index entries that growth has moved; while it rises, the index is growing.
+        """
+
+    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
+        """How many rows tables have."""
+        return {table: self.stats(table)["rows"] for table in tables}
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether it can embed batches whose ids are elsewhere."""
+        return False
+
+    @property
+    def ahead(self) -> Ahead:
+        """How far lookups have run ahead of gradients: not at all."""
+        return Ahead()
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(r, n): it holds what rank r of n owns of every table; (0, 1) is everything."""
+        return 0, 1
+
+    def prepare(
+        self,
+        program: Program,
+        inputs: list[int] | Reference,
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
+        """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else.
+
+        inputs: the native call's numbers for each feature, or what stands for ids that are elsewhere.
+        training, step, now: what the forward will be given, if that is known.
+        """
+        assert not isinstance(inputs, Reference)
+        return _native.prepare(program.native, inputs)
+
+    def forward(
+        self,
+        program: Program,
+        inputs: list[int] | Reference | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> Plan:
+        """Look up a batch and fill its outputs.
+
+        `inputs` are what `prepare` takes, or what it made of them, which is good for one forward.
+        """
+        assert not isinstance(inputs, Reference)
+        plan = inputs if isinstance(inputs, _native.Plan) else _native.Plan(program.native, inputs)
+        keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
+        found = self.lookup(keys, training=training, step=step, now=now)
+        plan.pool_from([found[table].vectors for table in program.tables])
+        return Plan(plan, {table: f.version for table, f in found.items()})
+
+    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
+        """Sum gradients of a plan's outputs by key: addresses, 0 for none, and floats from row to row."""
+        assert plan.native is not None
+        return plan.native.reduce(list(addresses), list(strides))
+
+    def hold(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Gradients:
+        """Take the gradients of a plan's outputs whose ids are elsewhere; for stores that take references."""
+        raise TypeError(f"{type(self).__name__} takes no batches whose ids are elsewhere.")
+
+    def update(
+        self,
+        program: Program,
+        gradients: Sequence[tuple[Plan, Any]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Apply the sum of some backward passes, each as `reduce` gave it, to the tables that have a rule."""
+        pushes: dict[str, list[Push]] = {}
+        for slot, table in enumerate(program.tables):
+            if table not in rules:
+                continue
+            if not all(g.finite()[slot] for _, g in gradients):
+                self.skip(table)
+                continue
+            pushes[table] = [_push(g, slot, plan.versions[table]) for plan, g in gradients]
+        self.apply(pushes, rules, steps)
+
+
+class AwayStore(Store):
+    """A store whose rows are held by other processes, which write and read checkpoints themselves."""
+
+    @abstractmethod
+    def save_away(
+        self,
+        capture: Capture,
+        folder: str,
+        tables: Mapping[str, Mapping[str, Any]],
+        waiting: Callable[[], None],
+    ) -> list[dict[str, Any]]:
+        """Have all holders write what was captured into a folder; returns what each tells of its tables.
+
+        tables: for each its `optimizer`, the number of `parts`, whether it is a `delta`, and the id of the
+        `base` that it adds to. waiting is called now and then meanwhile.
+        """
+
+    @abstractmethod
+    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Have all holders empty these tables and read their rows from a checkpoint; returns what is damaged.
+
+        Each damage is a file and what is wrong with it; the tables are half filled, then.
+
+        tables: for each whether to `keep` the optimizer state that was saved, the `initial` state otherwise,
+        and whether `extra` is to be read, too.
+        """
+
+
+def _push(gradients: _native.Gradients, slot: int, version: int) -> Push:
+    keys, values = gradients.keys_and_values(slot)
+    return Push(keys, values, version)

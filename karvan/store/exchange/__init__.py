@@ -1,0 +1,1 @@
+"""Who owns which key, and what travels between those who ask and those who own."""

@@ -1,0 +1,85 @@
+"""How keys, vectors and gradients of all tables lie in one array for each owner, or for each who asks.
+
+By slot (a table's place), then in the order in which the plan of who asks counts its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan import _native
+from karvan.store.exchange.key_sharding import Keys
+
+Numbers: TypeAlias = list[list[int]]  # of keys, by rank and slot
+Places: TypeAlias = NDArray[np.int64]
+
+
+class Routed(NamedTuple):
+    """A batch whose keys are with their owners."""
+
+    plan: _native.Plan
+    route: _native.Route
+    wanted: Numbers  # keys that this rank asks for
+    asked: Numbers  # keys that it is asked for
+    sent: list[Keys]  # the messages with the former
+    received: list[Keys]  # … and with the latter
+
+
+def words(keys: int) -> int:
+    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
+    return keys + (keys + 1) // 2
+
+
+def cut(message: Tensor, sizes: Sequence[int]) -> list[Keys]:
+    """Its pieces of these sizes, one after the other."""
+    return np.split(message.numpy(), np.cumsum(sizes)[:-1])
+
+
+def floats(keys: Numbers, dims: Sequence[int]) -> list[int]:
+    """Floats to or from each rank."""
+    return [sum(n * dim for n, dim in zip(of_rank, dims, strict=True)) for of_rank in keys]
+
+
+def keys_of(messages: Sequence[Keys], counts: Numbers) -> list[list[Keys]]:
+    """The keys of messages, by rank and slot."""
+    made = []
+    for message, of_rank in zip(messages, counts, strict=True):
+        ends = np.cumsum(of_rank)
+        made.append(np.split(message[: int(ends[-1])], ends[:-1]))
+    return made
+
+
+def places_of(counts: Sequence[int], dims: Sequence[int], begin: int = 0) -> list[Places]:
+    """Where the vectors of a rank's keys begin, by slot."""
+    made, at = [], begin
+    for count, dim in zip(counts, dims, strict=True):
+        made.append(at + np.arange(count, dtype=np.int64) * dim)
+        at += count * dim
+    return made
+
+
+def by_slot(arrays: Sequence[Sequence[Places]]) -> list[Places]:
+    """What ranks have for a slot, one after the other."""
+    return [np.concatenate(of_slot) for of_slot in zip(*arrays, strict=True)]
+
+
+def features(asked: Numbers, messages: Sequence[Keys], dims: Sequence[int], out: int) -> list[int]:
+    """What was asked for, in the native core's numbers: for each rank, for each of its tables.
+
+    out: the address of as many floats as were asked for.
+    """
+    inputs: list[int] = []
+    for of_rank, message in zip(asked, messages, strict=True):
+        keys = message.ctypes.data
+        uses = keys + 8 * sum(of_rank)
+        for count, dim in zip(of_rank, dims, strict=True):
+            inputs += [keys, count, 0, count, 0, 1, out, uses]
+            keys += 8 * count
+            uses += 4 * count
+            out += 4 * count * dim
+    return inputs

@@ -1,0 +1,136 @@
+"""`Owner`: what an owner of rows does for those who ask, one rank or several at once.
+
+What was asked is an ordinary batch for the native core: for each rank and table a feature of single ids,
+whose keys, outputs and gradients lie in the messages themselves. So keys that several ranks ask for are found
+or inserted once, and gradients are added up in the order of ranks, which makes results the same from run to
+run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import Tensor
+
+from karvan import _native, output_buffers
+from karvan.store.base import Keys, Plan, Program, Push, Rule, Vectors
+from karvan.store.exchange import partial_gradients
+from karvan.store.exchange.message_layout import Numbers, features, floats
+from karvan.store.memory import MemoryStore
+
+Summed: TypeAlias = _native.Gradients | dict[str, Push]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A lookup for some ranks, until its gradients come."""
+
+    program: Program
+    plan: Plan
+    tables: Sequence[str]
+    dims: list[int]
+    asked: Numbers
+    received: Sequence[Keys]  # the plan points into these
+    vectors: Tensor  # for the first rank, then for the next; its plan points into it
+
+
+class Owner:
+    """Looks up and updates rows of a store for ranks that ask."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self._programs: dict[tuple[str, ...], dict[int, Program]] = {}  # by tables and number of ranks
+
+    def lookup(
+        self,
+        tables: Sequence[str],
+        asked: Numbers,
+        received: Sequence[Keys],
+        *,
+        training: bool,
+        step: int,
+        now: float,
+        log: _native.LookupLog | None = None,
+    ) -> Answered:
+        """Vectors for what ranks ask: their numbers of keys by table, and their messages.
+
+        log: takes a training lookup whose batch is trained later.
+        """
+        dims = [self.store.dim(table) for table in tables]
+        program = self._program(tables, dims, len(asked))
+        vectors = output_buffers.empty(sum(floats(asked, dims)))
+        plan = self.store.forward(
+            program,
+            features(asked, received, dims, vectors.data_ptr()),
+            training=training,
+            step=step,
+            now=now,
+            log=log,
+        )
+        return Answered(program, plan, tables, dims, asked, received, vectors)
+
+    def reduce(
+        self, answered: Answered, gradients: Sequence[Vectors], *, complete: bool, by_key: bool
+    ) -> Summed:
+        """Sum by key what the ranks have sent, one array each, or average over those that have a key.
+
+        complete: no rank lacks any; see `partial_gradients.py`.
+        """
+        if not complete:
+            made = partial_gradients.sums(answered.received, answered.asked, answered.dims, gradients, by_key)
+            return {
+                table: Push(*each, self.store.version(table))
+                for table, each in zip(answered.tables, made, strict=True)
+            }
+        addresses = []
+        for flat, of_rank in zip(gradients, answered.asked, strict=True):
+            at = flat.ctypes.data
+            for count, dim in zip(of_rank, answered.dims, strict=True):
+                addresses.append(at)
+                at += 4 * count * dim
+        assert answered.plan.native is not None
+        owned = answered.plan.native.reduce(addresses, answered.dims * len(answered.asked))
+        if by_key:
+            owned.average()
+        return owned
+
+    def update(
+        self,
+        tables: Sequence[str],
+        passes: Sequence[tuple[Answered, Summed]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """Apply the sum of some backward passes to the tables that have a rule."""
+        native = [(answered, one) for answered, one in passes if isinstance(one, _native.Gradients)]
+        if len(native) == len(passes):
+            program = passes[0][0].program
+            self.store.update(program, [(answered.plan, one) for answered, one in native], rules, steps)
+            return
+        pushes = {
+            table: [_push(one, slot, table, self.store.version(table)) for _, one in passes]
+            for slot, table in enumerate(tables)
+            if table in rules
+        }
+        self.store.apply(pushes, rules, steps)
+
+    def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> Program:
+        known = self._programs.setdefault(tuple(tables), {})
+        if ranks not in known:
+            known[ranks] = Program(
+                [
+                    (f"{table} for rank {rank}", table, "cells", "sum", 1, dim)
+                    for rank in range(ranks)
+                    for table, dim in zip(tables, dims, strict=True)
+                ]
+            )
+        return known[ranks]
+
+
+def _push(summed: Summed, slot: int, table: str, version: int) -> Push:
+    if isinstance(summed, dict):
+        return summed[table]
+    keys, values = summed.keys_and_values(slot)
+    return Push(keys, values, version)

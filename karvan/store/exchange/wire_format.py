@@ -1,0 +1,62 @@
+"""What a remote store and its servers say to each other: tables and rules in JSON, vectors as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan import _native
+from karvan.distributed.connection import WIRES
+from karvan.store.base import Rule, TableSpec, Vectors
+
+_NUMBERS = (
+    *("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2", "accumulate_last"),
+    *("clip_value", "clip_norm", "bound"),
+)
+
+
+def spec_to_json(spec: TableSpec) -> dict[str, Any]:
+    """A table, as `spec_from_json` reads it."""
+    return asdict(spec)
+
+
+def spec_from_json(told: Mapping[str, Any]) -> TableSpec:
+    """The table that `spec_to_json` told of."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+    }
+    return TableSpec(**fields)
+
+
+def rule_to_json(rule: Rule) -> dict[str, Any]:
+    """A rule, as `rule_from_json` reads it."""
+    return {"kind": rule.kind, **{name: getattr(rule, name) for name in _NUMBERS}}
+
+
+def rule_from_json(told: Mapping[str, Any]) -> Rule:
+    """The rule that `rule_to_json` told of."""
+    rule = _native.Rule(told["kind"])
+    for name in _NUMBERS:
+        setattr(rule, name, told[name])
+    return rule
+
+
+def to_wire(floats: Tensor, wire: str) -> NDArray[Any]:
+    """Floats as they travel; two-byte numbers go as uint16."""
+    if wire == "float32":
+        return floats.numpy()
+    return floats.to(WIRES[wire]).view(torch.int16).numpy().view(np.uint16)
+
+
+def from_wire(array: NDArray[Any], wire: str) -> Vectors:
+    """The floats that travelled, to be read only."""
+    if wire == "float32":
+        return array
+    bits = torch.from_numpy(array.copy().view(np.int16))
+    return bits.view(WIRES[wire]).float().numpy()

@@ -1,0 +1,1 @@
+"""Rows on parameter servers: lookups in flight, and what concerns tables."""

@@ -1,0 +1,44 @@
+"""`Lookup`: a batch that is looked up elsewhere, perhaps ahead of its forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from karvan.store.base import Program
+
+
+class Lookup(ABC):
+    """What it is for, and how far it is; `Pull` asks parameter servers, `Claim` an embedding worker."""
+
+    def __init__(self, program: Program, *, training: bool, step: int, now: float) -> None:
+        self.program = program
+        self.training = training
+        self.step = step
+        self.now = now
+        self.number = 0  # of a training lookup that has begun
+        self.begun = False
+        self.offered = False  # to begin when there is room
+
+    def begin(self, number: int) -> None:
+        """Ask; training lookups are numbered from 1, others are not."""
+        self.number = number
+        self.begun = True
+        self._ask()
+
+    def fits(self, training: bool, step: int, now: float) -> bool:
+        """Whether it is, or can be made, the lookup that a forward needs."""
+        if not self.begun and not self.offered:
+            self.training, self.step, self.now = training, step, now
+        return self.training == training and (self.step == step or not training)
+
+    @abstractmethod
+    def _ask(self) -> None:
+        """Send what it takes, without waiting for the answer."""
+
+    @abstractmethod
+    def ready(self) -> tuple[bool, float]:
+        """Whether there is still something to wait for; if not, since when there is not."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the answer, and fill the outputs."""

@@ -1,0 +1,177 @@
+"""`Claim`: a batch whose ids an embedding worker keeps; it looks them up, and takes their gradients.
+
+The worker gives the outputs of all features, one behind the other in one array, and how they are laid out.
+Gradients of these outputs return the same way. Whether they are finite is seen here, before they are sent, by
+the gradients of those cells that have ids; a sum by key that becomes infinite later is left out by the server
+that finds it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan import _native, output_buffers
+from karvan.ragged import Reference
+from karvan.store.base import Program
+from karvan.store.exchange.wire_format import from_wire, to_wire
+from karvan.store.remote.output_layout import Laid
+from karvan.store.remote.pending_lookup import Lookup
+from karvan.wire import Array, Message, RefusedError
+from karvan.wire.schema.calls import expect_array
+
+
+class Claimer(Protocol):
+    """Who sends a claim and hears when it is not needed any more."""
+
+    wire: str
+
+    def send_claim(self, claim: Claim) -> Future[Message]:
+        """Ask the worker."""
+
+    def forget_claim(self, worker: int, number: int) -> None:
+        """A claim whose gradients have been applied, or will not be."""
+
+
+class Sent(NamedTuple):
+    """Gradients as they travel: one array for all features that have any, and which those are."""
+
+    array: Array
+    given: list[int]
+
+
+class Claim(Lookup):
+    """A batch that is to be claimed, or is."""
+
+    def __init__(
+        self,
+        store: Claimer,
+        program: Program,
+        reference: Reference,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> None:
+        super().__init__(program, training=training, step=step, now=now)
+        self._store = store
+        self.reference = reference
+        self._answer: Future[Message] | None = None
+        self._there: list[float] = []  # when the answer came
+        self._outs: list[Tensor] = []
+        self.laid: list[Laid] = []
+
+    def _ask(self) -> None:
+        self._answer = self._store.send_claim(self)
+        there = self._there
+        self._answer.add_done_callback(lambda _: there.append(time.monotonic()))
+
+    def ready(self) -> tuple[bool, float]:
+        """See `Lookup.ready`."""
+        return not self._there, self._there[0] if self._there else 0.0
+
+    def finish(self) -> None:
+        """See `Lookup.finish`."""
+        assert self._answer is not None
+        answer, self._answer = self._answer.result(), None
+        vectors, offsets = answer.arrays
+        self._check(answer)
+        flat = from_wire(vectors, self._store.wire)
+        at = at_offset = 0
+        for feature, (rows, ids, length, has_offsets) in zip(
+            self.program.features, answer.head["laid"], strict=True
+        ):
+            begins: Tensor | None = None
+            if has_offsets:
+                begins = torch.from_numpy(offsets[at_offset : at_offset + rows + 1].copy())
+                at_offset += rows + 1
+            laid = Laid(rows, ids, length, begins)
+            out = output_buffers.empty(_cells(feature[2], laid), feature[5])
+            np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
+            at += out.numel()
+            self._outs.append(out)
+            self.laid.append(laid)
+
+    def _check(self, answer: Message) -> None:
+        """The arrays are as large as the layouts say, and offsets lead to the ids that there are."""
+        vectors, offsets = answer.arrays
+        laid = answer.head["laid"]
+        if len(laid) != len(self.program.features):
+            raise RefusedError(f"expected {len(self.program.features)} features, got {len(laid)}.")
+        size = at = 0
+        for feature, (rows, ids, length, has_offsets) in zip(self.program.features, laid, strict=True):
+            size += _cells(feature[2], Laid(rows, ids, length, None)) * feature[5]
+            if has_offsets:
+                begins = offsets[at : at + rows + 1]
+                at += rows + 1
+                ends = len(begins) == rows + 1 and begins[0] == 0 and begins[-1] == ids
+                if not ends or (np.diff(begins) < 0).any():
+                    raise RefusedError(f"expected offsets of {rows} rows and {ids} ids for '{feature[0]}'.")
+        expect_array(vectors, "vectors", "float32" if self._store.wire == "float32" else "uint16", size)
+        expect_array(offsets, "offsets", "int64", at)
+
+    def take(self) -> list[tuple[Tensor, Laid]]:
+        """See `AwayLookup.take`."""
+        outs, self._outs = self._outs, []
+        return list(zip(outs, self.laid, strict=True))
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Sent:
+        """Gradients of the outputs as they travel."""
+        given = [place for place, each in enumerate(gradients) if each is not None]
+        floats = [each.detach().reshape(-1) for each in gradients if each is not None]
+        return Sent(to_wire(torch.cat(floats), self._store.wire), given)
+
+    def finite(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Whether a table's gradients are finite; those of cells without an id do not count."""
+        return self._by_table(gradients, _finite, all)
+
+    def touched(self, gradients: Sequence[Tensor | None]) -> list[bool]:
+        """Whether any key of a table has a gradient."""
+        return self._by_table(gradients, lambda mode, laid, each: laid.ids > 0, any)
+
+    def _by_table(
+        self,
+        gradients: Sequence[Tensor | None],
+        one: Callable[[str, Laid, Tensor], bool],
+        of: Callable[[list[bool]], bool],
+    ) -> list[bool]:
+        found: dict[str, list[bool]] = {table: [] for table in self.program.tables}
+        for feature, laid, gradient in zip(self.program.features, self.laid, gradients, strict=True):
+            if gradient is not None:
+                found[feature[1]].append(one(feature[2], laid, gradient))
+        return [of(each) for each in found.values()]
+
+    def __del__(self) -> None:
+        if self.number:
+            self._store.forget_claim(self.reference.worker, self.number)
+
+
+def watch(reference: Reference, gone: Callable[[Reference], None]) -> None:
+    """Call `gone` with one like it, once nobody holds the reference any more."""
+    like = Reference(reference.worker, reference.name, reference.rows)
+    weakref.finalize(reference, gone, like).atexit = False
+
+
+def _cells(mode: str, laid: Laid) -> int:
+    if mode == "pooled":
+        return laid.rows
+    return laid.ids if mode == "cells" else laid.rows * laid.length
+
+
+def _finite(mode: str, laid: Laid, gradient: Tensor) -> bool:
+    flat = gradient.contiguous()
+    if _native.all_finite([flat.data_ptr()], [flat.numel()]):
+        return True
+    bad = ~torch.isfinite(gradient).all(1)
+    if mode == "pooled":
+        bad = bad & (laid.lengths() > 0)
+    elif mode == "padded":
+        bad = bad & laid.mask().reshape(-1)
+    return not bool(bad.any())

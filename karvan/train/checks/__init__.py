@@ -1,0 +1,1 @@
+"""Checks before and during training: what is wrong is an error with what to do."""

@@ -1,0 +1,176 @@
+"""Checks when training begins: what can be known to be wrong then is an error, not a wrong model.
+
+All but the one for SIGTERM, which asks all ranks, depend on the program alone: every rank comes to the same
+result, and none waits for another that has raised.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from karvan import distributed
+from karvan.distributed import Connection
+from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
+from karvan.train.losses import ColumnLoss, Sum
+from karvan.train.step.optimizer_step import Update, engines_of
+from karvan.train.stopping.signals import check_not_terminated
+
+if TYPE_CHECKING:
+    from karvan.train.stopping.goal import Goal
+    from karvan.train.trainer import Trainer
+
+
+def check_fit(trainer: Trainer, goal: Goal) -> None:
+    """What a fit of the Trainer depends on."""
+    check_trained(trainer.model, trainer.update, trainer.frozen, trainer.connection)
+    _check_metrics(trainer, goal)
+
+
+def _check_metrics(trainer: Trainer, goal: Goal) -> None:
+    """Evaluations give what callbacks and keep_best need."""
+    needs = {f"The callback {name}": list(metrics) for name, metrics in trainer.callbacks.needs.items()}
+    if trainer.saver.best_metric is not None:
+        needs["keep_best"] = [trainer.saver.best_metric]
+    if not needs:
+        return
+    if goal.eval_data is None:
+        who, metrics = next(iter(needs.items()))
+        raise ValueError(
+            f"{who} needs '{metrics[0]}' of evaluations, but this fit has no eval_data: give "
+            "fit(…, eval_data=…)."
+        )
+    if trainer.evaluate.__module__ != "karvan.train.trainer":  # a method of the user's own may give any name
+        return
+    known = ["loss", *trainer.metrics]
+    named = isinstance(trainer.loss, Sum)
+    if isinstance(trainer.loss, Sum):
+        known += [f"loss/{name}" for name in trainer.loss.losses]
+    for who, metrics in needs.items():
+        for metric in metrics:
+            # A loss function of the user's own may give losses by any names.
+            free = metric.startswith("loss/") and not (named or isinstance(trainer.loss, ColumnLoss))
+            if metric not in known and not free:
+                raise ValueError(
+                    f"{who} needs '{metric}', but evaluations give: {', '.join(known)}. Add it to "
+                    f"the Trainer's metrics: metrics={{'{metric}': …}}."
+                )
+
+
+def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: Connection) -> None:
+    """All of the model is trained or said to be frozen, and its rows are where training expects them."""
+    now = distributed.current()
+    if not _same(connection, now):
+        raise ValueError(
+            f"The Trainer or TrainContext was made under another connection ({_under(connection)}) than the "
+            f"program has now ({_under(now)}): make it, and its model, after the last kv.connect."
+        )
+    check_not_terminated(connection.main)
+    _check_connected(connection)
+    check_connection(model, connection)
+    if not update.optimizers:
+        raise ValueError(
+            "Training needs a dense_optimizer or a sparse_optimizer, got neither: "
+            "dense_optimizer=torch.optim.Adam, sparse_optimizer=kv.optim.Adagrad(lr=0.05)."
+        )
+    _check_tables(model, update, frozen)
+    _check_parameters(model, update, frozen)
+
+
+def _check_connected(connection: Connection) -> None:
+    """A program that was started as one of several has said how they train together."""
+    if connection.chosen:
+        return
+    if os.environ.get("KARVAN_ROLE") == "trainer" and os.environ.get("KARVAN_SERVERS") != "0":
+        who, kind = "karvan launch has started this program as a trainer", "remote"
+    elif "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        who, kind = f"torchrun has started {os.environ['WORLD_SIZE']} processes of this program", "sharded"
+    else:
+        return
+    raise ValueError(
+        f"{who}, but it has not called kv.connect, so each process would train all data by itself: call "
+        f'kv.connect("{kind}") before the model is made, or kv.connect("memory") if that is what you want.'
+    )
+
+
+def check_connection(model: nn.Module, connection: Connection) -> None:
+    """The model's engines were made under the connection that trains them.
+
+    An engine with a `store` of the user's own is what the user has said.
+    """
+    for engine in engines_of(model):
+        made = engine.connection
+        if made is None or _same(made, connection):
+            continue
+        names = names_text(table.name for table in engine.tables())
+        kind = connection.settings.kind
+        if made.settings.kind == "memory":
+            raise ValueError(
+                f'The model was made before kv.connect("{kind}"), so the rows of its tables ({names}) are in '
+                f'this process and no other sees them: call kv.connect("{kind}") first, then make the model.'
+            )
+        raise ValueError(
+            f"The rows of the tables {names} belong to a connection that has ended ({_under(made)}); the "
+            f"program has another one now ({_under(connection)}). Make the model after the last kv.connect."
+        )
+
+
+def _check_tables(model: nn.Module, update: Update, frozen: Frozen) -> None:
+    updated = {id(table) for table in update.tables}
+    said = {id(table) for table in frozen.tables}
+    missing = [
+        table.name
+        for table in tables_of(model)
+        if id(table) not in updated and id(table) not in said and not is_read_only(table)
+    ]
+    if not missing:
+        return
+    if "sparse" not in update.optimizers:
+        raise ValueError(
+            "These tables would not be trained, because there is no sparse_optimizer: "
+            f"{names_text(missing)}. Give one, such as sparse_optimizer=kv.optim.Adagrad(lr=0.05), or say "
+            f"that they are not to be trained: frozen={_listed(missing)}."
+        )
+    raise ValueError(
+        "These tables would not be trained, because the sparse_optimizer is attached to others: "
+        f"{names_text(missing)}. Give one that is not attached, which gets all tables, or say that they are "
+        f"not to be trained: frozen={_listed(missing)}."
+    )
+
+
+def _check_parameters(model: nn.Module, update: Update, frozen: Frozen) -> None:
+    updated = {id(parameter) for parameter in update.parameters()}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in updated and name not in frozen.parameters
+    ]
+    if not missing:
+        return
+    if "dense" not in update.optimizers:
+        raise ValueError(
+            "These parameters would not be trained, because there is no dense_optimizer: "
+            f"{names_text(missing)}. Give one, such as dense_optimizer=torch.optim.Adam, or say that they "
+            f"are not to be trained, by requires_grad=False or frozen={_listed(missing)}."
+        )
+    raise ValueError(
+        "These parameters would not be trained, because the dense_optimizer does not have them: "
+        f"{names_text(missing)}. Make it of all parameters of this model, or give a function that does, such "
+        "as dense_optimizer=torch.optim.Adam, or say that they are not to be trained, by requires_grad=False "
+        f"or frozen={_listed(missing)}."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names[:3]) + (", …]" if len(names) > 3 else "]")
+
+
+def _same(one: Connection, other: Connection) -> bool:
+    return one is other or one.settings.kind == other.settings.kind == "memory"
+
+
+def _under(connection: Connection) -> str:
+    kind = connection.settings.kind
+    return f'kv.connect("{kind}")'

@@ -1,0 +1,1 @@
+"""Training and evaluation in loops of one's own."""

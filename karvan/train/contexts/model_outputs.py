@@ -1,0 +1,62 @@
+"""What a hand-written loop is given of a batch: outputs in full precision, and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from karvan.label_columns import refuse_missing
+
+Labels: TypeAlias = str | Sequence[str] | None
+
+_NAMES = {False: "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+
+def precision_named(mixed: bool | str, device: torch.device) -> str:
+    """The precision that `mixed_precision` means on a device."""
+    if mixed is True:
+        return "fp16" if device.type == "cuda" else "bf16"
+    if mixed not in _NAMES:
+        raise ValueError(
+            f'mixed_precision must be False, True, "fp32", "bf16" or "fp16", got {mixed!r}: '
+            "True is fp16 on CUDA and bf16 on the CPU."
+        )
+    return _NAMES[mixed]
+
+
+def full(output: Any) -> Any:
+    """The output with halves as float32, so that a loss of it is not rounded."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
+    if isinstance(output, Mapping):
+        return {name: full(each) for name, each in output.items()}
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(full, output))
+    return type(output)(map(full, output)) if isinstance(output, list | tuple) else output
+
+
+def names_of(label: Labels) -> list[str]:
+    """The columns that `label` means."""
+    return [] if label is None else [label] if isinstance(label, str) else list(label)
+
+
+def labels_of(batch: Mapping[str, Any], label: Labels, device: torch.device) -> Any:
+    """The column of that name, or several by name, on a device; None for None."""
+    if label is None:
+        return None
+    if isinstance(label, str):
+        return _column(batch, label, device)
+    return {name: _column(batch, name, device) for name in label}
+
+
+def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
+    if name not in batch:
+        raise KeyError(
+            f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch))}. "
+            "label= names others, or is None for none."
+        )
+    refuse_missing(name, batch[name])
+    return batch[name].to(device)

@@ -1,0 +1,222 @@
+"""`Course`: the way of training through its data, step by step, and where it stands.
+
+The position that a checkpoint keeps is that behind the last batch trained on, whatever was taken ahead. Data
+without a position is skipped forward by the batches of its epoch that were trained, in the order in which
+the generators' state at the epoch's begin brings them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from itertools import islice
+from logging import getLogger
+from typing import Any
+
+from karvan.distributed import Connection
+from karvan.exit_codes import note_training
+from karvan.train.feed.batch_source import Fed, merged_position, move_back, position_of
+from karvan.train.feed.feed import Feed, feed
+from karvan.train.feed.rank_rounds import Rounds, never
+from karvan.train.reporting.results import Counts
+from karvan.train.state.data_kind_change import starts_epoch
+from karvan.train.state.gathering import gather_state
+from karvan.train.state.randomness import random_state, set_random_state
+from karvan.train.step.accumulation import Passes
+from karvan.train.step.device_placement import Placement
+from karvan.train.types import Positioned, rows_of
+
+_log = getLogger("karvan.train")
+
+
+class PositionError(ValueError):
+    """Data cannot continue at the position of a checkpoint, because it has another order now."""
+
+
+def goes_on(reason: str | None) -> bool:
+    """Nothing ends an epoch before its data does."""
+    return False
+
+
+class Course:
+    """The groups of batches that make the steps of an epoch, of data that is trained on from time to time.
+
+    stopped says why to take no more batches, if so; due when it is time to save; ends is told why all ranks
+    have stopped, if they have, and says whether the epoch ends before its data does.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        connection: Connection,
+        placement: Placement,
+        passes: Passes,
+        counts: Counts,
+        ahead: int,
+        *,
+        stopped: Callable[[], object] = never,
+        due: Callable[[], bool] = never,
+        ends: Callable[[str | None], bool] = goes_on,
+    ) -> None:
+        self._data = data
+        self._connection = connection
+        self._placement = placement
+        self._passes = passes
+        self._counts = counts
+        self._ahead = ahead
+        self._stopped = stopped
+        self._due = due
+        self._ends = ends
+        self._position: Any = None  # of the data, behind the last batch that was trained on
+        self._skip = 0  # batches of the data that were trained on before
+        self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
+        self._random_later: Any = None  # the generators' state once the data has been skipped forward
+        self._feed: Feed | None = None
+        self.complete = False  # whether the data has come to its end
+
+    def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[Fed], None, None]:
+        """The batches of each step until the end of the epoch; begin is called if it is a new one."""
+        counts, given = self._counts, False
+        self.complete = False
+        if counts.batches == 0:
+            begin()
+            self._position = position_of(self._data)
+            self._epoch_random = random_state() if self._position is None else None
+        # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
+        for _ in range(2 if isinstance(self._data, Positioned) else 1):
+            with self._begin_feed() as batches:
+                while rounds := list(islice(batches, self._passes.count)):
+                    if self._ends(batches.reason):
+                        break
+                    if group := [fed for fed in rounds if fed.all_batches]:
+                        self._restore_random()
+                        given = True
+                        yield group
+                    else:
+                        counts.passed += 1
+            self._restore_random()
+            if self._ends(batches.reason):
+                self.move_back()
+                return
+            if counts.batches or given:
+                self.complete = True
+                return
+        raise ValueError(
+            f"Epoch {counts.epoch} must have at least one batch, but the data gave none. Something that can "
+            "be iterated only once, like a generator, is good for one epoch."
+        )
+
+    def _begin_feed(self) -> Feed:
+        self._placement.forget()  # what the feed before had taken ahead
+        passes, begin = self._passes, self._counts.step + self._counts.passed
+        rounds = Rounds(
+            self._connection,
+            "fit",
+            lambda number: number % passes.count < passes.mine(begin + number // passes.count),
+            self._due,
+        )
+        self._feed = feed(
+            self._data,
+            partial(self._placement.place, training=True),
+            ahead=self._ahead,
+            skip=self._skip,
+            stopped=self._stopped,
+            rounds=rounds,
+        )
+        self._skip = 0
+        return self._feed
+
+    def _restore_random(self) -> None:
+        """Undo what the data drew while it was skipped forward."""
+        if self._random_later is not None:
+            set_random_state(self._random_later)
+            self._random_later = None
+
+    def samples(self, group: list[Fed]) -> int:
+        """The rows of a step, those of all ranks."""
+        alone = self._connection.world == 1
+        return sum(rows_of(fed.batch) if alone else fed.all_rows for fed in group)
+
+    def trained(self, group: list[Fed], samples: int) -> None:
+        """A step was made of these batches, or left out."""
+        note_training()
+        self._counts.step += 1
+        self._counts.batches += len(group)
+        self._counts.samples += samples
+        self._position = group[-1].position
+
+    def end_epoch(self) -> None:
+        """The next batch is one of another epoch."""
+        self._counts.epoch += 1
+        self._counts.batches = 0
+        self.complete = False
+
+    def abandon(self, error: BaseException) -> None:
+        """An error leaves the feed at once: its thread would wait for ranks that wait for this one."""
+        if self._feed is not None:
+            self._feed.abandon(error)
+
+    def move_back(self) -> None:
+        """Move the data to where training stands, if it has positions."""
+        move_back(self._data, self._position)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, the same on all ranks; a collective."""
+        positions = gather_state(self._connection.main, self._position)
+        return {
+            "position": merged_position(self._data, positions),
+            "epoch_random": self._epoch_random,
+        }
+
+    def load_or_drop(self, saved: Mapping[str, Any], random: Any, drop: bool) -> None:
+        """`load`; if drop and any rank's data has another order, begin the epoch once more. A collective."""
+        begin, failure = position_of(self._data), None
+        try:
+            self.load(saved, random, drop)
+        except PositionError as error:
+            failure = error
+        failures = [None if failure is None else str(failure)]
+        if drop and self._connection.world > 1:
+            failures = self._connection.main.gather_json(failures[0])
+        if not any(failures):
+            return
+        if not drop:
+            raise PositionError(
+                f"{failure} Continue with the settings that the checkpoint's fit had, or begin this epoch "
+                "once more in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
+            ) from failure
+        reason = next(each for each in failures if each)
+        _log.warning("The epoch begins once more, after %d batches of it: %s", self._counts.batches, reason)
+        move_back(self._data, begin)
+        self._counts.batches = 0
+        self._position = self._epoch_random = self._random_later = None
+        set_random_state(random)
+
+    def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
+        """Go back to what `state` gave, with these random generators behind the batches to skip.
+
+        drop_unfinished: an epoch of another kind of data starts again, see
+        `karvan/train/state/data_kind_change.py`.
+        """
+        self._position, self._epoch_random = saved["position"], saved["epoch_random"]
+        says = self._connection.rank == 0
+        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, says=says):
+            self._position = position_of(self._data)
+            set_random_state(random)
+            return
+        batches = self._counts.batches
+        if self._position is not None and isinstance(self._data, Positioned):
+            try:
+                self._data.load_state_dict(self._position)
+            except ValueError as error:
+                raise PositionError(str(error)) from error
+        elif batches and not (self._connection.world == 1 and len(saved["ranks"]) == 1):
+            raise ValueError(
+                "The epoch was begun, and several ranks cannot skip its batches: expected data with "
+                f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."
+            )
+        else:
+            self._skip = batches
+        if batches:
+            self._random_later = random
+        set_random_state(self._epoch_random if batches and self._epoch_random else random)

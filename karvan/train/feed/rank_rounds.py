@@ -1,0 +1,150 @@
+"""Rounds: how ranks take their batches together.
+
+In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
+sum: how many rows and batches there are, how many ranks may have more, and who wants what.
+
+| the sum says | all ranks |
+|---|---|
+| some rank has a batch | train in this round, those without one on an empty batch |
+| none has, but some may have more | pass this round over |
+| all data has ended | end the epoch |
+| somebody stops, leaves or has failed | end here, and are told why; nobody gets a batch of this round |
+| rank 0's clock says so | save after the step of this round |
+
+A rank that does not know the columns yet says so, and all tell theirs. A rank that leaves early (its goal is
+reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from karvan.distributed import Connection, Lane, RankError
+from karvan.train.feed.batch_source import Fed, Taker, position_of
+from karvan.train.feed.empty_batch import describe, empty
+from karvan.train.types import rows_of
+
+
+def always(number: int) -> bool:
+    """Every round is this rank's turn."""
+    return True
+
+
+def never() -> bool:
+    """It is not the time."""
+    return False
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Who takes part, on which lane; in which rounds this rank takes a batch, when a checkpoint is due."""
+
+    connection: Connection
+    lane: str
+    turn: Callable[[int], bool] = always
+    save: Callable[[], bool] = never
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    rows: int
+    batches: int
+    may_have_more: int
+    asking: int
+    ending: int
+    saving: int
+
+
+class SharedTaker(Taker):
+    """Takes this rank's batches in rounds with the others; all of it happens on one lane."""
+
+    alone = False
+
+    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], rounds: Rounds) -> None:
+        self._data = data
+        self._place = place
+        self._rounds = rounds
+        self._batches: Iterator[Any] | None = None
+        self._position = position_of(data)
+        self._columns: dict[str, Any] | None = None
+        self._number = 0  # of the next round
+        self._ended = False  # the data
+        self._over = False  # the rounds
+
+    def next(self, stop: str | None = None) -> Fed | None:
+        """See `Taker.next`; a collective."""
+        if self._over:
+            return None
+        with self._rounds.connection.on(self._rounds.lane) as lane:
+            try:
+                batch = self._take()
+                rows = 0 if batch is None else rows_of(batch)
+            except BaseException as error:
+                self._end(lane, error=f"{type(error).__name__}: {error}")
+                raise
+            asks = batch is None and self._columns is None
+            agreed = self._agree(lane, rows, batch is not None, asks, bool(stop))
+            if agreed.ending:
+                self._tell(lane, reason=stop)
+                return None
+            if not agreed.may_have_more:
+                self._over = True
+                return None
+            self._number += 1
+            if not agreed.batches:
+                return Fed(None, self._position, all_batches=0)
+            if agreed.asking:
+                told = lane.gather_json(self._columns)
+                self._columns = self._columns or next(each for each in told if each is not None)
+            placed = self._place(empty(self._columns or {}) if batch is None else batch)
+            return Fed(placed, self._position, rows, agreed.rows, agreed.batches, agreed.saving > 0)
+
+    def leave(self) -> None:
+        """See `Taker.leave`; a collective with those that take a batch, or leave as well."""
+        if not self._over:
+            with self._rounds.connection.on(self._rounds.lane) as lane:
+                self._end(lane)
+
+    def fail(self, error: BaseException) -> None:
+        """See `Taker.fail`."""
+        if not self._over:
+            self._rounds.connection.fail(self._rounds.lane, error)
+
+    def close(self) -> None:
+        """See `Taker.close`."""
+        getattr(self._batches, "close", lambda: None)()
+
+    def _take(self) -> Any:
+        if self._batches is None:
+            self._batches = iter(self._data)
+        if self._ended or not self._rounds.turn(self._number):
+            return None
+        batch = next(self._batches, None)
+        self._position = position_of(self._data)
+        if batch is None:
+            self._ended = True
+        elif self._columns is None:
+            self._columns = describe(batch)
+        return batch
+
+    def _agree(self, lane: Lane, rows: int, has: bool, asks: bool, ends: bool) -> _Agreement:
+        saves = lane.rank == 0 and not ends and self._rounds.save()
+        mine = torch.tensor([rows, has, not self._ended, asks, ends, saves], dtype=torch.int64)
+        return _Agreement(*lane.sum(mine).tolist())
+
+    def _end(self, lane: Lane, error: str | None = None) -> None:
+        self._agree(lane, 0, False, False, True)
+        self._tell(lane, error=error)
+
+    def _tell(self, lane: Lane, reason: str | None = None, error: str | None = None) -> None:
+        """Why the rounds end: a rank's error is one on all others."""
+        self._over = self.cut = True
+        told = lane.gather_json({"reason": reason, "error": error})
+        for rank, each in enumerate(told):
+            if each["error"] and rank != lane.rank and not error:
+                raise RankError(f"Rank {rank} could not take its next batch: {each['error']}")
+        self.reason = next((each["reason"] for each in told if each["reason"]), None)

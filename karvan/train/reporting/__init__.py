@@ -1,0 +1,1 @@
+"""Reports of a fit: results, progress, history and loggers."""

@@ -1,0 +1,54 @@
+"""A Trainer in a few lines, for `repr`. It asks nobody else: neither other ranks nor servers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from karvan.train.step.optimizer_step import engines_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from karvan.train.trainer import Trainer
+
+_MANY = 8  # names in a line
+
+
+def describe(trainer: Trainer) -> str:
+    """What it trains, how, and how far it is."""
+    model = trainer.model
+    tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    where = trainer.connection
+    lines = {
+        "model": f"{type(model).__name__}, {parameters:,} parameters, on {trainer.device}",
+        "tables": _listed(tables),
+        "loss": _one_line(trainer.loss),
+        **{
+            f"{name}_optimizer": _optimizer(optimizer)
+            for name, optimizer in trainer.update.optimizers.items()
+        },
+        "metrics": _listed(list(trainer.metrics)),
+        "checkpoints": "" if trainer.saver.folder is None else str(trainer.saver.folder),
+        "ranks": "" if where.world == 1 else f"{where.rank} of {where.world}",
+        "progress": f"step {trainer.step:,}, {trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, "
+        f"{trainer.counts.samples:,} samples",
+    }
+    body = "".join(f"  {name}: {text}\n" for name, text in lines.items() if text)
+    return f"Trainer(\n{body})"
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    return f"{type(optimizer).__name__}(lr={float(group['lr']):g})"
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return ", ".join(names[:_MANY]) + more
+
+
+def _one_line(value: object) -> str:
+    """A name for functions, whose repr is an address."""
+    name = getattr(value, "__qualname__", None)
+    return str(name) if name else repr(value).splitlines()[0]

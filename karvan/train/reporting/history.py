@@ -1,0 +1,72 @@
+"""`History`: every report of a run, in memory, and with checkpoints in `history.jsonl` of the run folder.
+
+The file has one JSON object a line. A fit that resumes at a step drops the lines of later steps, because they
+are trained again. A last line that a crash cut off is dropped, too. `karvan plot` reads this file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from karvan.train.reporting.loggers.base import Log
+from karvan.train.reporting.loggers.jsonl import JsonLinesLog, read_entries
+from karvan.train.reporting.results import Report
+
+_log = logging.getLogger("karvan.train")
+
+FILE = "history.jsonl"
+
+
+class History(Log):
+    """The reports of a Trainer; `writes` says whether this rank writes the file."""
+
+    def __init__(self, folder: Path | None, writes: bool) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._file = None if self._path is None or not writes else JsonLinesLog(self._path)
+        self._entries: list[dict[str, Any]] = []
+        self._failing = False
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        if self._file is not None:
+            self._file.open(step)
+        before = self._entries if self._path is None else read_entries(self._path)
+        self._entries = [entry for entry in before if step and entry["step"] <= step]
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`; a file that cannot be written is a warning, because training does not need it."""
+        self._entries.append({**report.labels(), **report.values})
+        if self._file is None:
+            return
+        try:
+            self._file.write(report)
+        except OSError as error:
+            if not self._failing:
+                _log.warning("%s is incomplete from step %d on: %s", self._path, report.step, error)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def close(self) -> None:
+        """See `Log.close`."""
+        if self._file is not None:
+            with suppress(OSError):  # a full disk, which was a warning
+                self._file.close()
+
+    def frame(self) -> Any:
+        """A pandas DataFrame with a row for each report; numbers that a report does not have are NaN."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("trainer.history is a DataFrame of pandas: pip install pandas.") from error
+        first = ["kind", "step", "epoch"]
+        columns = list(dict.fromkeys([*first, *(name for entry in self._entries for name in entry)]))
+        rows = [
+            {name: math.nan if value is None else value for name, value in entry.items()}
+            for entry in self._entries
+        ]
+        return pandas.DataFrame(rows, columns=columns)

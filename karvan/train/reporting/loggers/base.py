@@ -1,0 +1,86 @@
+"""`Log`: where reports go."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+
+from karvan.train.reporting.results import Report
+
+_log = logging.getLogger("karvan.train")
+
+
+class Log(ABC):
+    """Takes reports between `open` and `close`; a fit opens it and closes it."""
+
+    def __str__(self) -> str:
+        path = getattr(self, "_path", None)
+        return type(self).__name__ if path is None else f"{type(self).__name__}({str(path)!r})"
+
+    @abstractmethod
+    def open(self, step: int) -> None:
+        """A fit begins behind this step: what was logged of later ones is removed, since they come again."""
+
+    @abstractmethod
+    def write(self, report: Report) -> None:
+        """Add a report."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The fit is over; everything is on disk."""
+
+
+class Logs(Log):
+    """Several logs as one, or none."""
+
+    def __init__(self, logs: Iterable[Log]) -> None:
+        self._logs = list(logs)
+        self._failing: set[Log] = set()  # the user knows
+        for log in self._logs:
+            if not isinstance(log, Log):
+                raise TypeError(f"logs must be Logs such as CsvLog(path), got {type(log).__name__}.")
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        for log in self._logs:
+            log.open(step)
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`; one that cannot be written is a warning, because training does not need it."""
+        for log in self._logs:
+            try:
+                log.write(report)
+            except OSError as error:
+                self._warn(log, f"is incomplete from step {report.step} on: {error}")
+            else:
+                self._failing.discard(log)
+
+    def close(self) -> None:
+        """See `Log.close`."""
+        for log in self._logs:
+            try:
+                log.close()
+            except OSError as error:
+                self._warn(log, f"could not be closed: {error}")
+
+    def _warn(self, log: Log, text: str) -> None:
+        if log not in self._failing:
+            _log.warning("%s %s", log, text)
+        self._failing.add(log)
+
+
+def complete_lines(path: Path) -> list[str]:
+    """The lines of a file, without a last one that a crash cut off; none if there is no file."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file so that it has its old or its new lines at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.new")
+    aside.write_text("".join(f"{line}\n" for line in lines))
+    os.replace(aside, path)

@@ -1,0 +1,51 @@
+"""A table with a row for each report; a column for each value, added when it first comes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from karvan.train.reporting.loggers.base import Log, complete_lines, replace_lines
+from karvan.train.reporting.results import Report
+
+_FIRST = ("kind", "step", "epoch")
+
+
+class CsvLog(Log):
+    """Reports as CSV."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._columns: list[str] = list(_FIRST)
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        rows = list(csv.DictReader(complete_lines(self._path))) if step else []
+        self._columns = list(rows[0]) if rows else list(_FIRST)
+        self._rewrite([row for row in rows if int(row["step"]) <= step])
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`."""
+        row = {**report.labels(), **report.values}
+        if new := [name for name in row if name not in self._columns]:
+            rows = list(csv.DictReader(complete_lines(self._path)))
+            self._columns += new
+            self._rewrite(rows)
+        with self._path.open("a") as file:
+            file.writelines(f"{line}\n" for line in self._lines([row]))
+
+    def close(self) -> None:
+        """See `Log.close`; every row is on disk already."""
+
+    def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_lines(self._path, self._lines([header, *rows]))
+
+    def _lines(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        text = io.StringIO()
+        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
+        return text.getvalue().splitlines()

@@ -1,0 +1,51 @@
+"""One JSON object a line: kind, step, epoch, samples, time, and the values. NaN and infinity become null."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from karvan.train.reporting.loggers.base import Log, complete_lines, replace_lines
+from karvan.train.reporting.results import Report
+
+
+class JsonLinesLog(Log):
+    """Reports as JSON lines."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: IO[str] | None = None
+
+    def open(self, step: int) -> None:
+        """See `Log.open`."""
+        entries = read_entries(self._path) if step else []
+        replace_lines(self._path, [json.dumps(entry) for entry in entries if entry["step"] <= step])
+        self._file = self._path.open("a")
+
+    def write(self, report: Report) -> None:
+        """See `Log.write`."""
+        assert self._file is not None
+        values = {name: value if math.isfinite(value) else None for name, value in report.values.items()}
+        print(json.dumps({**report.labels(), **values}), file=self._file, flush=True)
+
+    def close(self) -> None:
+        """See `Log.close`."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file; lines that a crash or a full disk has damaged are left out."""
+    entries = []
+    for line in complete_lines(path):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+    return entries

@@ -1,0 +1,170 @@
+"""Progress: what somebody who watches a fit sees.
+
+On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
+shows as many of these as fit. Elsewhere it is a plain line now and then. `NoProgress` shows nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from karvan.train.reporting.bar_columns import make_columns
+from karvan.train.reporting.results import Report
+
+NAMES = ("auto", "bar", "plain", "none")
+
+
+class NoProgress:
+    """Shows nothing; the others derive from it."""
+
+    def begin(self, step: int, total: int | None) -> None:
+        """A fit begins behind this step, and ends at `total` if that is known."""
+
+    def step(self, step: int) -> None:
+        """A step is over."""
+
+    def report(self, report: Report) -> None:
+        """There are new numbers."""
+
+    def say(self, text: str) -> None:
+        """There is something to be said."""
+
+    def end(self) -> None:
+        """The fit is over."""
+
+
+class PlainProgress(NoProgress):
+    """Lines on stderr, or on `stream`: evaluations at once, training at most every `seconds`."""
+
+    def __init__(self, stream: IO[str] | None = None, seconds: float = 10.0) -> None:
+        self._stream = stream
+        self._seconds = seconds
+        self._total: int | None = None
+        self._last = 0.0
+        self._held: Report | None = None
+
+    def begin(self, step: int, total: int | None) -> None:
+        """See `NoProgress.begin`."""
+        self._total, self._last, self._held = total, 0.0, None
+
+    def report(self, report: Report) -> None:
+        """See `NoProgress.report`."""
+        if report.kind == "train" and time.monotonic() < self._last + self._seconds:
+            self._held = report
+            return
+        if report.kind == "train":
+            self._last, self._held = time.monotonic(), None
+        self.say(line_of(report, self._total))
+
+    def say(self, text: str) -> None:
+        """See `NoProgress.say`."""
+        print(text, file=self._stream or sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """See `NoProgress.end`; the last numbers are always shown."""
+        if self._held is not None:
+            self.say(line_of(self._held, self._total))
+            self._held = None
+
+
+class BarProgress(NoProgress):
+    """A live bar on stderr, or on `console`."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def begin(self, step: int, total: int | None) -> None:
+        """See `NoProgress.begin`."""
+        self._bar = Progress(*make_columns(self._console, total), console=self._console, refresh_per_second=4)
+        self._task = self._bar.add_task("fit", total=total, completed=step, numbers=())
+        self._bar.start()
+
+    def step(self, step: int) -> None:
+        """See `NoProgress.step`."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def report(self, report: Report) -> None:
+        """See `NoProgress.report`; evaluations stay as lines above the bar."""
+        if self._bar is None or report.kind != "train":
+            self.say(line_of(report, None))
+        else:
+            self._bar.update(self._task, numbers=_shown(_by_interest(report.values)))
+
+    def say(self, text: str) -> None:
+        """See `NoProgress.say`."""
+        (self._console if self._bar is None else self._bar.console).print(text, markup=False, highlight=False)
+
+    def end(self) -> None:
+        """See `NoProgress.end`."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def make_progress(progress: str | NoProgress) -> NoProgress:
+    """The progress of that name; "auto" is a bar on a terminal and plain lines elsewhere."""
+    if isinstance(progress, NoProgress):
+        return progress
+    if progress not in NAMES:
+        raise ValueError(f"progress must be one of {', '.join(NAMES)}, or an object, got {progress!r}.")
+    if progress == "auto":
+        progress = "bar" if sys.stderr.isatty() else "plain"
+    kinds: dict[str, type[NoProgress]] = {"bar": BarProgress, "plain": PlainProgress, "none": NoProgress}
+    return kinds[progress]()
+
+
+def line_of(report: Report, total: int | None) -> str:
+    """A report as a line of text."""
+    known = "" if total is None else f"/{total:,}"
+    kind = "" if report.kind == "train" else f"  {report.kind}"
+    return "  ".join([f"step {report.step:,}{known}{kind}", *_shown(report.values)])
+
+
+def memory_bytes(device: torch.device) -> int:
+    """What the process has resident, or on a GPU what torch has allocated there."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        fields = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+_LAST = ("samples_per_second", "rows", "memory")
+
+
+def _by_interest(values: Mapping[str, float]) -> dict[str, float]:
+    """Losses and metrics first, because a narrow terminal shows the beginning; no learning rates."""
+    first = {name: value for name, value in values.items() if not name.startswith("lr/")}
+    return dict(sorted(first.items(), key=lambda item: _LAST.index(item[0]) if item[0] in _LAST else -1))
+
+
+def _shown(values: Mapping[str, float]) -> list[str]:
+    shown = []
+    for name, value in values.items():
+        if name.startswith("rows/"):
+            continue  # the history has them; here they would crowd out the rest
+        if name == "samples_per_second":
+            shown.append(f"{value:,.0f} samples/s")
+        elif name == "rows":
+            shown.append(f"{value:,.0f} rows")
+        elif name == "memory":
+            shown.append(f"{value / 2**30:.2f} GiB")
+        elif name == "auc":
+            shown.append(f"AUC {value:.4f}")
+        else:
+            shown.append(f"{name} {value:.4g}" if abs(value) < 1e-3 else f"{name} {value:.4f}")
+    return shown

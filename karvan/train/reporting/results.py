@@ -1,0 +1,174 @@
+"""What a fit tells: after every step, now and then, and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from karvan.distributed import Lane
+from karvan.train.state.gathering import summed
+
+
+@dataclass(frozen=True)
+class StepLogs:
+    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or left out.
+
+    Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    losses: Mapping[str, Tensor]
+    taken: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """Numbers about training or an evaluation at a step, for logs and progress; kind is "train" or "eval".
+
+    `samples` is the number of samples trained so far, `time` the Unix time of the report.
+    """
+
+    kind: str
+    step: int
+    epoch: int
+    values: Mapping[str, float]
+    samples: int | None = None
+    time: float | None = None
+
+    def labels(self) -> dict[str, str | int | float]:
+        """What the values are about, without what is not known."""
+        known = {"samples": self.samples, "time": self.time}
+        found = {name: value for name, value in known.items() if value is not None}
+        return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **found}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Where a fit ended.
+
+    `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or what a callback
+    gave as its reason. `trained` counts the steps of this call, `skipped` those of them that were left out,
+    `step` all of them; `epoch` counts those of this data. `metrics` are those of training since the epoch
+    began, `evaluation` those of the last evaluation.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    skipped: int
+    trained: int
+    seconds: float
+    stopped: str | None
+    checkpoint: str | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """A few lines for a person; `repr` has everything."""
+        skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
+        lines = [
+            f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
+            f"{self.epoch} epoch{'s' * (self.epoch != 1)}, {self.samples:,} samples"
+        ]
+        if self.stopped:
+            lines.append(f"stopped     {self.stopped}")
+        for word, values in (("training", self.metrics), ("evaluation", self.evaluation)):
+            if values:
+                lines.append(
+                    f"{word:<12}" + "  ".join(f"{name} {value:.5g}" for name, value in values.items())
+                )
+        if self.checkpoint:
+            lines.append(f"checkpoint  {self.checkpoint}")
+        return "\n  ".join(lines)
+
+
+@dataclass
+class Counts:
+    """How far training is. It is part of a checkpoint, so it holds nothing that depends on time."""
+
+    step: int = 0
+    epoch: int = 0  # epochs of this data that are complete
+    batches: int = 0  # of the epoch that is not
+    passed: int = 0  # turns at a step that were passed over, because the ranks that had them had no data left
+    start_step: int = 0  # the step at which training on this data began
+    samples: int = 0
+    skipped: int = 0  # steps that were left out
+    evaluated: int = -1  # the step of the last evaluation
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {**vars(self), "evaluation": dict(self.evaluation)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        vars(self).update(state)
+
+
+class Losses:
+    """The weighted mean of each loss over the passes of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def add(self, losses: Mapping[str, Tensor], weight: float) -> None:
+        """Count the losses of a pass."""
+        for name, loss in losses.items():
+            value = loss if weight == 1 else loss * weight
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self.weight += weight
+
+    def means(self) -> dict[str, Tensor]:
+        """The means; a NaN if nothing was counted."""
+        if not self.weight:
+            return {"loss": torch.tensor(torch.nan)}
+        return {name: total / self.weight for name, total in self._sums.items()}
+
+
+class Window:
+    """The mean of each loss since the last report."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._count = 0
+
+    def add(self, losses: Mapping[str, Tensor], share: float = 1.0) -> None:
+        """Count the losses of a step, of which this rank has a share."""
+        for name, loss in losses.items() if share else ():
+            value = loss.double() if share == 1 else loss.double() * share
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        self._count += 1
+
+    def means(self, lane: Lane) -> dict[str, float]:
+        """The means over all ranks; nothing if nothing was counted."""
+        sums = summed(lane, {name: float(total) for name, total in self._sums.items()})
+        return {name: total / self._count for name, total in sums.items()}
+
+    def reset(self) -> None:
+        """Begin the next window."""
+        self._sums, self._count = {}, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"sums": {name: float(total) for name, total in self._sums.items()}, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        # Plain CPU numbers go well with those of any device.
+        self._sums = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["sums"].items()}
+        self._count = state["count"]
+
+    def load_share(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
+        """Restore what another number of ranks had: all of it is rank 0's."""
+        sums: dict[str, float] = {}
+        for state in states if rank == 0 else ():
+            for name, total in state["sums"].items():
+                sums[name] = sums.get(name, 0.0) + total
+        self.load_state_dict({"sums": sums, "count": states[0]["count"]})

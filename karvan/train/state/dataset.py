@@ -1,0 +1,226 @@
+"""Which data a run trains on, and what happens when a fit brings other data than the checkpoint's.
+
+A checkpoint has the identity of its data, and whether the fit had come to its end. A fit that finds a
+checkpoint compares:
+
+| data of the fit | the checkpoint's fit had ended | it had not |
+|---|---|---|
+| the same | nothing to do, unless more epochs or steps are asked for | continue where it stopped |
+| other | train on it: model, rows, optimizers, schedules, step continue, epochs count from 0 | an error |
+| other, but trained to its end before | as if it were the same, with a warning; see `finished_data.py` | an
+error |
+
+Data without an identity (a list, a torch DataLoader) is taken as the same, because nothing else can be known;
+`data_name` of `fit` gives it one. Data that grows (a Kafka topic) continues at its position in both cases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from karvan.checkpoint import Checkpoint
+from karvan.checkpoint.format.state_tree import decode
+from karvan.data.identity import Identity
+from karvan.distributed import Connection
+from karvan.train.state.finished_data import Trained, find, with_newest
+
+if TYPE_CHECKING:
+    from karvan.data import Window, Windows
+    from karvan.train.reporting.results import Counts
+    from karvan.train.stopping.goal import Goal
+
+_log = logging.getLogger("karvan.train")
+
+
+class UnfinishedError(ValueError):
+    """A fit brings other data than that of its newest checkpoint, which was not trained to its end."""
+
+
+def identify(data: Any, name: str | None, connection: Connection) -> Identity | None:
+    """The identity of the data of all ranks, by its name if it has one; a collective. None: unknown."""
+    ask = getattr(data, "identity", None)
+    known = ask() if callable(ask) else None
+    if known is not None and not isinstance(known, Identity):
+        raise TypeError(
+            f"identity() of {type(data).__name__} must give a karvan.data.Identity or None, "
+            f"got {type(known).__name__}."
+        )
+    if name is not None:
+        if not name:
+            raise ValueError("data_name must not be empty.")
+        known = Identity.named(name, () if known is None else known.files)
+    if connection.world == 1:
+        return known
+    ids = connection.main.gather_json(None if known is None else known.id)
+    if known is None or None in ids:
+        return None
+    if len(set(ids)) == 1:
+        return known
+    whole = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]  # every rank has files of its own
+    return Identity(whole, f"{known.label} and the data of {len(ids) - 1} more ranks", known.name)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint says about its data."""
+
+    identity: Identity | None
+    finished: bool  # whether its fit had come to its end
+    wanted: str  # how much that fit was asked to train, for people
+    epoch: int
+    batches: int
+    step: int = 0
+    steps: int = 0  # of this data
+    early: bool = False  # whether it was `EarlyStopping` that ended it
+    past: tuple[Trained, ...] = ()  # what the run had trained to its end before this data
+
+    @property
+    def history(self) -> tuple[Trained, ...]:
+        """What the run has trained to its end, this data included if it was."""
+        known = self.identity
+        if known is None or known.grows or not self.finished:
+            return self.past
+        newest = Trained(known.id, known.label, self.step, self.epoch, self.steps, self.early)
+        return with_newest(self.past, newest)
+
+    @property
+    def left(self) -> str:
+        """Where training stopped."""
+        trained = f"{self.epoch} epochs and {self.batches} batches of the next one"
+        return f"It had trained {trained}{f', of {self.wanted}' if self.wanted else ''}."
+
+
+def state_of(
+    identity: Identity | None,
+    finished: bool,
+    wanted: str = "",
+    early: bool = False,
+    past: tuple[Trained, ...] = (),
+) -> dict[str, Any]:
+    """What a checkpoint keeps of its data; see `Record`."""
+    return {
+        "identity": None if identity is None else identity.state(),
+        "finished": finished,
+        "wanted": wanted,
+        "early": early,
+        "past": [each.state() for each in past],
+    }
+
+
+def record_of(checkpoint: Checkpoint) -> Record | None:
+    """What a checkpoint says about its data, without loading it; None if it is none of training."""
+    tree = checkpoint.manifest.state
+    if not isinstance(tree, dict) or "trainer" not in tree:
+        return None
+    counts = decode(tree["trainer"], {})
+    data = decode(tree["data"], {}) if "data" in tree else {}
+    known = data.get("identity")
+    epoch, batches = int(counts["epoch"]), int(counts["batches"])
+    return Record(
+        None if known is None else Identity.from_state(known),
+        bool(data.get("finished", batches == 0)),
+        str(data.get("wanted", "")),
+        epoch,
+        batches,
+        int(counts["step"]),
+        int(counts["step"]) - int(counts.get("start_step", 0)),
+        bool(data.get("early", False)),
+        tuple(Trained.from_state(each) for each in data.get("past", ())),
+    )
+
+
+def is_other(
+    record: Record | None, identity: Identity | None, checkpoint: Checkpoint, drop_unfinished: bool
+) -> bool:
+    """Whether a fit brings other data than the checkpoint's; an error if that was not trained to its end."""
+    known = None if record is None else record.identity
+    if record is None or (None if known is None else known.id) == (None if identity is None else identity.id):
+        return False
+    if record.finished:
+        return True
+    before = "data without an identity" if known is None else known.label
+    now = "data without an identity" if identity is None else identity.label
+    if drop_unfinished:
+        _log.warning("The rest of %s is dropped. %s", before, record.left)
+        return True
+    raise UnfinishedError(
+        f"{checkpoint.path} is a checkpoint of other data that was not trained to its end: "
+        f"expected {before}, got {now}. {record.left} Call fit with that data first, so that it is finished, "
+        "or drop the rest of it with drop_unfinished=True (karvan train --drop-unfinished)."
+    )
+
+
+def trained_before(record: Record | None, identity: Identity | None) -> Trained | None:
+    """How a run has trained data before that of its newest checkpoint; a warning if it has."""
+    before = None if record is None else find(record.history, identity)
+    if before is not None:
+        _log.warning(
+            "This data (%s) was trained before: %s, up to step %d. Nothing of that is trained again.",
+            before.label,
+            before.amount,
+            before.step,
+        )
+    return before
+
+
+def begin_data(counts: Counts, before: Trained | None = None) -> None:
+    """Count epochs and steps of other data from here, or from what was trained before; the step continues."""
+    counts.epoch = 0 if before is None else before.epochs
+    counts.batches = 0
+    counts.start_step = counts.step - (0 if before is None else before.steps)
+
+
+def announcement(
+    checkpoint: Checkpoint,
+    record: Record | None,
+    identity: Identity | None,
+    other: bool,
+    before: Trained | None = None,
+) -> str:
+    """The line that says where a fit begins."""
+    if before is not None:
+        return (
+            f"Continuing from {checkpoint.path} with data that was trained before "
+            f"({before.amount}, up to step {before.step}): {before.label}."
+        )
+    if not other or identity is None:
+        return f"Going on from {checkpoint.path}."
+    known = None if record is None else record.identity
+    shared = 0 if known is None else len(set(known.files) & set(identity.files))
+    again = f" {shared} of its {len(identity.files)} files were trained on before." if shared else ""
+    return f"Going on from {checkpoint.path} with new data: {identity.label}.{again}"
+
+
+def nothing_to_do(data: Any, identity: Identity | None, goal: Goal, before: Trained | None = None) -> str:
+    """The line that says why a fit trains nothing; a warning if that may not be what was wanted."""
+    if identity is None:
+        _log.warning(
+            "%s has no identity, so it is taken as the data of the checkpoint, which was trained to its end: "
+            "nothing to do. Name new data: fit(data, data_name=…).",
+            type(data).__name__,
+        )
+    label = "this data" if identity is None else f"this data ({identity.label})"
+    if before is not None:
+        more = "" if before.early else "larger epochs or train_steps, or "
+        return (
+            f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
+            f"nothing to do. To train it once more, call fit with {more}a new data_name."
+        )
+    return f"The run has trained {goal.wanted} of {label} already."
+
+
+def remaining(newest: Checkpoint | None, windows: Windows) -> Iterator[Window]:
+    """The windows behind those that a run has trained on, beginning with one that it has not finished."""
+    record = None if newest is None else record_of(newest)
+    name = None if record is None or record.identity is None else record.identity.name
+    if newest is not None and name is not None:
+        state: Mapping[str, Any] = newest.manifest.state
+        finished = record is None or record.finished
+        windows.load_state_dict(
+            {"window": name, "position": None if finished else decode(state["position"], {})}
+        )
+    yield from windows

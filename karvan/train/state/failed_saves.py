@@ -1,0 +1,141 @@
+"""Checkpoints that could not be saved: how many of them a run survives.
+
+A save fails because of the place (a full disk, a read-only mount, a server's share that cannot be written) or
+because of the program. The second kind is raised at once. The first kind is a warning, on rank 0, as soon as
+it is known; the checkpoints that were there stay, and the next save is tried when it is due. After more than
+`tolerated` failures in a row the error is raised. The last save of a run is repeated for `retry_seconds`,
+and then raised: a run never ends well without its last state.
+
+All ranks count alike, because a save fails on all of them or on none. Rank 0 decides when time is up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from karvan import distributed
+from karvan.activity import activity
+from karvan.argument_checks import check_integers
+from karvan.checkpoint import CheckpointError
+from karvan.checkpoint.io.pending_save import log_failure
+from karvan.checkpoint.selection import folders
+
+_log = logging.getLogger("karvan.train")
+
+_FIRST_DELAY, _LONGEST_DELAY = 0.25, 10.0  # seconds between two attempts at the last save
+
+
+class FailedSaves:
+    """Counts saves that failed in a row, reports each of them once, and says when there were too many."""
+
+    def __init__(self, tolerated: int = 3, retry_seconds: float = 60.0) -> None:
+        check_integers(tolerate_failed_saves=tolerated)
+        if tolerated < 0:
+            raise ValueError(f"tolerate_failed_saves must be 0 or more, got {tolerated}.")
+        if not retry_seconds >= 0:
+            raise ValueError(f"save_retry_seconds must be 0 or more, got {retry_seconds}.")
+        self.tolerated = tolerated
+        self.retry_seconds = retry_seconds
+        self.count = 0
+
+    @property
+    def is_last_chance(self) -> bool:
+        """Whether one more failure is one too many; such a save is waited for."""
+        return self.count >= self.tolerated
+
+    def reporter(self, folder: Path) -> Callable[[int, BaseException], None]:
+        """What reports a failed save into a folder; it may be called on the thread that writes."""
+        number = self.count + 1
+
+        def report(step: int, error: BaseException) -> None:
+            if not is_outage(error):
+                log_failure(step, error)
+                return
+            if number > self.tolerated:
+                return  # it is raised
+            _log.warning(
+                "The checkpoint of step %d was NOT saved (failure %d in a row, %d are tolerated): %s "
+                "Training continues, and the next save is tried when it is due. %s",
+                step,
+                number,
+                self.tolerated,
+                _sentence(error),
+                newest_text(folder),
+            )
+
+        return report
+
+    def failed(self, step: int, folder: Path, error: BaseException) -> None:
+        """A save has failed, and was reported: raise an error unless that is tolerated."""
+        if not is_outage(error):
+            raise error
+        self.count += 1
+        if self.count > self.tolerated:
+            raise self.too_many(step, folder, error) from error
+
+    def succeeded(self) -> None:
+        """A checkpoint was saved."""
+        self.count = 0
+
+    def too_many(self, step: int, folder: Path, error: BaseException) -> CheckpointError:
+        """The error that ends a run."""
+        times = "once" if self.count == 1 else f"{self.count} times in a row"
+        return CheckpointError(
+            folder,
+            f"checkpoints could not be saved {times} (tolerate_failed_saves is {self.tolerated}), the last "
+            f"one of step {step}: {_sentence(error)} {newest_text(folder)}",
+            temporary=True,
+        )
+
+    def repeat(self, step: int, folder: Path, attempt: Callable[[], BaseException | None]) -> None:
+        """Attempt the last save until it succeeds; after `retry_seconds` all ranks raise its error."""
+        lane = distributed.current().main
+        due = time.monotonic() + self.retry_seconds
+        delay, warned = _FIRST_DELAY, False
+        while (error := attempt()) is not None:
+            if not is_outage(error):
+                raise error
+            left = lane.gather_json(due - time.monotonic())[0]
+            if left <= 0:
+                raise CheckpointError(
+                    folder,
+                    f"the last checkpoint, of step {step}, could not be saved in {self.retry_seconds:g} "
+                    f"seconds: {_sentence(error)} What was trained since is lost. {newest_text(folder)}",
+                    temporary=True,
+                ) from error
+            if not warned and lane.rank == 0:
+                warned = True
+                _log.warning(
+                    "The last checkpoint, of step %d, was NOT saved: %s It is tried again for %g seconds. %s",
+                    step,
+                    _sentence(error),
+                    self.retry_seconds,
+                    newest_text(folder),
+                )
+            activity.advance()  # to wait is no stall: there is an end to it
+            time.sleep(min(delay, left))
+            delay = min(2 * delay, _LONGEST_DELAY)
+        self.succeeded()
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether a save failed because of the place, and not of the program."""
+    return isinstance(error, CheckpointError) and error.temporary
+
+
+def newest_text(folder: Path) -> str:
+    """Which checkpoint is the newest now, in a sentence."""
+    try:
+        found = folders(folder)
+    except OSError as error:
+        return f"Which checkpoint is the newest in {folder} cannot be read: {os.strerror(error.errno or 0)}."
+    return f"The newest checkpoint is {found[-1]}." if found else f"There is no checkpoint in {folder} yet."
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error).strip()
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,49 @@
+"""What ranks tell each other about their numbers: trees of state, metrics and losses, without pickle."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.distributed import Lane
+from karvan.train.types import MetricLike
+
+
+def gather_state(lane: Lane, state: Any) -> list[Any]:
+    """The trees of all ranks, in their order: dicts, lists, numbers, text and tensors."""
+    return [state] if lane.world == 1 else [unpack(data) for data in lane.gather(pack(state))]
+
+
+def merged(lane: Lane, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
+    """The metrics over the samples of all ranks."""
+    if lane.world == 1 or not metrics:
+        return {name: metric.compute() for name, metric in metrics.items()}
+    states = gather_state(lane, {name: metric.state() for name, metric in metrics.items()})
+    return {
+        name: joined(metric, [each[name] for each in states]).compute() for name, metric in metrics.items()
+    }
+
+
+def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
+    """A metric like this one that has gathered what these states have."""
+    made = copy.deepcopy(metric)
+    merge = getattr(made, "merge", None)
+    if merge is None:
+        raise TypeError(
+            f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
+        )
+    made.reset()
+    for state in states:
+        merge(state)
+    return made
+
+
+def summed(lane: Lane, values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by name, added up in the order of ranks; a rank may lack some."""
+    sums: dict[str, float] = {}
+    for each in lane.gather_json(dict(values)):
+        for name, value in each.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums

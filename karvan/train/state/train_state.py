@@ -1,0 +1,105 @@
+"""What a checkpoint of training has: all that later steps depend on, and nothing that depends on time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from karvan.distributed import Connection
+from karvan.train.reporting.results import Counts
+from karvan.train.state.gathering import gather_state, joined
+from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimizer
+from karvan.train.state.randomness import random_state
+from karvan.train.step.optimizer_step import Update
+from karvan.train.step.precision import Precision
+
+if TYPE_CHECKING:
+    from karvan.train.trainer import Trainer
+
+
+class Trained(Protocol):
+    """What all who train have: a Trainer and a TrainContext."""
+
+    model: nn.Module
+    update: Update
+    precision: Precision
+    counts: Counts
+    connection: Connection
+
+
+def take(trainer: Trainer) -> dict[str, Any]:
+    """The state of everything but the data, the same on all ranks; a collective."""
+    own = {
+        "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
+        "window": trainer.window.state_dict(),
+    }
+    return {
+        **take_trained(trainer, own),
+        "scheduler": trainer.schedule.state_dict(),
+        "callbacks": trainer.callbacks.state_dict(),
+    }
+
+
+def take_trained(trained: Trained, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of what is trained, and by what; `own` is what else is another on every rank."""
+    return {
+        "model": _without_content(trained.model.state_dict()),
+        **{f"{name}_optimizer": each.state_dict() for name, each in trained.update.optimizers.items()},
+        KINDS: kinds_of(trained.update.optimizers),
+        "scaler": trained.precision.state_dict(),
+        "trainer": trained.counts.state_dict(),
+        "ranks": gather_state(trained.connection.main, {**own, "random": random_state()}),
+    }
+
+
+def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the random ids of the rows: equal runs have equal checkpoints, which hold the rows anyway."""
+    return {
+        name: {part: value for part, value in entry.items() if part != "content"}
+        if name.endswith("_extra_state") and isinstance(entry, Mapping) and "tables" in entry
+        else entry
+        for name, entry in state.items()
+    }
+
+
+def restore_trained(trained: Trained, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+    """Go back to what `take_trained` gave, apart from the random generators.
+
+    new_settings: optimizers keep the learning rates and other settings that the program has given.
+    """
+    trained.model.load_state_dict(state["model"])
+    speaks = trained.connection.rank == 0
+    for name, optimizer in trained.update.optimizers.items():
+        restore_optimizer(name, optimizer, state, new_settings=new_settings, speaks=speaks)
+    trained.precision.load_state_dict(state["scaler"])
+    trained.counts.load_state_dict(state["trainer"])
+
+
+def restore(trainer: Trainer, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+    """Go back to what `take` gave, apart from the random generators; new_settings: see `restore_trained`."""
+    restore_trained(trainer, state, new_settings=new_settings)
+    trainer.schedule.load_state_dict(state["scheduler"])
+    if new_settings:
+        trainer.schedule.use_initial_rates()
+    trainer.callbacks.load_state_dict(state["callbacks"])
+    rank, saved = trainer.connection.rank, state["ranks"]
+    for metric in trainer.metrics.values():
+        metric.reset()
+    if len(saved) == trainer.connection.world:
+        for name, metric in trainer.metrics.items():
+            if name in saved[rank]["metrics"]:
+                metric.load_state(saved[rank]["metrics"][name])
+        trainer.window.load_state_dict(saved[rank]["window"])
+        return
+    for name, metric in trainer.metrics.items() if rank == 0 else ():
+        if name in saved[0]["metrics"]:
+            metric.load_state(joined(metric, [each["metrics"][name] for each in saved]).state())
+    trainer.window.load_share([each["window"] for each in saved], rank)
+
+
+def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:
+    """This rank's random generators; another number of ranks shares out those that there are."""
+    saved = state["ranks"]
+    return saved[connection.rank % len(saved)]["random"]

@@ -1,0 +1,182 @@
+"""The transforms of data that training reads: a checkpoint has what they were fitted to.
+
+A model is trained on numbers that its features' statistics have scaled, so it is of use only together with
+them. `data.transform` of a Loader tells its transform. One with state is kept in the checkpoints of a fit by
+its name, and gets its state back before the first batch is read. The statistics of a checkpoint always win:
+tomorrow's data has to be scaled by the numbers that the model knows.
+
+Data that other processes transform, as a job's loaders do, has `transform_states()` instead, which gives the
+states by name. They are kept in checkpoints as well, but cannot be replaced from here: if they differ from
+those of the checkpoint, or from those of a transform of the same name in this process, it is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from karvan import distributed
+from karvan.checkpoint.format.state_bytes import pack
+from karvan.checkpoint.transforms import KEY, Transform, has_state, name_of
+from karvan.distributed import Lane
+from karvan.features import FeatureEngine
+
+_log = logging.getLogger("karvan.train")
+
+
+def replace_statistics(transform: Transform, state: Mapping[str, Any]) -> None:
+    """Give a transform the statistics of a checkpoint, with a warning if it was fitted to others."""
+    if not getattr(transform, "unfitted", ()):
+        if _equal(transform.state_dict(), state):
+            return
+        if distributed.current().rank == 0:
+            _log.warning(
+                "Transform '%s' had other statistics than the checkpoint, which replaces them.",
+                name_of(transform),
+            )
+    transform.load_state_dict(state)
+
+
+def _equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return pack(state) == pack(other)
+
+
+class Transforms:
+    """The transforms of some data, by name; those of a checkpoint that the data lacks stay in it."""
+
+    def __init__(self, *data: object) -> None:
+        self._found: dict[str, Transform] = {}
+        self._streamed: dict[str, Any] = {}  # states of transforms in other processes
+        self._asked: list[object] = []  # data that has told such states
+        self._saved: dict[str, Any] = {}
+        self._loaded = False
+        self.use(*data)
+
+    @property
+    def found(self) -> tuple[Transform, ...]:
+        """Those with state."""
+        return tuple(self._found.values())
+
+    def use(self, *data: object) -> None:
+        """Find the transforms of more data, and give them what was loaded."""
+        for each in data:
+            transform = getattr(each, "transform", None)
+            if has_state(transform):
+                self._add(name_of(transform), transform)
+        for each in data:
+            tell = getattr(each, "transform_states", None)
+            if callable(tell) and all(each is not one for one in self._asked):
+                self._add_states(tell())
+                self._asked.append(each)
+
+    def _add(self, name: str, transform: Transform) -> None:
+        if name not in self._found:
+            self._found[name] = transform
+            self._give(name)
+        elif self._found[name] is not transform:
+            raise ValueError(
+                f"Two different transforms have the name '{name}': expected one engine for all data, or "
+                "a name for each, FeatureEngine(…, name=…)."
+            )
+
+    def _add_states(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            if name not in self._streamed:
+                self._streamed[name] = state
+                self._give(name)
+            elif not _equal(self._streamed[name], state):
+                raise ValueError(
+                    f"Two streams have different statistics of transform '{name}': expected the same, or a "
+                    "name for each, FeatureEngine(…, name=…)."
+                )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Give the transforms what the state of a checkpoint has for them."""
+        self._saved, self._loaded = dict(saved.get(KEY, {})), True
+        names = {**self._found, **self._streamed}
+        missing = [name for name in names if name not in self._saved]
+        unused = [name for name in self._saved if name not in names]
+        if missing and unused:
+            raise ValueError(
+                f"The checkpoint has statistics of transform '{unused[0]}', but the data has transform "
+                f"'{missing[0]}': expected the same name, FeatureEngine(…, name='{unused[0]}')."
+            )
+        for name in names:
+            self._give(name)
+
+    def _give(self, name: str) -> None:
+        """Let the data have what was loaded by a name; what other processes have must be the same."""
+        if not self._loaded:
+            return
+        if name not in self._saved:
+            self._warn_of_unknown(name)
+            return
+        state = self._saved[name]
+        if name in self._streamed and not _equal(self._streamed[name], state):
+            raise ValueError(
+                f"The loaders' transform '{name}' has other statistics than the checkpoint that the model "
+                "comes from: expected the same. Name the trainers' folder of checkpoints in the job "
+                "(checkpoints), from which data.read(…, transform=…) of the loader program takes them, or "
+                "have that program call kv.checkpoint.find(folder).load_transforms(engine) after fit."
+            )
+        if name in self._found:
+            replace_statistics(self._found[name], state)
+
+    def _warn_of_unknown(self, name: str) -> None:
+        fitted = name in self._streamed or not getattr(self._found[name], "unfitted", ())
+        if fitted and distributed.current().rank == 0:
+            _log.warning(
+                "The checkpoint has no statistics of transform '%s': the model may have been trained with "
+                "others than those that the data has now. Checkpoints saved from now on have them.",
+                name,
+            )
+
+    def match_loaders(self) -> None:
+        """Give transforms without statistics those that loaders have by their names.
+
+        A transform that was fitted otherwise is an error.
+        """
+        for name, state in self._streamed.items():
+            transform = self._found.get(name)
+            if transform is None:
+                continue
+            if getattr(transform, "unfitted", ()):
+                transform.load_state_dict(state)
+            elif not _equal(transform.state_dict(), state):
+                raise ValueError(
+                    f"Transform '{name}' of this process has other statistics than that of the loaders: "
+                    "expected the same. Leave the one of this process without fit, and it takes those of "
+                    "the loaders, or give it a name of its own, FeatureEngine(…, name=…)."
+                )
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        own = {name: transform.state_dict() for name, transform in self._found.items()}
+        return {KEY: {**self._saved, **self._streamed, **own}}
+
+    def require_fitted(self, model: nn.Module) -> None:
+        """Raise if a transform, or an engine of the model, has no statistics yet."""
+        for each in (*self._found.values(), *model.modules()):
+            if isinstance(each, FeatureEngine):
+                each.require_fitted()
+
+    def require_equal(self, lane: Lane, model: nn.Module) -> None:
+        """Raise if ranks have other statistics than this one; a collective."""
+        if lane.world == 1:
+            return
+        engines = {
+            name: module.state_dict()
+            for name, module in model.named_modules()
+            if isinstance(module, FeatureEngine)
+        }
+        digest = hashlib.sha256(pack({**self.state(), "model": engines})).hexdigest()
+        gathered = lane.gather_json(digest)
+        if others := [rank for rank, each in enumerate(gathered) if each != digest]:
+            raise ValueError(
+                f"Features of rank {lane.rank} have other statistics than those of rank {others[0]}: "
+                "expected fit after kv.connect, on all ranks, which merges them, or those of a checkpoint."
+            )

@@ -1,0 +1,1 @@
+"""One optimizer step: precision, devices, accumulation, schedules."""

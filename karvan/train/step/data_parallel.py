@@ -1,0 +1,92 @@
+"""What makes the dense parameters of several ranks one model.
+
+`Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel. The model itself
+stays as it is: checkpoints, callbacks and evaluations see the bare one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from karvan.distributed import Connection
+from karvan.train.losses import nothing_of
+
+
+class Parallel:
+    """For a model of one process, or one that has nothing to be averaged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def forward(self, batch: Any) -> Any:
+        """A training forward."""
+        return self._model(batch)
+
+    def begin(self, output: Any, loss: Tensor) -> Tensor:
+        """What to go backward from."""
+        return loss
+
+    def passing(self, last: bool) -> AbstractContextManager[Any]:
+        """What a forward and its backward run in; gradients are averaged in a step's last pass."""
+        return nullcontext()
+
+
+class Averaged(Parallel):
+    """Parameters begin as those of rank 0; after a step's last pass they have the mean of all gradients."""
+
+    def __init__(self, model: nn.Module, connection: Connection) -> None:
+        super().__init__(model)
+        self._connection = connection
+        self._shared = DistributedDataParallel(_Rehearsed(model))
+        # Torch lays gradients out anew after the first pass, in the order in which they came, and the bits of
+        # sums depend on places. After a rehearsal, a fit that goes on has the sums of one that never stopped.
+        self._shared(None).backward()
+        model.zero_grad()
+
+    def forward(self, batch: Any) -> Any:
+        """See `Parallel.forward`."""
+        return self._shared(batch)
+
+    def begin(self, output: Any, loss: Tensor) -> Tensor:
+        """See `Parallel.begin`; torch expects that a head takes part even if no loss meets it."""
+        return loss + nothing_of(output) if isinstance(output, Mapping) and len(output) > 1 else loss
+
+    @contextmanager
+    def passing(self, last: bool) -> Iterator[None]:
+        """See `Parallel.passing`; an error of torch's collectives names the rank that is missing."""
+        try:
+            with nullcontext() if last else self._shared.no_sync():
+                yield
+        except RuntimeError as error:
+            explained = self._connection.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+
+class _Rehearsed(nn.Module):
+    """A model that can be called without a batch, for gradients of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Any:
+        if batch is None:
+            return (
+                torch.stack([each.sum() for each in self.model.parameters() if each.requires_grad]).sum() * 0
+            )
+        return self.model(batch)
+
+
+def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
+    """What a model of these ranks needs; a collective. In mode async servers have the parameters instead."""
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    averages = connection.world > 1 and connection.settings.mode != "async"
+    return Averaged(model, connection) if averages and trained else Parallel(model)

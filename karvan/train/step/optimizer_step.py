@@ -1,0 +1,198 @@
+"""One optimizer step: the gradients of some batches averaged, clipped, looked at, and applied or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from karvan.argument_checks import check_integers
+from karvan.dense.local import DenseHere
+from karvan.dense.step_policies import Outcome
+from karvan.dense.tensor_checks import all_finite
+from karvan.embedding import EmbeddingEngine, TableHandle
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.checks.frozen import Frozen, names_text, tables_of
+from karvan.train.step.precision import Precision
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How gradients become steps.
+
+    accumulate: batches whose mean gradient makes a step. clip_value limits each element of the dense
+    gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own limits.
+    skip_nonfinite leaves out a step, dense and sparse, if any gradient has an infinity or a NaN.
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        check_integers(accumulate=self.accumulate)
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}.")
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0 or None, got {value}.")
+
+
+class Update:
+    """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
+
+    Without any of them nothing can be trained; see `karvan/train/checks/preflight.py`, which says so when
+    training begins.
+    """
+
+    def __init__(
+        self,
+        dense: torch.optim.Optimizer | None,
+        sparse: SparseOptimizer | None,
+        settings: UpdateSettings,
+        precision: Precision,
+        stepping: DenseHere | None = None,
+        frozen: Frozen | None = None,
+    ) -> None:
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        if dense is not None:
+            self.optimizers["dense"] = dense
+        if sparse is not None:
+            self.optimizers["sparse"] = sparse
+        self._dense = dense
+        self._sparse = sparse
+        self._settings = settings
+        self._precision = precision
+        self._stepping = stepping or DenseHere(dense)
+        self._frozen = frozen
+        self._checks = settings.skip_nonfinite or precision.always_checks
+
+    def forget(self) -> None:
+        """Drop gradients that wait."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        if self._frozen:
+            self._frozen.forget()
+
+    def backward(self, loss: Tensor, divisor: float) -> None:
+        """Add the gradients of one of a step's batches, divided by their number or what stands for it."""
+        torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
+
+    def apply(self) -> bool | None:
+        """Make the step, unless gradients are not finite; whether it was made, None if servers reject it.
+
+        Whatever becomes of it, the gradients are gone: rows have those of steps that were taken only.
+        """
+        sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
+        self._precision.unscale(self._dense, sparse_finite)
+        finite = sparse_finite and (not self._checks or all_finite(self._gradients()))
+        outcome: Outcome = "not finite"
+        if finite:
+            self._clip()
+            outcome = self._stepping.step()
+        if outcome == "accepted" and self._sparse is not None:
+            self._sparse.step()
+        self._precision.update()
+        self.forget()
+        return None if outcome == "rejected" else outcome == "accepted"
+
+    def pass_over(self) -> bool:
+        """A step without anything to learn from: schedules go on, as those of other trainers do."""
+        self.forget()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        return True
+
+    @property
+    def tables(self) -> list[TableHandle]:
+        """The tables that are updated."""
+        return [] if self._sparse is None else self._sparse.tables
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that are updated."""
+        groups = [] if self._dense is None else self._dense.param_groups
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+    def _clip(self) -> None:
+        if self._settings.clip_value is not None:
+            clip_grad_value_(self.parameters(), self._settings.clip_value)
+        if self._settings.clip_norm is not None:
+            clip_grad_norm_(self.parameters(), self._settings.clip_norm)
+
+
+DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def make_dense(
+    optimizer: DenseOptimizer | None, model: nn.Module, frozen: Frozen
+) -> torch.optim.Optimizer | None:
+    """The optimizer itself, or what a callable makes of the model's parameters that are not frozen."""
+    if isinstance(optimizer, SparseOptimizer):
+        raise TypeError(f"{type(optimizer).__name__} of kv.optim is for rows: give it as sparse_optimizer.")
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        has = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if both := [name for name, each in frozen.parameters.items() if id(each) in has]:
+            raise ValueError(
+                f"frozen names {names_text(both)}, but the dense_optimizer has them: make it of the other "
+                "parameters, or give a function that makes it: dense_optimizer=torch.optim.Adam."
+            )
+        return optimizer
+    left = {id(each) for each in frozen.parameters.values()}
+    trained = [each for each in model.parameters() if id(each) not in left] if left else model.parameters()
+    if left and not trained:
+        raise ValueError(
+            "frozen names all parameters of the model, so the dense_optimizer has nothing to update: give "
+            "none, or name fewer parameters."
+        )
+    made: Any = optimizer(trained)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "dense_optimizer must be a torch optimizer, or a function that makes one of parameters, "
+            f"but it made {type(made).__name__}."
+        )
+    return made
+
+
+def make_sparse(
+    optimizer: SparseOptimizer | None, model: nn.Module, frozen: Frozen
+) -> SparseOptimizer | None:
+    """The optimizer, attached to all tables that are not frozen unless it is attached already."""
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, SparseOptimizer):
+        raise TypeError(f"sparse_optimizer must be one of kv.optim, got {type(optimizer).__name__}.")
+    if optimizer.attached:
+        if both := [table.name for table in frozen.tables if table in optimizer.tables]:
+            raise ValueError(
+                f"frozen names {names_text(both)}, but the sparse_optimizer is attached to them: attach it "
+                "to other tables, or give one that is not attached: "
+                "sparse_optimizer=kv.optim.Adagrad(lr=0.05)."
+            )
+        return optimizer
+    if not frozen.tables:
+        optimizer.attach(model)
+        return optimizer
+    trained = [table for table in tables_of(model) if table not in frozen.tables]
+    if not trained:
+        raise ValueError(
+            "frozen names all tables of the model, so the sparse_optimizer has nothing to update: give none, "
+            "or name fewer tables."
+        )
+    optimizer.attach(trained)
+    return optimizer
+
+
+def engines_of(model: nn.Module) -> list[EmbeddingEngine]:
+    """The engines in a model, each once."""
+    return [module for module in model.modules() if isinstance(module, EmbeddingEngine)]

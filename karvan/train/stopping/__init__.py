@@ -1,0 +1,1 @@
+"""When a fit ends: its goal, signals, requests to stop."""

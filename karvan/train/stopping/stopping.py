@@ -1,0 +1,46 @@
+"""Why a fit stops before its goal: a signal, or `trainer.stop`, on any rank.
+
+A process that is alone stops when it is asked to. Several ranks stop together: a request travels with the
+batches of the feed, or is asked for at moments that come rarely, such as the end of an evaluation.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from karvan.train.stopping.signals import note_termination
+
+if TYPE_CHECKING:
+    from karvan.train.trainer import Trainer
+
+
+class Stopping:
+    """What a Trainer's ranks have agreed on."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._alone = trainer.connection.world == 1
+        self._agreed: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the fit stops here, if it does: a rank that is not alone cannot do so by itself."""
+        return self._trainer.stopping if self._alone else self._agreed
+
+    def asked(self) -> str | None:
+        """Why it should, if this rank knows."""
+        return self._agreed or self._trainer.stopping
+
+    def ask_all(self) -> None:
+        """Stop if any rank should; a collective."""
+        if not self._alone:
+            told = self._trainer.connection.main.gather_json(self._trainer.stopping)
+            self.agree(next((each for each in told if each), None))
+
+    def agree(self, reason: str | None) -> None:
+        """All ranks stop, if there is a reason; the Trainer of each is told."""
+        if reason is not None and self._agreed is None:
+            self._agreed = reason
+            if reason == "terminate":  # perhaps on another rank
+                note_termination()
+            self._trainer.stop(reason)

@@ -1,0 +1,1 @@
+"""Declarations of calls, by which every message is checked once, at the border."""
