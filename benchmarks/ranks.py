@@ -260,14 +260,16 @@ def dlrm(path: str, rows: int, batch: int, epochs: int, wire: str) -> Callable[[
     train.fill(model, rows)
 
     def run() -> dict[str, float]:
-        before = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
+        before = {
+            name: (channel.operations, channel.bytes_sent) for name, channel in connection.channels.items()
+        }
         store = model.embeddings.store
         crossing, sent = getattr(store, "crossing_keys", 0), getattr(store, "bytes_sent", 0)
         result = trainer.fit(kv.data.read(path, batch // world, epochs=epochs))
         made: dict[str, float] = {"samples": result.samples / world, "steps": result.step / world}
-        for name, lane in connection.lanes.items():
-            made[f"{name}_collectives"] = (lane.operations - before[name][0]) / world
-            made[f"{name}_bytes"] = lane.bytes_sent - before[name][1]
+        for name, channel in connection.channels.items():
+            made[f"{name}_collectives"] = (channel.operations - before[name][0]) / world
+            made[f"{name}_bytes"] = channel.bytes_sent - before[name][1]
         made["crossing_keys"] = getattr(store, "crossing_keys", 0) - crossing
         made["bytes"] = getattr(store, "bytes_sent", 0) - sent
         return made
@@ -279,12 +281,12 @@ def messages(size: int, steps: int) -> Callable[[], dict[str, float]]:
     """Exchanges of so many bytes with every rank over the network."""
     from karvan import distributed
 
-    lane = distributed.connect("sharded", transport="network").main
-    send = torch.zeros(size * lane.world, dtype=torch.uint8)
+    channel = distributed.connect("sharded", transport="network").main
+    send = torch.zeros(size * channel.world, dtype=torch.uint8)
 
     def run() -> dict[str, float]:
         for _ in range(steps):
-            lane.exchange(send, [size] * lane.world, [size] * lane.world)
+            channel.exchange(send, [size] * channel.world, [size] * channel.world)
         return {"steps": steps}
 
     return run

@@ -55,10 +55,12 @@ def whole_jobs(report: Report, rounds: int, rows: int, steps: int, epochs: int) 
     bound = counted["crossing_keys"] * (8 + 2 * 4 * DIM)
     report.ratios["bytes_vs_bound"] = counted["bytes"] / bound
     report.figures["bytes_per_sample"] = counted["bytes"] / counted["samples"]
-    everything = sum(counted[f"{lane}_bytes"] for lane in ("main", "fit"))  # metrics and positions, too
+    everything = sum(counted[f"{channel}_bytes"] for channel in ("main", "fit"))  # metrics and positions, too
     report.figures["all_bytes_per_sample"] = everything / counted["samples"]
-    for lane in ("main", "fit"):
-        report.figures[f"{lane}_collectives_per_step"] = counted[f"{lane}_collectives"] / counted["steps"]
+    for channel in ("main", "fit"):
+        report.figures[f"{channel}_collectives_per_step"] = (
+            counted[f"{channel}_collectives"] / counted["steps"]
+        )
 
 
 def sparse_steps(report: Report, rounds: int, rows: int, steps: int) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from karvan.ragged import Batch, NestedRagged, Padded, Ragged
     from karvan.store import MemoryStore, Rows, Store
     from karvan.threads import get_num_threads, set_num_threads
-    from karvan.train import EvalContext, InferContext, Job, TrainContext, Trainer, losses
+    from karvan.train import EvalContext, InferContext, TrainContext, Trainer, TrainingJob, losses
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,6 @@ __all__ = [
     "FeatureEngine",
     "HashStack",
     "InferContext",
-    "Job",
     "MemoryStore",
     "MinCount",
     "NestedRagged",
@@ -66,6 +65,7 @@ __all__ = [
     "TableHandle",
     "TrainContext",
     "Trainer",
+    "TrainingJob",
     "checkpoint",
     "connect",
     "data",
@@ -96,7 +96,7 @@ _HOMES = {
     "karvan.ragged": "Batch NestedRagged Padded Ragged",
     "karvan.store": "MemoryStore Rows Store",
     "karvan.threads": "get_num_threads set_num_threads",
-    "karvan.train": "EvalContext InferContext Job TrainContext Trainer losses metrics",
+    "karvan.train": "EvalContext InferContext TrainingJob TrainContext Trainer losses metrics",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

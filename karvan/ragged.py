@@ -1,6 +1,6 @@
 """Batches of variable-length data: `Ragged` (rows of values), `NestedRagged`, `Padded` and `Batch`.
 
-Also `Reference`, for ids that are elsewhere.
+Also `IdsReference`, for ids that are elsewhere.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class OptionalText(NestedRagged):
     __slots__ = ()
 
 
-class Reference:
+class IdsReference:
     """Stands for the id features of a batch that an embedding worker keeps: which worker, under which name.
 
     A batch has it as its entry `REFERENCE`. While somebody holds the object, the ids are kept.
@@ -236,21 +236,21 @@ class Reference:
 
     def __init__(self, worker: int, name: str, rows: int) -> None:
         if worker < 0 or rows < 0:
-            raise ValueError(f"Reference expects a worker and rows of 0 or more, got {worker} and {rows}.")
+            raise ValueError(f"IdsReference expects a worker and rows of 0 or more, got {worker} and {rows}.")
         self.worker = worker
         self.name = name
         self.rows = rows
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Reference:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> IdsReference:
         """The same: there is nothing to move."""
         return self
 
-    def pin_memory(self) -> Reference:
+    def pin_memory(self) -> IdsReference:
         """The same."""
         return self
 
     def __repr__(self) -> str:
-        return f"Reference(worker={self.worker}, name={self.name!r}, rows={self.rows})"
+        return f"IdsReference(worker={self.worker}, name={self.name!r}, rows={self.rows})"
 
 
 REFERENCE = "karvan.reference"
@@ -308,12 +308,12 @@ class Batch(Mapping[str, Entry]):
         return f"Batch(rows={self.rows}, {', '.join(self._entries)})"
 
 
-def _rows_of(name: str, entry: Entry | Reference) -> int:
+def _rows_of(name: str, entry: Entry | IdsReference) -> int:
     if isinstance(entry, Tensor):
         if entry.dim() == 0:
             raise ValueError(f"Feature '{name}' must have a first dimension of rows, but is a 0-D tensor.")
         return entry.shape[0]
-    if not isinstance(entry, Ragged | NestedRagged | Reference):
+    if not isinstance(entry, Ragged | NestedRagged | IdsReference):
         raise TypeError(f"Feature '{name}' must be a Ragged or a Tensor, but is {type(entry).__name__}.")
     return entry.rows
 

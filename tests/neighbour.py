@@ -13,7 +13,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may take th
 _PREPARE = f"""
 import os, sys, time
 from karvan.discovery.registry import Registry
-from karvan.wire import Message, Peer, RefusedError, Security, WireError
+from karvan.wire import Client, Message, RefusedError, Security, WireError
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 os.setgroups([])

@@ -10,7 +10,7 @@ from neighbour import needs_root, run_as_neighbour
 
 import karvan as kv
 from karvan import _native
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 
 OPEN = """
 try:
@@ -33,7 +33,7 @@ def test_checkpoints_and_logs_are_as_private_as_the_umask_says(tmp_path):
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
     engine({"user": torch.arange(9)})
     kv.Checkpoints(tmp_path / "run").save(1, {"step": torch.ones(1)}, engine, block=True)
-    logs = Logs(["trainer-0"], tmp_path / "logs", stream=io.StringIO())
+    logs = MergedLogs(["trainer-0"], tmp_path / "logs", stream=io.StringIO())
     logs.write("trainer-0", "hello")
     logs.close()
     found = [

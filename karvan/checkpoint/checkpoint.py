@@ -25,7 +25,7 @@ from karvan.checkpoint.io.table_reader import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle
-from karvan.store import AwayStore, Rows
+from karvan.store import Rows, SharedStore
 from karvan.threads import cores
 
 
@@ -118,10 +118,10 @@ class Checkpoint:
 
     def require_intact(self) -> None:
         """Raise if any file is damaged. Ranks share out the files and raise the same error."""
-        lane = distributed.current().here
+        channel = distributed.current().here
 
         def check() -> None:
-            damaged = self._verify(self._files_of(lane.rank, lane.world))
+            damaged = self._verify(self._files_of(channel.rank, channel.world))
             if damaged:
                 more = f" {len(damaged) - 1} more files are damaged." if len(damaged) > 1 else ""
                 unread = [damage for damage in damaged if damage.unread]
@@ -129,7 +129,7 @@ class Checkpoint:
                 first = (unread or damaged)[0]
                 raise kind(first.path, f"{first.problem}.{more}")
 
-        together(lane, self.path, check, name_rank=False)
+        together(channel, self.path, check, name_rank=False)
 
     def _files_of(self, rank: int, world: int) -> list[tuple[Checkpoint, FileEntry]]:
         """The files that a rank checks: those it reads, and its turn of what all read."""
@@ -180,9 +180,9 @@ class Checkpoint:
 
         Ranks that train together all call it; each reads the files that have some of its rows.
         """
-        lane = distributed.current().here
+        channel = distributed.current().here
         handles = tables_of(model)
-        together(lane, self.path, lambda: self._check_tables(handles), name_rank=False)
+        together(channel, self.path, lambda: self._check_tables(handles), name_rank=False)
         self.require_intact()
         state: dict[str, Any] = {}
         extras: dict[str, Extra] = {}
@@ -190,24 +190,24 @@ class Checkpoint:
         def read() -> None:
             state.update(self.state())
             for name, handle in handles.items():
-                if not isinstance(handle.engine.store, AwayStore):
+                if not isinstance(handle.engine.store, SharedStore):
                     extras[name] = self._extra(name, handle)
 
         def fill() -> None:
-            away: dict[AwayStore, dict[str, Any]] = {}
+            away: dict[SharedStore, dict[str, Any]] = {}
             for name, handle in handles.items():
                 store = handle.engine.store
-                if isinstance(store, AwayStore):
+                if isinstance(store, SharedStore):
                     away.setdefault(store, {})[name] = self._told(name, handle)
                 else:
                     self._fill(name, handle, extras.pop(name))
-            if lane.rank == 0:
+            if channel.rank == 0:
                 for store, tables in away.items():
                     for path, problem in store.fill_away(os.fspath(self.path.absolute()), tables):
                         raise DamagedCheckpointError(path, problem)
 
-        together(lane, self.path, read)
-        together(lane, self.path, fill)
+        together(channel, self.path, read)
+        together(channel, self.path, fill)
         for handle in handles.values():
             handle.engine.filled = True
             handle.engine.content.replace()

@@ -21,7 +21,7 @@ from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.selection import all_chosen, best_of, folders, newest, one_chosen, readable
 from karvan.checkpoint.survey import step_of
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
 from karvan.owner import check_owner
 
@@ -98,18 +98,18 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"Expected a step of at least 0, got {step}.")
-        lane = distributed.current().here
+        channel = distributed.current().here
         target = self.folder / f"step-{step:012d}"
         tables: dict[str, TableHandle] = {}
 
         def prepare() -> tuple[int, bool]:
             self.wait()
             tables.update(tables_of(model))
-            if lane.rank == 0:
+            if channel.rank == 0:
                 check_owner(self.folder)
-            return step, self._may_be_delta(step, tables, target if lane.rank == 0 else None)
+            return step, self._may_be_delta(step, tables, target if channel.rank == 0 else None)
 
-        said = together(lane, target, explaining(target, prepare))
+        said = together(channel, target, explaining(target, prepare))
         if len({its_step for its_step, _ in said}) > 1:
             raise CheckpointError.mismatch(
                 self.folder, "all ranks to save the same step", [its_step for its_step, _ in said]
@@ -131,9 +131,9 @@ class Checkpoints:
         last, self._last = self._last, None
         writing = None
         if last is not None and all(may for _, may in said):
-            writing = _delta(lane, target, partial(take, last.base, last.versions))
+            writing = _delta(channel, target, partial(take, last.base, last.versions))
         if writing is None:
-            writing = taken(lane, target, partial(take, None, None))
+            writing = taken(channel, target, partial(take, None, None))
         base, versions = writing.base, writing.versions
 
         def check() -> None:
@@ -259,7 +259,7 @@ class _Last:
         )
 
 
-def _delta(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing | None:
+def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing | None:
     """What `take` made; None on all ranks if a table of any does not know any more what changed."""
     made: list[Writing] = []
 
@@ -272,7 +272,7 @@ def _delta(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing | N
 
     complete = False
     try:
-        complete = all(together(lane, target, attempt))
+        complete = all(together(channel, target, attempt))
     finally:
         if not complete:
             for one in made:

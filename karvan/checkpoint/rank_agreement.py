@@ -7,12 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.distributed import Lane, RankError
+from karvan.distributed import CollectiveChannel, RankError
 from karvan.outages import is_temporary
 
 
 def together(
-    lane: Lane, path: str | os.PathLike[str], work: Callable[[], Any], *, name_rank: bool = True
+    channel: CollectiveChannel,
+    path: str | os.PathLike[str],
+    work: Callable[[], Any],
+    *,
+    name_rank: bool = True,
 ) -> list[Any]:
     """What `work` returned on every rank; it must be something that JSON can say.
 
@@ -20,7 +24,7 @@ def together(
     is of damage if that is all that any rank has found.
     A process that is alone just does the work.
     """
-    if lane.world == 1:
+    if channel.world == 1:
         return [work()]
     value, own = None, None
     try:
@@ -29,7 +33,7 @@ def together(
         raise  # the others will not hear anything any more
     except Exception as error:
         own = error
-    said = lane.gather_json({"value": value, "problem": own and _told(path, own)})
+    said = channel.gather_json({"value": value, "problem": own and _told(path, own)})
     problems = [(rank, *one["problem"]) for rank, one in enumerate(said) if one["problem"] is not None]
     # What an older checkpoint would not mend comes first.
     for rank, where, what, temporary, damaged in sorted(problems, key=lambda problem: bool(problem[4])):

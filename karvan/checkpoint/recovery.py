@@ -32,7 +32,7 @@ from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED, set_aside
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 
 _log = logging.getLogger(__name__)
 _LISTINGS = 10  # of a folder in which another process prunes meanwhile
@@ -56,12 +56,12 @@ def check_resume(resume: object) -> None:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint of a folder, whole or not; None if there is none. A collective."""
-    lane = distributed.current().here
+    channel = distributed.current().here
 
     def look() -> list[int]:
-        return [step_of(path) for path in saved_folders(folder)[-1:]] if lane.rank == 0 else []
+        return [step_of(path) for path in saved_folders(folder)[-1:]] if channel.rank == 0 else []
 
-    found: list[int] = together(lane, folder, look)[0]
+    found: list[int] = together(channel, folder, look)[0]
     return found[0] if found else None
 
 
@@ -73,47 +73,51 @@ def resume(
     None if there is no checkpoint. `load` loads all that is needed, and is called again for an older one when
     it raises a DamagedCheckpointError. rename: set aside what is damaged, or later than the named one.
     """
-    lane = distributed.current().here
+    channel = distributed.current().here
     for _ in range(_LISTINGS):
-        names = _names(lane, folder)
+        names = _names(channel, folder)
         if name is not None:
-            return _resume_named(lane, folder, load, name, names, rename)
+            return _resume_named(channel, folder, load, name, names, rename)
         try:
-            return _resume_newest(lane, folder, load, names, rename)
+            return _resume_newest(channel, folder, load, names, rename)
         except _PrunedError:  # there is a newer one, then
             continue
     raise CheckpointError(folder, f"expected checkpoints that stay, got other ones {_LISTINGS} times.")
 
 
-def _names(lane: Lane, folder: Path) -> list[str]:
+def _names(channel: CollectiveChannel, folder: Path) -> list[str]:
     def look() -> list[str]:
-        return [path.name for path in saved_folders(folder)] if lane.rank == 0 else []
+        return [path.name for path in saved_folders(folder)] if channel.rank == 0 else []
 
-    names: list[str] = together(lane, folder, look)[0]
+    names: list[str] = together(channel, folder, look)[0]
     return names
 
 
 def _resume_newest(
-    lane: Lane, folder: Path, load: Callable[[Checkpoint], T], names: Sequence[str], rename: bool
+    channel: CollectiveChannel,
+    folder: Path,
+    load: Callable[[Checkpoint], T],
+    names: Sequence[str],
+    rename: bool,
 ) -> tuple[Checkpoint, T] | None:
     damaged: list[Path] = []
     first: DamagedCheckpointError | None = None
     for each in reversed(names):
         path = folder / each
         try:
-            found = _open(lane, path)
+            found = _open(channel, path)
             result = load(found)
         except CheckpointError as error:
-            if _has_gone(lane, path):
+            if _has_gone(channel, path):
                 raise _PrunedError from error
             if not isinstance(error, DamagedCheckpointError):
                 raise
             damaged.append(path)
             first = first or error
-            if lane.rank == 0:
+            if channel.rank == 0:
                 _log.warning("The checkpoint %s is damaged: %s", each, error)
             continue
-        if damaged and lane.rank == 0:
+        if damaged and channel.rank == 0:
             _report(found, damaged, set_aside(damaged, DAMAGED) if rename else {})
         return found, result
     if first is not None:
@@ -126,7 +130,12 @@ def _resume_newest(
 
 
 def _resume_named(
-    lane: Lane, folder: Path, load: Callable[[Checkpoint], T], name: str, names: Sequence[str], rename: bool
+    channel: CollectiveChannel,
+    folder: Path,
+    load: Callable[[Checkpoint], T],
+    name: str,
+    names: Sequence[str],
+    rename: bool,
 ) -> tuple[Checkpoint, T]:
     others = ", ".join(each for each in names if each != name) or "none"
     if name not in names:
@@ -134,14 +143,14 @@ def _resume_named(
             folder, f"expected a checkpoint {name}, got none of that name; there are: {others}."
         )
     try:
-        found = _open(lane, folder / name)
+        found = _open(channel, folder / name)
         result = load(found)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             error.path, f"{error.problem} So {name}, which was asked for, is damaged; others are: {others}."
         ) from error
     later = [folder / each for each in names if step_of(Path(each)) > found.step]
-    if later and rename and lane.rank == 0:
+    if later and rename and channel.rank == 0:
         for path, aside in set_aside(later, ABANDONED).items():
             _log.warning(
                 "Resuming from %s as asked; the later checkpoint %s was renamed to %s.",
@@ -152,7 +161,7 @@ def _resume_named(
     return found, result
 
 
-def _open(lane: Lane, path: Path) -> Checkpoint:
+def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
     """The checkpoint at a path; all ranks must see the same one."""
     made: list[Checkpoint] = []
 
@@ -160,7 +169,7 @@ def _open(lane: Lane, path: Path) -> Checkpoint:
         made.append(Checkpoint(path))
         return made[0].manifest.id
 
-    if len(set(together(lane, path, read, name_rank=False))) > 1:
+    if len(set(together(channel, path, read, name_rank=False))) > 1:
         raise CheckpointError(
             path,
             "expected all ranks to see the same checkpoint, got different ones: checkpoints must lie on "
@@ -169,8 +178,8 @@ def _open(lane: Lane, path: Path) -> Checkpoint:
     return made[0]
 
 
-def _has_gone(lane: Lane, path: Path) -> bool:
-    return not together(lane, path, lambda: lane.rank != 0 or path.exists())[0]
+def _has_gone(channel: CollectiveChannel, path: Path) -> bool:
+    return not together(channel, path, lambda: channel.rank != 0 or path.exists())[0]
 
 
 def _report(found: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:

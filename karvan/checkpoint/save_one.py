@@ -30,14 +30,14 @@ def start(
 ) -> Pending:
     """Begin to save a full checkpoint; training may go on while it is written. All ranks of a job call it."""
     target = Path(os.path.abspath(path))
-    lane = distributed.current().here
+    channel = distributed.current().here
 
     def take() -> Writing:
-        if lane.rank == 0:
+        if channel.rank == 0:
             check_target(target)
         return Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
 
-    return taken(lane, target, take).start(target)
+    return taken(channel, target, take).start(target)
 
 
 def save(

@@ -67,40 +67,40 @@ def find_alone(folder: Path) -> Checkpoint:
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a path is one checkpoint, not a run's folder, as rank 0 sees it."""
-    lane = distributed.current().here
+    channel = distributed.current().here
     named = is_step_name(folder.name)
-    return bool(together(lane, folder, lambda: named or (folder / NAME).exists(), name_rank=False)[0])
+    return bool(together(channel, folder, lambda: named or (folder / NAME).exists(), name_rank=False)[0])
 
 
 def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that rank 0 chooses in a folder, less those that some rank cannot open (any more)."""
-    lane = distributed.current().here
-    if lane.world == 1:
+    channel = distributed.current().here
+    if channel.world == 1:
         return choose()
     found: dict[str, Checkpoint] = {}
 
     def look() -> list[str]:
-        if lane.rank == 0:
+        if channel.rank == 0:
             found.update((str(one.path.relative_to(folder)), one) for one in choose())
         return list(found)
 
     def follow() -> dict[str, str]:
-        for name in names if lane.rank else ():
+        for name in names if channel.rank else ():
             try:
                 found[name] = Checkpoint(folder / name)
             except CheckpointError:
                 continue
         return {name: one.manifest.id for name, one in found.items()}
 
-    names = together(lane, folder, look, name_rank=False)[0]
-    ids = together(lane, folder, follow, name_rank=False)
+    names = together(channel, folder, look, name_rank=False)[0]
+    ids = together(channel, folder, follow, name_rank=False)
     return [found[name] for name in names if all(its.get(name) == ids[0][name] for its in ids)]
 
 
 def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
     """The checkpoint that rank 0 chooses in a folder, or None; all ranks must be able to open it."""
-    lane = distributed.current().here
-    if lane.world == 1:
+    channel = distributed.current().here
+    if channel.world == 1:
         return choose()
     seen: list[str] = []
 
@@ -119,7 +119,7 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
                 "must lie on storage that all ranks share.",
             )
 
-    together(lane, folder, require, name_rank=False)
+    together(channel, folder, require, name_rank=False)
     return there[0] if there else None
 
 

@@ -94,12 +94,12 @@ def warm_start(
     in shape, is an error, and nothing has changed then. Ranks that train together all call it, and each takes
     the rows it owns; the report counts those of all.
     """
-    lane = distributed.current().here
+    channel = distributed.current().here
     checkpoint = find(path)
     checkpoint.require_intact()
     renamed = dict(rename or {})
     saved: dict[str, Tensor] = {}
-    together(lane, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
+    together(channel, checkpoint.path, lambda: saved.update(_saved_model(checkpoint)))
     known = {*checkpoint.manifest.tables, *saved}
     for old in renamed:
         if old not in known:
@@ -130,7 +130,7 @@ def warm_start(
             for new, old in report.tables.items()
         }
 
-    taken = together(lane, checkpoint.path, take)
+    taken = together(channel, checkpoint.path, take)
     report.rows.update((new, sum(of_rank[new] for of_rank in taken)) for new in report.tables)
     with torch.no_grad():
         for new, old in report.dense.items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import karvan as kv
 
 
-def fit_features(job: kv.Job, *, quiet: bool) -> None:
+def fit_features(job: kv.TrainingJob, *, quiet: bool) -> None:
     """Fit the engines of a job that lack statistics: that of its data first, then those in its model.
 
     A job that resumes from a checkpoint takes its statistics from there and needs no fit.

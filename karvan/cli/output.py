@@ -84,7 +84,7 @@ def number_text(value: float) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3g}"
 
 
-class Steps:
+class StepList:
     """Tells how far something is; does nothing off a terminal."""
 
     def __init__(self, bar: Progress | None, unit: str) -> None:
@@ -103,10 +103,10 @@ class Steps:
 
 
 @contextmanager
-def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[Steps]:
+def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[StepList]:
     """A bar on stderr, where that is a terminal."""
     if quiet or not sys.stderr.isatty():
-        yield Steps(None, unit)
+        yield StepList(None, unit)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -119,13 +119,13 @@ def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[Steps]:
         transient=True,
     )
     with bar:
-        yield Steps(bar, unit)
+        yield StepList(bar, unit)
 
 
 class Watched:
     """Data whose batches are counted as they are taken."""
 
-    def __init__(self, data: Iterable[Any], steps: Steps) -> None:
+    def __init__(self, data: Iterable[Any], steps: StepList) -> None:
         self._data = data
         self._steps = steps
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import karvan as kv
 
 
-def restore(job: kv.Job, path: Path | None) -> kv.checkpoint.Checkpoint:
+def restore(job: kv.TrainingJob, path: Path | None) -> kv.checkpoint.Checkpoint:
     """Load a checkpoint, or the newest one of a run's folder; without a path, of the job's own run."""
     from karvan.checkpoint import CheckpointError, find
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, NestedRagged, OptionalRagged, OptionalText, Padded, Ragged, Reference
+from karvan.ragged import Batch, IdsReference, NestedRagged, OptionalRagged, OptionalText, Padded, Ragged
 from karvan.wire import Array, Message, RefusedError
 
 # The first kind that an entry is an instance of counts, so subclasses come before their bases.
@@ -29,7 +29,7 @@ def pack(batch: Mapping[str, Any]) -> Message:
     arrays: list[Array] = []
     for name, entry in batch.items():
         kind = next((kind for kind, (type_, _) in _PARTS.items() if isinstance(entry, type_)), "tensor")
-        if isinstance(entry, Reference):
+        if isinstance(entry, IdsReference):
             told[name] = ["reference", [entry.worker, entry.name, entry.rows]]
             continue
         if kind == "tensor" and not isinstance(entry, Tensor):
@@ -49,7 +49,7 @@ def unpack(message: Message) -> Batch:
                 made[name] = content
                 continue
             if kind == "reference":
-                made[name] = Reference(*content)
+                made[name] = IdsReference(*content)
                 continue
             parts = [None if place is None else _take(place, message.arrays) for place in content]
             made[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from karvan.cluster.role_process import Settings
+from karvan.cluster.role_process import RoleSettings
 from karvan.protocol.registry import GENERATION, REGISTRY_CALLS
-from karvan.wire import Peer, RefusedError, Security, WireError
+from karvan.wire import Client, RefusedError, Security, WireError
 
 _PATIENCE = 60.0  # seconds for the registry to answer
 
@@ -62,7 +62,7 @@ class Generations:
         return generation
 
     def _ask(self, generation: int) -> int:
-        peer = Peer("registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS)
+        peer = Client("registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS)
         try:
             told: int = peer.call("generation", deadline=self._patience).head["generation"]
             return told
@@ -74,6 +74,6 @@ class Generations:
             peer.close()
 
 
-def generations_of(settings: Settings) -> Generations:
+def generations_of(settings: RoleSettings) -> Generations:
     """For the service of a process."""
     return Generations(settings.registry, settings.security, settings.generation)

@@ -1,6 +1,6 @@
 """What all roles that serve do: listen, tell the registry, answer until they are told to end.
 
-`Settings` come from the environment, which is how an engine tells a process what it is:
+`RoleSettings` come from the environment, which is how an engine tells a process what it is:
 
 | variable | meaning | default |
 |---|---|---|
@@ -37,7 +37,7 @@ _log = logging.getLogger("karvan.cluster")
 
 _REGISTRY_WITHIN = 60.0  # seconds; roles and their registry may be started in any order
 
-# Role → "module:function", which makes its service from Settings.
+# Role → "module:function", which makes its service from RoleSettings.
 FACTORIES = {
     "parameter-server": "karvan.cluster.parameter_server.service:make",
     "embedding-worker": "karvan.cluster.embedding_worker.service:make",
@@ -46,7 +46,7 @@ FACTORIES = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class RoleSettings:
     """What a process of a job knows about itself."""
 
     role: str
@@ -80,7 +80,7 @@ class Settings:
         return f"{self.role} {self.index}"
 
     @classmethod
-    def from_environment(cls, role: str, environment: Mapping[str, str] | None = None) -> Settings:
+    def from_environment(cls, role: str, environment: Mapping[str, str] | None = None) -> RoleSettings:
         """As the variables above say; what is wrong names the variable."""
         given = os.environ if environment is None else environment
 
@@ -106,16 +106,16 @@ class Settings:
         )
 
 
-def factory_of(role: str) -> Callable[[Settings], Service]:
+def factory_of(role: str) -> Callable[[RoleSettings], Service]:
     """What makes the service of a role; a ValueError lists the roles there are."""
     if role not in FACTORIES:
         raise ValueError(f"Expected a role of {', '.join(FACTORIES)}, got {role!r}.")
     module, _, function = FACTORIES[role].partition(":")
-    made: Callable[[Settings], Service] = getattr(importlib.import_module(module), function)
+    made: Callable[[RoleSettings], Service] = getattr(importlib.import_module(module), function)
     return made
 
 
-def serve(make: Callable[[Settings], Service], settings: Settings) -> None:
+def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> None:
     """Serve until SIGTERM or SIGINT; what keeps it from beginning is raised.
 
     Signals are this function's while it runs, so it belongs on a process's main thread.
@@ -138,7 +138,9 @@ def serve(make: Callable[[Settings], Service], settings: Settings) -> None:
 
 
 @contextmanager
-def listening(service: Service, settings: Settings, ended: threading.Event) -> Iterator[Membership | None]:
+def listening(
+    service: Service, settings: RoleSettings, ended: threading.Event
+) -> Iterator[Membership | None]:
     """Answer calls, and be in the registry, while inside; after `ended` a registry is not waited for."""
     try:
         with Server(service, settings.host, settings.port, settings.security) as server:
@@ -162,7 +164,7 @@ def end(code: int) -> None:
     os._exit(code)
 
 
-def _join(settings: Settings, address: str, ended: threading.Event) -> Membership | None:
+def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membership | None:
     """Register; a registry that is not there yet is waited for, but not after a signal."""
     due = clock.now() + _REGISTRY_WITHIN
     while not ended.is_set():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from karvan.dense.local import DenseHere
+from karvan.dense.local import LocalDense
 from karvan.distributed import Connection
 from karvan.embedding import EmbeddingEngine
 
@@ -18,12 +18,12 @@ def make_stepping(
     engines: Sequence[EmbeddingEngine],
     connection: Connection,
     ahead: int,
-) -> DenseHere:
+) -> LocalDense:
     """Where this connection's mode has the dense parameters; servers are given them, a collective."""
     if connection.settings.mode != "async" or optimizer is None:
-        return DenseHere(optimizer)
-    from karvan.dense.remote import DenseAway  # with Flight, which others need not wait for
+        return LocalDense(optimizer)
+    from karvan.dense.remote import RemoteDense  # with Flight, which others need not wait for
 
-    away = DenseAway(model, optimizer, engines, connection, ahead)
+    away = RemoteDense(model, optimizer, engines, connection, ahead)
     away.begin()
     return away

@@ -9,7 +9,7 @@ import torch
 from karvan.dense.step_policies import Outcome, Staleness
 
 
-class DenseHere:
+class LocalDense:
     """Parameters that step in this process; `DenseAway` derives from it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:

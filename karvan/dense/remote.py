@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from karvan.dense.client import AsyncDense
-from karvan.dense.local import DenseHere
+from karvan.dense.local import LocalDense
 from karvan.dense.optimizer_spec import describe
-from karvan.dense.server_proxy import DensePeer
+from karvan.dense.server_proxy import DenseServerProxy
 from karvan.dense.sharding import merge_states, split_state
 from karvan.dense.step_policies import Outcome, Staleness
 from karvan.distributed import Connection, RankError
@@ -28,7 +28,7 @@ from karvan.embedding import EmbeddingEngine
 _MOST_REJECTIONS = 100  # of a step, beyond what trainers that are ahead can cause
 
 
-class DenseAway(DenseHere):
+class RemoteDense(LocalDense):
     """Parameters that step on parameter servers."""
 
     def __init__(
@@ -45,7 +45,7 @@ class DenseAway(DenseHere):
         servers, number = connection.servers, connection.servers.new_model()
         self._connection = connection
         self._parameters = dict(model.named_parameters())
-        self._servers = [DensePeer(servers, server, number) for server in range(len(servers))]
+        self._servers = [DenseServerProxy(servers, server, number) for server in range(len(servers))]
         self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
         self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
         name = f"trainer-{connection.rank}"
@@ -56,20 +56,20 @@ class DenseAway(DenseHere):
 
     @property
     def staleness(self) -> Staleness:
-        """See `DenseHere.staleness`."""
+        """See `LocalDense.staleness`."""
         return self._dense.staleness
 
     def begin(self) -> None:
-        """See `DenseHere.begin`."""
+        """See `LocalDense.begin`."""
         self._first_does(self._fill)
         self._dense.join()
 
     def fresh(self) -> None:
-        """See `DenseHere.fresh`."""
+        """See `LocalDense.fresh`."""
         self._dense.before_step()
 
     def attempts(self) -> Generator[int, None, None]:
-        """See `DenseHere.attempts`."""
+        """See `LocalDense.attempts`."""
         try:
             for number in range(self._most):
                 for engine in self._engines:
@@ -85,7 +85,7 @@ class DenseAway(DenseHere):
         )
 
     def step(self) -> Outcome:
-        """See `DenseHere.step`."""
+        """See `LocalDense.step`."""
         outcome = self._dense.step()
         if outcome == "rejected" and not self._rejects:
             raise RuntimeError(
@@ -95,13 +95,13 @@ class DenseAway(DenseHere):
         return outcome
 
     def settle(self) -> None:
-        """See `DenseHere.settle`."""
+        """See `LocalDense.settle`."""
         self._connection.main.barrier()
-        self._first_does(lambda: list(self._call(DensePeer.flush, self._servers)))
+        self._first_does(lambda: list(self._call(DenseServerProxy.flush, self._servers)))
         self.fresh()
 
     def take(self) -> None:
-        """See `DenseHere.take`."""
+        """See `LocalDense.take`."""
         self.settle()
         self._first_does(self._take_slots)
 
@@ -120,27 +120,27 @@ class DenseAway(DenseHere):
             "answers": {},
         }
         shares = split_state(state, len(self._servers))
-        list(self._call(DensePeer.load_state, self._servers, shares))
+        list(self._call(DenseServerProxy.load_state, self._servers, shares))
 
     def _take_slots(self) -> None:
         """Give this rank's optimizer the state of the servers'."""
         assert self.optimizer is not None
-        slots = merge_states(list(self._call(DensePeer.state, self._servers)))["slots"]
+        slots = merge_states(list(self._call(DenseServerProxy.state, self._servers)))["slots"]
         for name, parameter in self._parameters.items():
             if slots[name]:
                 self.optimizer.state[parameter] = slots[name]
 
     def _first_does(self, work: Callable[[], object]) -> None:
         """Rank 0 works while the others wait; an error is one on all."""
-        lane, error = self._connection.main, None
-        if lane.rank == 0:
+        channel, error = self._connection.main, None
+        if channel.rank == 0:
             try:
                 work()
             except Exception as reason:
-                if lane.world == 1:
+                if channel.world == 1:
                     raise
                 error = reason
-        told = lane.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]
+        told = channel.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]
         if error is not None:
             raise error
         if told is not None:

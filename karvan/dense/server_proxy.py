@@ -12,7 +12,7 @@ from karvan.distributed.clients.parameter_servers import Servers
 from karvan.wire import Message
 
 
-class DensePeer:
+class DenseServerProxy:
     """One server, and the model of which it has a share; a `DenseServer`."""
 
     def __init__(self, servers: Servers, server: int, model: int) -> None:

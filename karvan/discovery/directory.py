@@ -1,7 +1,7 @@
 """Where the processes of a job are: asked of its registry, or told beforehand.
 
-A client gives its `Peer` a function that asks, so that a role which was restarted elsewhere is found again:
-`Peer("parameter-server 0", lambda: directory.find("parameter-server", 0))`.
+A client gives its `Client` a function that asks, so that a role which was restarted elsewhere is found again:
+`Client("parameter-server 0", lambda: directory.find("parameter-server", 0))`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from karvan.clock import clock
 from karvan.protocol.registry import REGISTRY_CALLS, ROLES
-from karvan.wire.client import Peer
+from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security
 
@@ -66,7 +66,7 @@ class Directory:
         self._registry = registry
         self._security = security
         self._lock = threading.Lock()
-        self._peer: Peer | None = None
+        self._peer: Client | None = None
 
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and those that are there."""
@@ -117,15 +117,15 @@ class Directory:
             time.sleep(pause)
             pause = min(last, 2 * pause)
 
-    def _connected(self) -> Peer:
+    def _connected(self) -> Client:
         with self._lock:
             if self._peer is None:
-                self._peer = Peer(
+                self._peer = Client(
                     "registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS
                 )
             return self._peer
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: Client) -> None:
         """It has given up; the next question needs another one."""
         with self._lock:
             if self._peer is peer:

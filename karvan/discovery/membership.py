@@ -15,7 +15,7 @@ from typing import Any
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.protocol.registry import REGISTRY_CALLS
-from karvan.wire.client import Peer
+from karvan.wire.client import Client
 from karvan.wire.errors import RefusedError, WireError
 from karvan.wire.security.credentials import Security
 
@@ -79,8 +79,8 @@ class Membership:
                 self._call("leave", 1.0)
         self._peer.close()
 
-    def _talk(self) -> Peer:
-        return Peer(
+    def _talk(self) -> Client:
+        return Client(
             *("registry", self._registry, self._security),
             forgetful=True,
             patience=_DEADLINE,

@@ -1,7 +1,7 @@
-"""`Lane`: collectives of one thread with its likes on the other ranks.
+"""`CollectiveChannel`: collectives of one thread with its likes on the other ranks.
 
-Every rank calls the same methods of a lane in the same order. What travels are bytes and numbers in the CPU's
-memory, never pickles. A process that is alone has lanes, too: nothing is sent, and nobody has to ask.
+Every rank calls the same methods of a channel in the same order. Bytes and numbers in the CPU's memory are
+sent, never pickles. A process that is alone has channels, too: nothing is sent, and nobody has to ask.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from karvan.distributed.errors import RankError
 _LOOK = timedelta(seconds=0.1)  # between two looks whether this rank leaves
 
 
-class Lane:
-    """The lane of a process that is alone; others derive from it."""
+class CollectiveChannel:
+    """The channel of a process that is alone; others derive from it."""
 
     rank = 0
     world = 1
@@ -60,18 +60,18 @@ class Lane:
         return send
 
     def leave(self) -> None:
-        """End what another thread of this process waits for here, and all that is asked of the lane later.
+        """End what another thread of this process waits for here, and all that is asked of the channel later.
 
-        Those get a RankError. Other ranks do not hear of it, and the lane is of no more use.
+        Those get a RankError. Other ranks do not hear of it, and the channel is of no more use.
         """
 
 
-# What to raise for a lane whose collective has failed, the rank that was lost, if that is known, and why.
-Explain: TypeAlias = Callable[[Lane, int | None, Exception], Exception]
+# What to raise for a channel whose collective has failed, the rank that was lost, if that is known, and why.
+Explain: TypeAlias = Callable[[CollectiveChannel, int | None, Exception], Exception]
 
 
-class GlooLane(Lane):
-    """A lane over a process group of gloo that nobody else uses."""
+class GlooChannel(CollectiveChannel):
+    """A channel over a process group of gloo that nobody else uses."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, explain: Explain) -> None:
         super().__init__(name)
@@ -82,14 +82,14 @@ class GlooLane(Lane):
         self._left = False
 
     def sum(self, values: Tensor) -> Tensor:
-        """See `Lane.sum`."""
+        """See `CollectiveChannel.sum`."""
         total = values.clone()
         self._do(lambda: dist.all_reduce(total, group=self._group, async_op=True))
         self.bytes_sent += 2 * total.nbytes * (self.world - 1) // self.world
         return total
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Lane.gather`."""
+        """See `CollectiveChannel.gather`."""
         sizes = torch.zeros(self.world, dtype=torch.int64)
         sizes[self.rank] = len(data)
         sizes = self.sum(sizes)
@@ -103,7 +103,7 @@ class GlooLane(Lane):
         return [bytes(one[:size].numpy()) for one, size in zip(all_of_them, sizes.tolist(), strict=True)]
 
     def swap(self, numbers: Tensor) -> Tensor:
-        """See `Lane.swap`."""
+        """See `CollectiveChannel.swap`."""
         received = torch.empty_like(numbers)
         self._do(
             lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group, async_op=True)
@@ -112,7 +112,7 @@ class GlooLane(Lane):
         return received
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """See `Lane.exchange`."""
+        """See `CollectiveChannel.exchange`."""
         received = send.new_empty(sum(of))
         self._do(
             lambda: dist.all_to_all_single(
@@ -123,7 +123,7 @@ class GlooLane(Lane):
         return received
 
     def leave(self) -> None:
-        """See `Lane.leave`; the operation itself goes on inside of gloo, which cannot be stopped."""
+        """See `CollectiveChannel.leave`; gloo cannot stop the operation itself."""
         self._left = True
 
     def _do(self, operation: Callable[[], Any]) -> None:
@@ -147,8 +147,8 @@ class GlooLane(Lane):
             raise _left(self)
 
 
-class BoardLane(Lane):
-    """A lane between processes of one machine, by memory that they share; some times as fast as a network."""
+class SharedMemoryChannel(CollectiveChannel):
+    """A channel between processes of one machine, in shared memory; some times as fast as a network."""
 
     def __init__(
         self, name: str, board: _native.Board, rank: int, world: int, timeout: float, explain: Explain
@@ -161,7 +161,7 @@ class BoardLane(Lane):
         self._explain = explain
 
     def sum(self, values: Tensor) -> Tensor:
-        """See `Lane.sum`; in the order of ranks."""
+        """See `CollectiveChannel.sum`; in the order of ranks."""
         flat = values.reshape(-1)
         pieces = self.exchange(flat.repeat(self.world), [len(flat)] * self.world, [len(flat)] * self.world)
         total = pieces[: len(flat)].clone()
@@ -170,18 +170,18 @@ class BoardLane(Lane):
         return total.view(values.shape)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Lane.gather`."""
+        """See `CollectiveChannel.gather`."""
         sizes = self.swap(torch.full((self.world, 1), len(data))).flatten().tolist()
         all_of_them = self.exchange(_bytes(data).repeat(self.world), [len(data)] * self.world, sizes)
         return [bytes(one.numpy()) for one in torch.split(all_of_them, sizes)]
 
     def swap(self, numbers: Tensor) -> Tensor:
-        """See `Lane.swap`."""
+        """See `CollectiveChannel.swap`."""
         width = [numbers[0].numel()] * self.world
         return self.exchange(numbers.reshape(-1), width, width).view(numbers.shape)
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """See `Lane.exchange`."""
+        """See `CollectiveChannel.exchange`."""
         self.operations += 1
         send, size = send.contiguous(), send.element_size()
         received = send.new_empty(sum(of))
@@ -203,7 +203,7 @@ class BoardLane(Lane):
         return received
 
     def leave(self) -> None:
-        """See `Lane.leave`."""
+        """See `CollectiveChannel.leave`."""
         self._board.leave()
 
 
@@ -217,8 +217,10 @@ def keep_forever(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _left(lane: Lane) -> RankError:
-    return RankError(f"This rank has left lane '{lane.name}' after an error, and cannot use it any more.")
+def _left(channel: CollectiveChannel) -> RankError:
+    return RankError(
+        f"This rank has left channel '{channel.name}' after an error, and cannot use it any more."
+    )
 
 
 def _bytes(data: bytes) -> Tensor:

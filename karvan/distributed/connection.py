@@ -20,10 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
-from karvan.distributed.collectives import BoardLane, GlooLane, Lane, keep_forever
+from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
-from karvan.distributed.rank_monitor import Watch
+from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import meet
 from karvan.distributed.sync_modes import DenseSettings, choose_dense, choose_mode
 from karvan.system_limits import require_limits
@@ -46,7 +46,7 @@ _LANES = ("main", "fit", "evaluate", "save")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ConnectionSettings:
     """What a job chooses; see `connect`."""
 
     kind: str = "memory"
@@ -68,38 +68,38 @@ class Joined(Protocol):
 
 
 class Connection:
-    """This process among those that train together: `rank` of `world`, and a lane for each thread."""
+    """This process among those that train together: `rank` of `world`, and a channel for each thread."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
-        self.lanes = {name: Lane(name) for name in _LANES}
+    def __init__(self, settings: ConnectionSettings | None = None) -> None:
+        self.settings = settings or ConnectionSettings()
+        self.channels = {name: CollectiveChannel(name) for name in _LANES}
         self.rank = 0
         self.world = 1
         self.chosen = False  # whether the program has called `connect`
         self.servers: Servers | None = None
-        self.under_way: Joined | None = None  # a save, which needs its lane
+        self.under_way: Joined | None = None  # a save, which needs its channel
         self.workers: Workers | None = None
         self._member: Membership | None = None
 
     @property
-    def main(self) -> Lane:
-        """The lane of the thread that computes."""
-        return self.lanes["main"]
+    def main(self) -> CollectiveChannel:
+        """The channel of the thread that computes."""
+        return self.channels["main"]
 
     @property
-    def here(self) -> Lane:
-        """The lane of the calling thread."""
-        return self.lanes[getattr(_thread, "lane", "main")]
+    def here(self) -> CollectiveChannel:
+        """The channel of the calling thread."""
+        return self.channels[getattr(_thread, "channel", "main")]
 
     @contextmanager
-    def on(self, lane: str) -> Iterator[Lane]:
-        """Inside of it, the calling thread talks on this lane, which no other thread may use meanwhile."""
-        before = getattr(_thread, "lane", "main")
-        _thread.lane = lane
+    def on(self, channel: str) -> Iterator[CollectiveChannel]:
+        """Inside of it, the calling thread talks on this channel, which no other thread may use meanwhile."""
+        before = getattr(_thread, "channel", "main")
+        _thread.channel = channel
         try:
-            yield self.lanes[lane]
+            yield self.channels[channel]
         finally:
-            _thread.lane = before
+            _thread.channel = before
 
     @property
     def ahead(self) -> int:
@@ -136,8 +136,8 @@ class Connection:
         self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
         self._member = member_from_environment("trainer")
 
-    def fail(self, lane: str, error: BaseException) -> None:
-        """This rank cannot go on: leave a lane, on which others may wait, and tell them why."""
+    def fail(self, channel: str, error: BaseException) -> None:
+        """This rank cannot go on: leave a channel, on which others may wait, and tell them why."""
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """What to raise for an error of torch's own collectives: a RankError, if a rank is the reason."""
@@ -158,7 +158,7 @@ class Connection:
 class SharedConnection(Connection):
     """A connection over torch's process group."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ConnectionSettings) -> None:
         super().__init__(settings)
         timeout = timedelta(seconds=settings.timeout)
         if not dist.is_initialized():
@@ -181,32 +181,32 @@ class SharedConnection(Connection):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
-        self._watch = Watch(
+        self._watch = RankMonitor(
             PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
         )
         with closing_ports():
-            self._make_lanes(timeout)
+            self._make_channels(timeout)
         atexit.register(self._watch.close)
 
-    def _make_lanes(self, timeout: timedelta) -> None:
+    def _make_channels(self, timeout: timedelta) -> None:
         settings = self.settings
-        first = GlooLane("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
+        first = GlooChannel("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
         boards = None if settings.transport == "network" else self._boards(first)
         for name in _LANES:
             if boards is not None:
-                self.lanes[name] = BoardLane(
+                self.channels[name] = SharedMemoryChannel(
                     name, boards[name], self.rank, self.world, settings.timeout, self._explain
                 )
             else:
                 group = dist.new_group(backend="gloo", timeout=timeout)
-                self.lanes[name] = GlooLane(name, group, self._explain)
+                self.channels[name] = GlooChannel(name, group, self._explain)
         if settings.transport == "memory" and boards is None:
             raise RuntimeError(
                 "transport 'memory' expects ranks on one machine that see each other's memory."
             )
 
-    def _boards(self, first: Lane) -> dict[str, _native.Board] | None:
-        """Memory that all ranks share, for each lane; None if one of them cannot have it."""
+    def _boards(self, first: CollectiveChannel) -> dict[str, _native.Board] | None:
+        """Memory that all ranks share, for each channel; None if one of them cannot have it."""
         made: dict[str, _native.Board] = {}
         error = ""
         try:
@@ -234,10 +234,10 @@ class SharedConnection(Connection):
         self._watch.close()
         atexit.unregister(self._watch.close)
 
-    def fail(self, lane: str, error: BaseException) -> None:
+    def fail(self, channel: str, error: BaseException) -> None:
         """See `Connection.fail`."""
         self._watch.tell(error)
-        self.lanes[lane].leave()
+        self.channels[channel].leave()
         if dist.is_initialized():
             keep_forever(_get_default_group())  # gradients may be on their way
 
@@ -248,11 +248,11 @@ class SharedConnection(Connection):
             return self._watch.explain("main", None, error)
         return error
 
-    def _explain(self, lane: Lane, lost: int | None, error: Exception) -> Exception:
-        return self._watch.explain(lane.name, lost, error)
+    def _explain(self, channel: CollectiveChannel, lost: int | None, error: Exception) -> Exception:
+        return self._watch.explain(channel.name, lost, error)
 
     def _progress(self) -> dict[str, int]:
-        return {name: lane.operations for name, lane in self.lanes.items()}
+        return {name: channel.operations for name, channel in self.channels.items()}
 
 
 _thread = threading.local()
@@ -327,7 +327,7 @@ def connect(
             "servers, workers, mode, staleness, on_server_loss and the options of mode async are for "
             f'connect("remote"), got "{kind}".'
         )
-    settings = Settings(kind, wire, grad_reduce, timeout, transport)
+    settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport)
     if kind == "remote":
         mode, staleness = choose_mode(mode, staleness)
         settings = replace(
@@ -346,7 +346,7 @@ def connect(
             'on_server_loss="reload" is for modes sync and hybrid: in mode async a lost server has dense '
             "parameters as well, which only a rollback restores."
         )
-    if kind == "memory" and settings != Settings():
+    if kind == "memory" and settings != ConnectionSettings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:
         _current.close()

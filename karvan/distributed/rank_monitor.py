@@ -18,7 +18,7 @@ _BEAT = 1.0  # seconds between two signs of life
 _LOST = 3.5  # seconds without one after which a rank counts as dead or stopped
 
 
-class Watch:
+class RankMonitor:
     """Tells the others that this rank lives, and finds out who does not."""
 
     def __init__(
@@ -47,12 +47,12 @@ class Watch:
         with suppress(RuntimeError):
             self._say("failed", f"{name} has failed with {type(error).__name__}: {_short(error)}")
 
-    def explain(self, lane: str, lost: int | None, error: Exception) -> RankError:
-        """An error that names the rank because of which a collective on a lane has failed.
+    def explain(self, channel: str, lost: int | None, error: Exception) -> RankError:
+        """An error that names the rank because of which a collective on a channel has failed.
 
         lost: a rank whose process is known to have ended. Maybe it did because it has lost another one.
         """
-        who = self._missing(lane) if lost is None else self._ended_first(lost)
+        who = self._missing(channel) if lost is None else self._ended_first(lost)
         with suppress(RuntimeError):  # the store may be gone as well
             self._say("failed", who or str(error))
         return RankError(f"{who or 'A rank has failed, nobody knows which'}: {_short(error)}")
@@ -64,7 +64,7 @@ class Watch:
             return f"Rank {lost} has died"
         return str(failed.get(lost) or f"{_name(lost, alive.get(lost))} has died")
 
-    def _missing(self, lane: str) -> str | None:
+    def _missing(self, channel: str) -> str | None:
         try:
             before = self._all("alive")
             if not self._told(self._all("failed")):
@@ -79,11 +79,11 @@ class Watch:
         if silent:
             where = ", ".join(_name(rank, after.get(rank)) for rank in silent)
             return f"{where} {'has' if len(silent) == 1 else 'have'} died or stopped"
-        here = self._progress().get(lane, 0)
-        slow = [r for r in others if after.get(r, {}).get("at", {}).get(lane, 0) < here]
+        here = self._progress().get(channel, 0)
+        slow = [r for r in others if after.get(r, {}).get("at", {}).get(channel, 0) < here]
         if slow:
             where = ", ".join(_name(rank, after.get(rank)) for rank in slow)
-            return f"{where} {'does' if len(slow) == 1 else 'do'} not get to operation {here} of '{lane}'"
+            return f"{where} {'does' if len(slow) == 1 else 'do'} not get to operation {here} of '{channel}'"
         return None
 
     def _told(self, failed: Mapping[int, Any]) -> str | None:

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Store
 
 from karvan.clock import clock
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
-from karvan.wire import Array, Message, Peer, Security, WireError
+from karvan.wire import Array, Client, Message, Security, WireError
 
 _PAUSES = 0.001, 0.1  # seconds between two questions, at first and at last
 
@@ -53,7 +53,7 @@ class WireStore(Store):
         self._generation = generation
         self._security = security
         self._lock = threading.Lock()
-        self._peer: Peer | None = None
+        self._peer: Client | None = None
         _in_use.add(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -154,13 +154,13 @@ class WireStore(Store):
             time.sleep(min(pause, left))
             pause = min(longest, 2 * pause)
 
-    def _connected(self) -> Peer:
+    def _connected(self) -> Client:
         with self._lock:
             if self._peer is None:
-                self._peer = Peer("registry", self._registry, self._security, calls=RENDEZVOUS_CALLS)
+                self._peer = Client("registry", self._registry, self._security, calls=RENDEZVOUS_CALLS)
             return self._peer
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: Client) -> None:
         """It has given up; the next call needs another one."""
         with self._lock:
             if self._peer is peer:

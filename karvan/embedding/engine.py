@@ -4,7 +4,7 @@ Forward: every feature's ids are checked, then grouped by key, looked up and poo
 store. Backward: autograd hands the gradients of all outputs to one call, which sums them by key; they wait
 in the engine until a `karvan.optim` optimizer applies them. Several backward passes before a step add up.
 
-A batch may have a `Reference` in place of ids, which embedding workers then keep: outputs come from there,
+A batch may have a `IdsReference` in place of ids, which embedding workers then keep: outputs come from there,
 and their gradients go there.
 """
 
@@ -24,13 +24,13 @@ from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
 from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output
 from karvan.embedding.feature_program import make_program
-from karvan.embedding.prepared_batches import Ahead
-from karvan.embedding.step_replay import Again, Kept
+from karvan.embedding.prepared_batches import PreparedBatches
+from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle
 from karvan.name_hints import listed
-from karvan.ragged import REFERENCE, Padded, Ragged, Reference
-from karvan.store import Plan, Program, Store, make_store
+from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
+from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.base import Gradients, Prepared
 from karvan.threads import share_torch_threads
 
@@ -62,8 +62,8 @@ class EmbeddingEngine(nn.Module):
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = portable.Content()
         self._pending: list[_Pending] = []
-        self._ahead = Ahead(self.features)
-        self.again = Again()  # forwards of a step that may have to be computed again
+        self._ahead = PreparedBatches(self.features)
+        self.again = StepReplay()  # forwards of a step that may have to be computed again
         self._promised = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
@@ -161,7 +161,7 @@ class EmbeddingEngine(nn.Module):
                 f"kv.Batch({{'{next(iter(self.features))}': ids}}), got {type(batch).__name__}."
             )
         reference = batch.get(REFERENCE)
-        if isinstance(reference, Reference) and not all(feature in batch for feature in self.features):
+        if isinstance(reference, IdsReference) and not all(feature in batch for feature in self.features):
             if reference.rows == 0:  # of a rank without data: there is nothing to ask for
                 none = Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
                 return self._inputs(dict.fromkeys(self.features, none))
@@ -188,7 +188,7 @@ class EmbeddingEngine(nn.Module):
             inputs.append(made)
         return Inputs(inputs)
 
-    def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> Plan:
+    def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
         plan = self.store.forward(
             self._program,
             prepared or inputs.asked(),
@@ -202,7 +202,7 @@ class EmbeddingEngine(nn.Module):
             self.step += 1
         return plan
 
-    def _collect(self, plan: Plan, gradients: tuple[Tensor | None, ...]) -> None:
+    def _collect(self, plan: LookupPlan, gradients: tuple[Tensor | None, ...]) -> None:
         waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
         if not waiting:
             return
@@ -217,7 +217,7 @@ class EmbeddingEngine(nn.Module):
         strides = [0 if g is None else g.stride(0) for g in kept]
         self._pending.append(_Pending(plan, self.store.reduce(plan, addresses, strides), waiting))
 
-    def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[Plan, Gradients]]:
+    def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
         """Hand over the backward passes whose gradients wait for an optimizer of these tables, oldest first.
 
         A pass is forgotten once every table that has an optimizer has been asked for.
@@ -230,13 +230,13 @@ class EmbeddingEngine(nn.Module):
         self._pending = [p for p in self._pending if p.waiting]
         return taken
 
-    def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[Plan, Gradients]]:
+    def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
         """The backward passes whose gradients wait for these tables, oldest first; they go on waiting."""
         names = {handle.name for handle in handles}
         return [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
 
     @property
-    def program(self) -> Program:
+    def program(self) -> LookupProgram:
         """The features in the store's terms."""
         return self._program
 
@@ -280,7 +280,7 @@ class EmbeddingEngine(nn.Module):
 class _Pending:
     """A backward pass whose gradients have not been applied to the tables in `waiting`."""
 
-    plan: Plan
+    plan: LookupPlan
     gradients: Gradients
     waiting: set[str]
 
@@ -295,7 +295,7 @@ class _Lookup(torch.autograd.Function):
         engine: EmbeddingEngine,
         inputs: Inputs,
         prepared: Prepared | None,
-        kept: Kept | None,
+        kept: ReplayableForward | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine = engine
@@ -317,7 +317,9 @@ class _Lookup(torch.autograd.Function):
 
 # torch declares `apply` without types.
 _lookup = cast(
-    Callable[[Tensor, EmbeddingEngine, Inputs, Prepared | None, Kept | None], tuple[Tensor, ...]],
+    Callable[
+        [Tensor, EmbeddingEngine, Inputs, Prepared | None, ReplayableForward | None], tuple[Tensor, ...]
+    ],
     _Lookup.apply,
 )
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from karvan import ids, output_buffers
 from karvan.embedding.table import POOLED, Table
-from karvan.ragged import NestedRagged, Padded, Ragged, Reference
-from karvan.store.base import AwayLookup
-from karvan.store.remote.output_layout import Laid
+from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
+from karvan.store.base import RemoteLookup
+from karvan.store.remote.output_layout import OutputLayout
 
 
 def mode_of(table: Table) -> str:
@@ -35,14 +35,14 @@ class Output:
         self.offsets: Tensor | None = None
         self._out: Tensor | None = None
 
-    def fill(self, out: Tensor, laid: Laid) -> None:
+    def fill(self, out: Tensor, laid: OutputLayout) -> None:
         """What came from where the ids are."""
         self.rows, self.cells, self.length, self.offsets = laid
         self._out = out
 
-    def laid(self) -> Laid:
+    def laid(self) -> OutputLayout:
         """What `fill` wants to know."""
-        return Laid(self.rows, self.cells, self.length, self.offsets)
+        return OutputLayout(self.rows, self.cells, self.length, self.offsets)
 
     def numel(self) -> int:
         """Floats of the output."""
@@ -146,17 +146,17 @@ class FeatureInput(Output):
 class Inputs:
     """All features of a batch: their ids are here, or where a reference says."""
 
-    def __init__(self, each: Sequence[Output], reference: Reference | None = None) -> None:
+    def __init__(self, each: Sequence[Output], reference: IdsReference | None = None) -> None:
         self.each = each
         self._reference = reference
 
-    def asked(self) -> list[int] | Reference:
+    def asked(self) -> list[int] | IdsReference:
         """What a store is asked with."""
         if self._reference is not None:
             return self._reference
         return [number for one in self.each if isinstance(one, FeatureInput) for number in one.numbers()]
 
-    def fill(self, lookup: AwayLookup) -> None:
+    def fill(self, lookup: RemoteLookup) -> None:
         """Take what came from where the ids are."""
         for one, (out, laid) in zip(self.each, lookup.take(), strict=True):
             one.fill(out, laid)

@@ -7,12 +7,12 @@ from typing import Any
 
 from karvan.embedding.feature_inputs import mode_of
 from karvan.embedding.table import POOLED, HashStack, Table
-from karvan.store import Program
+from karvan.store import LookupProgram
 
 
-def make_program(features: Mapping[str, Table]) -> Program:
+def make_program(features: Mapping[str, Table]) -> LookupProgram:
     """The program of some features, with their description."""
-    return Program(
+    return LookupProgram(
         [
             (
                 feature,

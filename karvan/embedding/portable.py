@@ -15,7 +15,7 @@ from uuid import uuid4
 import numpy as np
 import torch
 
-from karvan.store import AwayStore, Rows
+from karvan.store import Rows, SharedStore
 
 if TYPE_CHECKING:
     from karvan.embedding.engine import EmbeddingEngine
@@ -174,7 +174,7 @@ def _check(table: TableHandle, entry: Mapping[str, Any]) -> None:
     if entry["dim"] != table.dim:
         raise ValueError(f"Table '{table.name}' has dim {table.dim}, but the state_dict has {entry['dim']}.")
     store = table.engine.store
-    if isinstance(store, AwayStore) and store.share[1] > 1:
+    if isinstance(store, SharedStore) and store.share[1] > 1:
         raise ValueError(
             f"Table '{table.name}' is on servers that several trainers use: load its rows from a checkpoint, "
             "with kv.Checkpoints."
@@ -203,4 +203,4 @@ def _fill(engine: EmbeddingEngine, table: TableHandle, entry: Mapping[str, Any])
 
 
 def _is_whole(engine: EmbeddingEngine) -> bool:
-    return engine.store.share == (0, 1) and not isinstance(engine.store, AwayStore)
+    return engine.store.share == (0, 1) and not isinstance(engine.store, SharedStore)

@@ -20,7 +20,7 @@ class _Entry(NamedTuple):
     prepared: Prepared
 
 
-class Ahead:
+class PreparedBatches:
     """What has been prepared; threads may put and take."""
 
     def __init__(self, features: Iterable[str]) -> None:

@@ -11,24 +11,24 @@ from typing import NamedTuple
 from torch import Tensor
 
 from karvan.embedding.feature_inputs import Inputs
-from karvan.store import Plan
+from karvan.store import LookupPlan
 
 
-class Kept(NamedTuple):
+class ReplayableForward(NamedTuple):
     """A training forward."""
 
     inputs: Inputs
-    plan: Plan
+    plan: LookupPlan
     outs: tuple[Tensor, ...]
 
 
-class Again:
+class StepReplay:
     """What an engine keeps of the training forwards of a step, if somebody wants it to."""
 
     def __init__(self) -> None:
         self._recording = False
-        self._kept: list[Kept] = []
-        self._left: deque[Kept] = deque()
+        self._kept: list[ReplayableForward] = []
+        self._left: deque[ReplayableForward] = deque()
 
     def record(self) -> None:
         """A step begins that may be computed again."""
@@ -45,12 +45,12 @@ class Again:
         self.record()
         self._recording = False
 
-    def keep(self, inputs: Inputs, plan: Plan, outs: tuple[Tensor, ...]) -> None:
+    def keep(self, inputs: Inputs, plan: LookupPlan, outs: tuple[Tensor, ...]) -> None:
         """A training forward gives these outputs; a model may write to them, so copies are kept."""
         if self._recording:
-            self._kept.append(Kept(inputs, plan, tuple(out.clone() for out in outs)))
+            self._kept.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
 
-    def next(self) -> Kept | None:
+    def next(self) -> ReplayableForward | None:
         """What the next training forward gives, if it is one of those that were kept."""
         if not self._left:
             return None

@@ -11,20 +11,20 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-from karvan.features.ops.base import Step
+from karvan.features.ops.base import ChainStep
 from karvan.features.ops.numbers import Log1p
 
 _LONGEST = 32  # values of a setting that are written out; longer ones become a digest
 
 
-def describe_chain(columns: Iterable[str], steps: Iterable[Step]) -> str:
+def describe_chain(columns: Iterable[str], steps: Iterable[ChainStep]) -> str:
     """What a chain starts from, and its steps, for example `price.clip(0, 10).log1p()`."""
     names = list(columns)
     start = names[0] if len(names) == 1 else f"({', '.join(names)})"
     return ".".join([start, *map(describe_step, steps)])
 
 
-def describe_step(step: Step) -> str:
+def describe_step(step: ChainStep) -> str:
     """A step's name and settings; settings that nobody gave are left out at the end."""
     if isinstance(step, Log1p) and step.clip is not None:
         return f"{describe_step(step.clip)}.{describe_step(Log1p())}"
@@ -52,4 +52,4 @@ def _text(value: Any) -> str:
             return f"[{', '.join(texts)}]"
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
         return f"[{len(texts)} values, digest {digest}]"
-    return describe_step(value) if isinstance(value, Step) else type(value).__name__
+    return describe_step(value) if isinstance(value, ChainStep) else type(value).__name__

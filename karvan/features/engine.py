@@ -12,7 +12,7 @@ from karvan.features.describe import describe_chain
 from karvan.features.feature import Feature
 from karvan.features.fitting import gather_statistics
 from karvan.features.fusion_plan import Stage, needs, plan, sources
-from karvan.features.ops.base import Job, run
+from karvan.features.ops.base import OpCall, run
 from karvan.features.ops.fitted import FittedOp
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -63,13 +63,13 @@ class FeatureEngine(nn.Module):
         """The features of a batch."""
         values: dict[str, tuple[Entry, ...]] = {}
         for stage in self._stages:
-            jobs: list[Job] = []
+            jobs: list[OpCall] = []
             sizes: list[int] = []
             for name, step in stage.steps:
                 op = self._features[name].ops[step]
                 entries = self._inputs(name, batch, values) if step == 0 else values[name]
                 arguments = [entries] if op.joins else [(entry,) for entry in entries]
-                made = [Job(name, part, argument) for argument in arguments for part in op.parts()]
+                made = [OpCall(name, part, argument) for argument in arguments for part in op.parts()]
                 jobs += made
                 sizes.append(len(made))
             results = iter(run(jobs))

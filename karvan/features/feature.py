@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from karvan.features.ops.base import Number, Step
+from karvan.features.ops.base import ChainStep, Number
 from karvan.features.ops.bucketize import Bucketize, ToIds
 from karvan.features.ops.cross import Concat, Cross
 from karvan.features.ops.decimals import ParseIds
@@ -32,7 +32,7 @@ class Feature:
     name: str
     columns: tuple[str, ...] = field(default=(), kw_only=True)
     raw: bool = field(default=False, kw_only=True)
-    ops: tuple[Step, ...] = field(default=(), kw_only=True)
+    ops: tuple[ChainStep, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -49,7 +49,7 @@ class Feature:
             raise ValueError(f"Feature '{self.name}', select: expected names, but received {list(columns)}.")
         return replace(self, columns=columns, raw=raw)
 
-    def then(self, op: Step) -> Feature:
+    def then(self, op: ChainStep) -> Feature:
         """Add a step; the methods below do this for the steps that are known here."""
         if op.joins and self.width() < 2:
             raise ValueError(

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from karvan import distributed
-from karvan.distributed.rank_turns import Rounds
-from karvan.features.running_moments import Statistics
+from karvan.distributed.rank_heartbeats import RankHeartbeats
+from karvan.features.running_moments import RunningStatistics
 from karvan.ragged import Entry
 
 Entries = Callable[[Mapping[str, Entry]], Mapping[str, list[Entry]]]
 
 
 def gather_statistics(
-    statistics: Mapping[str, Statistics], batches: Iterable[Mapping[str, Entry]], entries: Entries
+    statistics: Mapping[str, RunningStatistics], batches: Iterable[Mapping[str, Entry]], entries: Entries
 ) -> None:
     """Count the entries by name of all batches of all ranks; a collective."""
     connection = distributed.current()
-    lane = connection.here
-    rounds = Rounds(lane, connection.settings.timeout)
+    channel = connection.here
+    rounds = RankHeartbeats(channel, connection.settings.timeout)
     problem: Exception | None = None
     try:
         for batch in batches:
@@ -39,13 +39,13 @@ def gather_statistics(
     except distributed.RankError:
         raise  # no other rank listens any more
     except Exception as error:
-        if lane.world == 1:
+        if channel.world == 1:
             raise
         problem = error
-    if lane.world == 1:
+    if channel.world == 1:
         return
     rounds.finish()
-    gathered = lane.gather_json(
+    gathered = channel.gather_json(
         {
             "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
             "states": {name: each.state() for name, each in statistics.items()},
@@ -58,16 +58,16 @@ def gather_statistics(
             raise distributed.RankError(f"Rank {rank} could not fit its features: {one['problem']}")
         if list(one["states"]) != list(statistics):
             raise ValueError(
-                f"fit expects equal features on all ranks, but rank {lane.rank} fits {list(statistics)} and "
-                f"rank {rank} fits {list(one['states'])}."
+                f"fit expects equal features on all ranks, but rank {channel.rank} fits {list(statistics)} "
+                f"and rank {rank} fits {list(one['states'])}."
             )
     for rank, one in enumerate(gathered):
-        if rank != lane.rank:
+        if rank != channel.rank:
             for name, state in one["states"].items():
                 statistics[name].merge(state)
 
 
-def _add(name: str, statistics: Statistics, entry: Entry) -> None:
+def _add(name: str, statistics: RunningStatistics, entry: Entry) -> None:
     try:
         statistics.add(entry)
     except (TypeError, ValueError) as error:

@@ -12,13 +12,13 @@ from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from karvan.features.feature import Feature
-from karvan.features.ops.base import Step
+from karvan.features.ops.base import ChainStep
 
 
 class Stage(NamedTuple):
     """Steps of one class that run together: features, and which step of each."""
 
-    kind: type[Step]
+    kind: type[ChainStep]
     steps: tuple[tuple[str, int], ...]
 
 
@@ -80,7 +80,7 @@ def plan(features: Sequence[Feature]) -> list[Stage]:
 
 
 def _complete(
-    chains: Mapping[str, tuple[Step, ...]], waits: Mapping[str, set[str]], done: Mapping[str, int]
+    chains: Mapping[str, tuple[ChainStep, ...]], waits: Mapping[str, set[str]], done: Mapping[str, int]
 ) -> set[str]:
     """Features with all steps done, also those without steps whose sources are complete."""
     complete: set[str] = set()

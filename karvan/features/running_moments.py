@@ -23,7 +23,7 @@ from karvan.features.ops.layout import is_text
 from karvan.ragged import Entry
 
 
-class Statistics(ABC):
+class RunningStatistics(ABC):
     """What one step has to know of all data."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ _CHUNK = 1 << 16
 _SCALE = 1100  # sums count units of 2**-_SCALE, those of squares of 2**(-2 * _SCALE); no double is finer
 
 
-class Moments(Statistics):
+class Moments(RunningStatistics):
     """Count, sum and sum of squares, which are exact; NaN is a missing value and does not count.
 
     Numbers are cut into limbs: integers of 18 bits, times a power of 2 that all numbers of a chunk share.
@@ -60,7 +60,7 @@ class Moments(Statistics):
         self._waits = 0
 
     def add(self, entry: Entry) -> None:
-        """See `Statistics.add`."""
+        """See `RunningStatistics.add`."""
         expect_numbers(entry)
         values = values_of(entry).detach().to("cpu", torch.float64).reshape(-1).numpy()
         known = values[~np.isnan(values)]
@@ -99,12 +99,12 @@ class Moments(Statistics):
             self._squares += sum(int(p) << (first + by) for p, by in zip(products, shifts, strict=True))
 
     def state(self) -> Any:
-        """See `Statistics.state`."""
+        """See `RunningStatistics.state`."""
         self._add_waiting()
         return [self.count, hex(self._sum), hex(self._squares)]
 
     def merge(self, state: Any) -> None:
-        """See `Statistics.merge`."""
+        """See `RunningStatistics.merge`."""
         count, total, squares = state
         self.count += count
         self._sum += int(total, 16)
@@ -125,7 +125,7 @@ class Moments(Statistics):
         return math.isqrt(above << 2 * bits) / (self.count << (_SCALE + bits)) or 1.0
 
 
-class WordCounts(Statistics):
+class WordCounts(RunningStatistics):
     """How often each string, or each id, occurs. An empty string is a missing value and does not count."""
 
     def __init__(self) -> None:
@@ -161,12 +161,12 @@ class WordCounts(Statistics):
         self.text = text
 
     def state(self) -> Any:
-        """See `Statistics.state`."""
+        """See `RunningStatistics.state`."""
         words = [[w.hex() if isinstance(w, bytes) else w, count] for w, count in self.counts.items()]
         return [self.text, words]
 
     def merge(self, state: Any) -> None:
-        """See `Statistics.merge`."""
+        """See `RunningStatistics.merge`."""
         text, words = state
         if text is None:
             return

@@ -32,7 +32,7 @@ class Reason(NamedTuple):
         return bool(self.lines)
 
 
-class Logs:
+class MergedLogs:
     """Writes lines to a stream, coloured on a terminal, and to a file for each process in a folder, if any.
 
     Threads may call at the same time. A stream that nobody reads any more does not end the job.
@@ -152,7 +152,7 @@ class Logs:
 class _Handler(logging.Handler):
     """Writes warnings as lines of the launcher."""
 
-    def __init__(self, logs: Logs) -> None:
+    def __init__(self, logs: MergedLogs) -> None:
         super().__init__(logging.WARNING)
         self._logs = logs
 

@@ -4,7 +4,7 @@
 |---|---|
 | a run folder | its `history.jsonl` |
 | a checkpoint in it | the same |
-| a file | what `JsonLinesLog` or `CsvLog` wrote |
+| a file | what `JSONLinesLogger` or `CSVLogger` wrote |
 
 Damaged lines, such as a last one that a crash cut off, are left out. This module imports neither torch nor
 numpy, so that the command line stays quick.
@@ -74,7 +74,7 @@ def read_entries(path: Path) -> list[Entry]:
     if not entries:
         raise HistoryError(
             f"{file} has no reports: expected lines with kind, step and numbers, as a history, a "
-            "JsonLinesLog or a CsvLog has. A run reports every log_every steps."
+            "JSONLinesLogger or a CSVLogger has. A run reports every log_every steps."
         )
     return sorted(entries, key=lambda entry: entry.step)
 

@@ -1,9 +1,9 @@
 """The store protocol: what the embedding engine asks of whatever holds the rows.
 
-A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`Plan`), pools the
-vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this
-with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides
-them with one native call each.
+A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`LookupPlan`), pools
+the vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this
+with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides them
+with one native call each.
 
 Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a
 push hands them back, and the store drops and counts gradients of rows that left in between, even if their
@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import _native
-from karvan.ragged import Reference
+from karvan.ragged import IdsReference
 from karvan.store.capture import Capture
-from karvan.store.remote.output_layout import Laid
+from karvan.store.remote.output_layout import OutputLayout
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
@@ -111,7 +111,7 @@ class Push(NamedTuple):
     version: int
 
 
-class Program:
+class LookupProgram:
     """The features of an engine in the form the native core wants, made once.
 
     `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`. told:
@@ -135,11 +135,11 @@ class Program:
         )
 
 
-class Plan(NamedTuple):
+class LookupPlan(NamedTuple):
     """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
 
     away: what a store that has the rows elsewhere must remember. Where the ids are elsewhere as well, there
-    is no native plan; `away` is an `AwayLookup` then.
+    is no native plan; `away` is an `RemoteLookup` then.
     """
 
     native: _native.Plan | None
@@ -147,14 +147,14 @@ class Plan(NamedTuple):
     away: Any = None
 
 
-class AwayLookup(Protocol):
+class RemoteLookup(Protocol):
     """A batch whose ids are elsewhere."""
 
-    def take(self) -> list[tuple[Tensor, Laid]]:
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """The outputs of all features, which are handed over: whoever keeps the lookup does not keep them."""
 
 
-class Ahead(NamedTuple):
+class StalenessStats(NamedTuple):
     """How far training lookups have run ahead: batches between lookup and applied gradient.
 
     total: the sum of these over all lookups so far; most: the largest.
@@ -267,9 +267,9 @@ class Store(ABC):
         return False
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> StalenessStats:
         """How far lookups have run ahead of gradients: not at all."""
-        return Ahead()
+        return StalenessStats()
 
     @property
     def share(self) -> tuple[int, int]:
@@ -278,8 +278,8 @@ class Store(ABC):
 
     def prepare(
         self,
-        program: Program,
-        inputs: list[int] | Reference,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -290,42 +290,42 @@ class Store(ABC):
         inputs: the native call's numbers for each feature, or what stands for ids that are elsewhere.
         training, step, now: what the forward will be given, if that is known.
         """
-        assert not isinstance(inputs, Reference)
+        assert not isinstance(inputs, IdsReference)
         return _native.prepare(program.native, inputs)
 
     def forward(
         self,
-        program: Program,
-        inputs: list[int] | Reference | Prepared,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference | Prepared,
         *,
         training: bool,
         step: int,
         now: float,
-    ) -> Plan:
+    ) -> LookupPlan:
         """Look up a batch and fill its outputs.
 
         `inputs` are what `prepare` takes, or what it made of them, which is good for one forward.
         """
-        assert not isinstance(inputs, Reference)
+        assert not isinstance(inputs, IdsReference)
         plan = inputs if isinstance(inputs, _native.Plan) else _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
         found = self.lookup(keys, training=training, step=step, now=now)
         plan.pool_from([found[table].vectors for table in program.tables])
-        return Plan(plan, {table: f.version for table, f in found.items()})
+        return LookupPlan(plan, {table: f.version for table, f in found.items()})
 
-    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """Sum gradients of a plan's outputs by key: addresses, 0 for none, and floats from row to row."""
         assert plan.native is not None
         return plan.native.reduce(list(addresses), list(strides))
 
-    def hold(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Gradients:
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Gradients:
         """Take the gradients of a plan's outputs whose ids are elsewhere; for stores that take references."""
         raise TypeError(f"{type(self).__name__} takes no batches whose ids are elsewhere.")
 
     def update(
         self,
-        program: Program,
-        gradients: Sequence[tuple[Plan, Any]],
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Any]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
@@ -341,7 +341,7 @@ class Store(ABC):
         self.apply(pushes, rules, steps)
 
 
-class AwayStore(Store):
+class SharedStore(Store):
     """A store whose rows are held by other processes, which write and read checkpoints themselves."""
 
     @abstractmethod

@@ -13,9 +13,9 @@ from karvan.store.base import (
     Counts,
     Found,
     Keys,
-    Plan,
+    LookupPlan,
+    LookupProgram,
     Prepared,
-    Program,
     Push,
     Rows,
     Rule,
@@ -150,14 +150,14 @@ class MemoryStore(Store):
 
     def forward(
         self,
-        program: Program,
+        program: LookupProgram,
         inputs: list[int] | Prepared,
         *,
         training: bool,
         step: int,
         now: float,
         log: _native.LookupLog | None = None,
-    ) -> Plan:
+    ) -> LookupPlan:
         """See `Store.forward`: grouping, lookup and pooling in one native call.
 
         log: takes a training lookup, which is in flight from now on.
@@ -165,13 +165,13 @@ class MemoryStore(Store):
         tables = [self._tables[name] for name in program.tables]
         if isinstance(inputs, _native.Plan):
             _native.forward_prepared(inputs, tables, training, step, now)
-            return Plan(inputs, {})
-        return Plan(_native.forward(program.native, tables, inputs, training, step, now, log), {})
+            return LookupPlan(inputs, {})
+        return LookupPlan(_native.forward(program.native, tables, inputs, training, step, now, log), {})
 
     def update(
         self,
-        program: Program,
-        gradients: Sequence[tuple[Plan, _native.Gradients]],
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, _native.Gradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:

@@ -1,13 +1,13 @@
 """`ShardedStore`: every rank owns a range of the key hashes of every table.
 
-A lookup: the rank groups its batch by key (`Plan`) and sorts the distinct keys by owner (`Route`); one
+A lookup: the rank groups its batch by key (`LookupPlan`) and sorts the distinct keys by owner (`Route`); one
 exchange of numbers, one of keys, for all tables together. An owner groups what has come from all ranks once
 more, finds or inserts each key once, and sends vectors back in the order of the keys, in one exchange.
 Gradients, summed by key, go the same way in one more. The owner adds them up in the order of ranks, so that
 results are the same from run to run.
 
 `lookup`, `apply`, `prepare`, `forward` and `reduce` are collectives: all ranks call them, in the same order
-on each lane. Everything else concerns this rank's share alone.
+on each channel. Everything else concerns this rank's share alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from karvan import _native, distributed, output_buffers
 from karvan.distributed.connection import WIRES
-from karvan.ragged import Reference
+from karvan.ragged import IdsReference
 from karvan.store.base import (
     Agreed,
     Counts,
     Found,
     Keys,
-    Plan,
+    LookupPlan,
+    LookupProgram,
     Prepared,
-    Program,
     Push,
     Rows,
     Rule,
@@ -54,7 +54,7 @@ class Sums(Agreed):
         self.owned = owned
 
 
-class Away(NamedTuple):
+class RankLookup(NamedTuple):
     """A batch after its lookup."""
 
     routed: Routed
@@ -86,20 +86,20 @@ class ShardedStore(Store):
 
     def prepare(
         self,
-        program: Program,
-        inputs: list[int] | Reference,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference,
         *,
         training: bool | None = None,
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
         """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
-        assert not isinstance(inputs, Reference)
+        assert not isinstance(inputs, IdsReference)
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
     def forward(
-        self, program: Program, inputs: list[int] | Prepared, *, training: bool, step: int, now: float
-    ) -> Plan:
+        self, program: LookupProgram, inputs: list[int] | Prepared, *, training: bool, step: int, now: float
+    ) -> LookupPlan:
         """See `Store.forward`."""
         if isinstance(inputs, Routed):
             routed = inputs
@@ -111,9 +111,9 @@ class ShardedStore(Store):
         )
         found = self._send(owner.vectors, floats(routed.asked, owner.dims), floats(routed.wanted, owner.dims))
         routed.route.pool(found.data_ptr())
-        return Plan(routed.plan, {}, Away(routed, owner))
+        return LookupPlan(routed.plan, {}, RankLookup(routed, owner))
 
-    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
         """See `Store.reduce`.
 
         In front of its gradients a rank tells every other which tables have any, which have some that are
@@ -143,8 +143,8 @@ class ShardedStore(Store):
 
     def update(
         self,
-        program: Program,
-        gradients: Sequence[tuple[Plan, Sums]],
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Sums]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
@@ -163,7 +163,7 @@ class ShardedStore(Store):
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`; a collective."""
-        program = Program([(table, table, "cells", "sum", 1, self._local.dim(table)) for table in keys])
+        program = LookupProgram([(table, table, "cells", "sum", 1, self._local.dim(table)) for table in keys])
         outs = {
             table: np.empty((len(k), self._local.dim(table)), np.float32) for table, (k, _) in keys.items()
         }
@@ -190,38 +190,38 @@ class ShardedStore(Store):
         self._local.apply(made, rules, steps)
 
     def _routed(self, plan: _native.Plan, slots: int, alone: bool) -> Routed:
-        lane = self._connection.here
+        channel = self._connection.here
         route = _native.Route(plan, self._ranks, alone)
         counts = torch.tensor(route.counts, dtype=torch.int64).view(self._ranks, slots)
-        before = lane.bytes_sent
-        received = lane.swap(counts)
+        before = channel.bytes_sent
+        received = channel.swap(counts)
         to = [words(n) for n in counts.sum(1).tolist()]
         of = [words(n) for n in received.sum(1).tolist()]
         self.crossing_keys += route.keys - int(counts[self._connection.rank].sum())
         message = torch.empty(sum(to), dtype=torch.int64)
         route.pack_keys(message.data_ptr())
-        asked = lane.exchange(message, to, of)
-        self.bytes_sent += lane.bytes_sent - before
+        asked = channel.exchange(message, to, of)
+        self.bytes_sent += channel.bytes_sent - before
         return Routed(plan, route, counts.tolist(), received.tolist(), cut(message, to), cut(asked, of))
 
     def _send(self, floats: Tensor, to: list[int], of: list[int]) -> Tensor:
-        lane = self._connection.here
-        before = lane.bytes_sent
-        received = lane.exchange(floats.to(self._wire), to, of).float()
-        self.bytes_sent += lane.bytes_sent - before
+        channel = self._connection.here
+        before = channel.bytes_sent
+        received = channel.exchange(floats.to(self._wire), to, of).float()
+        self.bytes_sent += channel.bytes_sent - before
         return received
 
     def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
         """Keys and gradients of some tables to their owners; returns what has come, in the order of ranks."""
-        lane = self._connection.here
+        channel = self._connection.here
         owners = [owners_of(hashes_of(keys), self._ranks) for keys, _ in listed]
         orders = [np.argsort(owner, kind="stable") for owner in owners]
         counts = np.stack([np.bincount(owner, minlength=self._ranks) for owner in owners], 1)
-        received = lane.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
+        received = channel.swap(torch.from_numpy(np.ascontiguousarray(counts, np.int64))).numpy()
         made = []
         for slot, ((keys, values), order) in enumerate(zip(listed, orders, strict=True)):
             to, of, dim = counts[:, slot].tolist(), received[:, slot].tolist(), values.shape[1]
-            theirs = lane.exchange(torch.from_numpy(keys[order]), to, of)
+            theirs = channel.exchange(torch.from_numpy(keys[order]), to, of)
             scaled = torch.from_numpy(values[order] * np.float32(self._scale())).reshape(-1)
             floats = self._send(scaled, [n * dim for n in to], [n * dim for n in of])
             made.append((theirs.numpy(), floats.numpy().reshape(-1, dim)))

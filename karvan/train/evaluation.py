@@ -19,7 +19,7 @@ from karvan.ragged import NestedRagged, Ragged
 from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
 from karvan.train.checks.label_values import check_of
 from karvan.train.feed.feed import Feed, feed
-from karvan.train.feed.rank_rounds import Rounds
+from karvan.train.feed.rank_rounds import RankRounds
 from karvan.train.losses import named, total
 from karvan.train.state.gathering import merged, summed
 from karvan.train.state.randomness import same_random_state_afterwards
@@ -80,11 +80,11 @@ class Evaluator:
                 samples += rows
         seen.warn()
         self.nonfinite = seen.columns
-        lane = self._connection.main
-        of_all = summed(lane, {"": samples, **{name: float(value) for name, value in sums.items()}})
+        channel = self._connection.main
+        of_all = summed(channel, {"": samples, **{name: float(value) for name, value in sums.items()}})
         count = of_all.pop("")
         require_samples(count)
-        return {**{name: value / count for name, value in of_all.items()}, **merged(lane, fresh)}
+        return {**{name: value / count for name, value in of_all.items()}, **merged(channel, fresh)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, and columns of the batch beside them; of this rank's data."""
@@ -103,7 +103,7 @@ class Evaluator:
         seen.warn()
 
     def _feed(self, data: Iterable[Any]) -> Feed:
-        rounds = Rounds(self._connection, "evaluate")
+        rounds = RankRounds(self._connection, "evaluate")
         place = partial(self._placement.place, training=False)
         return feed(data, place, ahead=self._ahead, rounds=rounds)
 

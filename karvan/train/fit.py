@@ -18,13 +18,13 @@ from karvan.checkpoint import Checkpoint
 from karvan.label_columns import required_labels
 from karvan.train.checks.evaluation_results import require_numbers
 from karvan.train.checks.preflight import check_fit
-from karvan.train.feed.batch_source import Fed
-from karvan.train.feed.epoch import Course
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.feed.epoch import Epoch
 from karvan.train.losses import named, nothing_of, total
 from karvan.train.reporting.reporter import Reporter
-from karvan.train.reporting.results import Counts, FitResult, Losses, StepLogs, Window
+from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
-from karvan.train.state.finished_data import Trained
+from karvan.train.state.finished_data import FinishedData
 from karvan.train.state.folder_owner import owned_folder
 from karvan.train.state.randomness import set_random_state
 from karvan.train.state.resuming import check_choice, chosen
@@ -59,7 +59,7 @@ class Fit:
         self._window = trainer.window
         self._stopping = Stopping(trainer)
         self._transforms = Transforms()
-        self._course = Course(
+        self._course = Epoch(
             data,
             trainer.connection,
             trainer.placement,
@@ -74,8 +74,8 @@ class Fit:
         self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
-        self._past: tuple[Trained, ...] = ()  # data that the run has trained to its end before this
-        self._before: Trained | None = None  # how it has trained this data, if that is one of them
+        self._past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before this
+        self._before: FinishedData | None = None  # how it has trained this data, if that is one of them
 
     def run(self) -> FitResult:
         """Train."""
@@ -173,9 +173,9 @@ class Fit:
     def _begin_alone(self) -> None:
         """Without a checkpoint: from 0, or behind what this Trainer has trained before."""
         trainer, counts = self._trainer, self._counts
-        self._window.load_state_dict(Window().state_dict())
+        self._window.load_state_dict(ReportWindow().state_dict())
         if not self._how.resume:
-            counts.load_state_dict(Counts().state_dict())
+            counts.load_state_dict(TrainingCounts().state_dict())
         dataset.begin_data(counts)
         before, trainer.data_identity = trainer.data_identity, self._identity
         if counts.step and (self._identity is None or self._identity != before):
@@ -192,7 +192,7 @@ class Fit:
         self._stopping.agree(reason)
         return self._stopping.reason is not None
 
-    def _train(self, group: list[Fed]) -> None:
+    def _train(self, group: list[FedBatch]) -> None:
         """One optimizer step."""
         trainer, counts = self._trainer, self._counts
         samples = self._course.samples(group)
@@ -221,7 +221,7 @@ class Fit:
             trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
         )
 
-    def _compute(self, group: list[Fed], weights: list[float], whole: float, first: bool) -> Losses:
+    def _compute(self, group: list[FedBatch], weights: list[float], whole: float, first: bool) -> Losses:
         """The gradients of a step; metrics see what the first attempt at it gives."""
         trainer, passes = self._trainer, self._trainer.passes
         losses = Losses()
@@ -297,7 +297,7 @@ class Fit:
         self._reporter.end(result, self._skips.count)
         return result
 
-    def _save_due(self, group: list[Fed]) -> bool:
+    def _save_due(self, group: list[FedBatch]) -> bool:
         saver, step = self._trainer.saver, self._counts.step
         return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
@@ -326,7 +326,7 @@ class Fit:
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         trainer, counts = self._trainer, self._counts
-        counts.load_state_dict(Counts().state_dict())
+        counts.load_state_dict(TrainingCounts().state_dict())
         train_state.restore(trainer, saved, new_settings=self._how.new_settings)
         self._transforms.load(saved)
         random = train_state.random_of(trainer.connection, saved)

@@ -28,20 +28,20 @@ from karvan.train.feed.feed import ahead_of, same
 from karvan.train.fit import Begin, Fit
 from karvan.train.reporting.describe import describe
 from karvan.train.reporting.history import History
-from karvan.train.reporting.loggers import Log, Logs
+from karvan.train.reporting.loggers import Logger, LoggerGroup
 from karvan.train.reporting.progress import NoProgress, make_progress
-from karvan.train.reporting.results import Counts, FitResult, Window
+from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCounts
 from karvan.train.state.dataset import remaining
 from karvan.train.state.saving import SaveSettings, make_saver
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.accumulation import Passes
+from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
 from karvan.train.step.device_placement import device_of, exact_device, make_placement
 from karvan.train.step.lr_schedule import Schedule, Schedulers
 from karvan.train.step.optimizer_step import (
     DenseOptimizer,
-    Update,
-    UpdateSettings,
+    OptimizerStep,
+    OptimizerStepSettings,
     engines_of,
     make_dense,
     make_sparse,
@@ -66,14 +66,14 @@ class Trainer:
     metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
     precision: see `karvan/train/step/precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see
-    `UpdateSettings`. callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers every
-    log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none", or an
-    object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps, every
-    checkpoint_seconds, and at the end; with keep_best also after every evaluation. A save that the disk or
-    the servers refuse is a warning; after more than tolerate_failed_saves in a row the fit raises the error.
-    The last save of a fit is repeated for save_retry_seconds, and then raises it. device is where the model
-    is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data while
-    one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
+    `OptimizerStepSettings`. callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers
+    every log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none",
+    or an object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps,
+    every checkpoint_seconds, and at the end; with keep_best also after every evaluation. A save that the disk
+    or the servers refuse is a warning; after more than tolerate_failed_saves in a row the fit raises the
+    error. The last save of a fit is repeated for save_retry_seconds, and then raises it. device is where the
+    model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data
+    while one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
     engines group the ids that are in it already.
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
@@ -101,7 +101,7 @@ class Trainer:
         clip_value: float | None = None,
         skip_nonfinite: bool = True,
         callbacks: Iterable[Callback] = (),
-        logs: Iterable[Log] = (),
+        logs: Iterable[Logger] = (),
         log_every: int = 100,
         progress: str | NoProgress = "auto",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -127,14 +127,14 @@ class Trainer:
         self.precision = make_precision(precision, self.device, engines_of(model))
         here = self.connection
         together = here.world == 1 or here.settings.mode != "async"
-        self.passes = Passes(accumulate, global_accumulate, here.rank, here.world, together)
+        self.passes = Accumulation(accumulate, global_accumulate, here.rank, here.world, together)
         self.frozen = Frozen(model, frozen)
         dense = make_dense(dense_optimizer, model, self.frozen)
         self.dense = make_stepping(model, dense, engines_of(model), here, ahead)
-        self.update = Update(
+        self.update = OptimizerStep(
             dense,
             make_sparse(sparse_optimizer, model, self.frozen),
-            UpdateSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
+            OptimizerStepSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
             self.precision,
             self.dense,
             self.frozen,
@@ -152,7 +152,7 @@ class Trainer:
             SaveSettings(checkpoint_every, checkpoint_seconds, tolerate_failed_saves, save_retry_seconds),
         )
         self._history = History(self.saver.folder, writes=first)
-        self.logs = Logs([self._history, *(logs if first else ())])
+        self.logs = LoggerGroup([self._history, *(logs if first else ())])
         self.placement = make_placement(
             model, self.device, prepare, engines_of(model) if ahead else [], check_of(loss)
         )
@@ -161,8 +161,8 @@ class Trainer:
             engine.hold_ahead(2 * ahead + self.passes.count + 2)
         self.ahead = ahead
         self.signals = Signals()
-        self.counts = Counts()
-        self.window = Window()
+        self.counts = TrainingCounts()
+        self.window = ReportWindow()
         self.data_identity: Identity | None = None  # of the last fit without checkpoints
         self.stop_is_final = False
         self._stop: str | None = None

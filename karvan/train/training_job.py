@@ -1,4 +1,4 @@
-"""`Job`: everything a run needs, for the command line and for programs that make runs."""
+"""`TrainingJob`: everything a run needs, for the command line and for programs that make runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from karvan.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A Trainer, its data, and how long it trains: what `def job()` of a file for `karvan train` returns.
 
     `epochs`, `train_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
@@ -36,9 +36,9 @@ class Job:
 
     def __post_init__(self) -> None:
         if not isinstance(self.trainer, Trainer):
-            raise TypeError(f"Job expects a kv.Trainer, got {type(self.trainer).__name__}.")
+            raise TypeError(f"TrainingJob expects a kv.Trainer, got {type(self.trainer).__name__}.")
         if isinstance(self.predict_columns, str):
-            raise TypeError(f"Job expects predict_columns as a list, got {self.predict_columns!r}.")
+            raise TypeError(f"TrainingJob expects predict_columns as a list, got {self.predict_columns!r}.")
 
     def fit(
         self,

@@ -1,4 +1,4 @@
-"""`Peer`: calls to a service. Many may be under way; they are done and answered in order, each once.
+"""`Client`: calls to a service. Many may be under way; they are done and answered in order, each once.
 
 Three threads serve a connection: one sends, one receives, one watches the time. When it breaks, or is silent
 for too long although an answer is due, it is cancelled, and the first thread begins another one with the
@@ -26,7 +26,7 @@ from karvan.clock import clock
 from karvan.outages import mark
 from karvan.wire.errors import BusyError, PeerLostError, RefusedError, WireError
 from karvan.wire.exit_hooks import close_at_exit, closed
-from karvan.wire.flight_connection import Connection, short
+from karvan.wire.flight_connection import FlightConnection, short
 from karvan.wire.message import Array, Message, Packed, pack
 from karvan.wire.schema.calls import CallTable
 from karvan.wire.security.credentials import Security
@@ -43,7 +43,9 @@ _SLOWEST = 8e6  # bytes per second: more patience for more bytes
 class Reply:
     """The answer to a call, once it is there."""
 
-    def __init__(self, peer: Peer, method: str, head: Mapping[str, Any], call: Packed, within: float) -> None:
+    def __init__(
+        self, peer: Client, method: str, head: Mapping[str, Any], call: Packed, within: float
+    ) -> None:
         self._peer = peer
         self.method = method
         self.head = head
@@ -99,7 +101,7 @@ class Reply:
                 _log.exception("What was to be done after %r of %s failed", self.method, self._peer.name)
 
 
-class Peer:
+class Client:
     """One service to talk to.
 
     find: its address "host:port", or a function that gives it, asked at every attempt to connect.
@@ -215,7 +217,7 @@ class Peer:
             self._closing = self._closing or clock.now()
             self._changed.notify_all()
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -284,7 +286,7 @@ class Peer:
         with self._changed:
             self._broken = None
             limit = max(0.1, min(_CONNECT, self._patience, self._due() - clock.now()))
-        connection = Connection(self._find(), self._security, limit)
+        connection = FlightConnection(self._find(), self._security, limit)
         over = threading.Event()
         watcher = threading.Thread(
             target=self._watch, args=(connection, over, clock.now() + limit), daemon=True
@@ -345,7 +347,7 @@ class Peer:
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
         return reply
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: FlightConnection) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(self._something_to_do)
@@ -379,7 +381,7 @@ class Peer:
     def _something_to_do(self) -> bool:
         return self._broken is not None or bool(self._closing) or self._sent < len(self._waiting)
 
-    def _watch(self, connection: Connection, over: threading.Event, meet_by: float) -> None:
+    def _watch(self, connection: FlightConnection, over: threading.Event, meet_by: float) -> None:
         """Cancel a connection that takes too long for anything."""
         before = self.connections
         while not over.wait(min(0.5, self._patience / 4)):
@@ -404,7 +406,7 @@ class Peer:
             return f"silence for {patience:.3g} s"
         return ""
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: FlightConnection) -> None:
         try:
             while True:
                 self._take(connection.read())

@@ -11,7 +11,7 @@ import weakref
 from typing import Protocol
 
 
-class Caller(Protocol):
+class OpenClient(Protocol):
     """Something that talks to a service."""
 
     def begin_closing(self) -> None:
@@ -28,11 +28,11 @@ class Listener(Protocol):
         """Stop."""
 
 
-_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
+_callers: weakref.WeakSet[OpenClient] = weakref.WeakSet()
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
-def close_at_exit(caller: Caller | None = None, listener: Listener | None = None) -> None:
+def close_at_exit(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
     """Close it at the end of the program, should that come first."""
     if caller is not None:
         _callers.add(caller)
@@ -43,7 +43,7 @@ def close_at_exit(caller: Caller | None = None, listener: Listener | None = None
     atexit.register(_close_all)
 
 
-def closed(caller: Caller | None = None, listener: Listener | None = None) -> None:
+def closed(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
     """It is closed already."""
     if caller is not None:
         _callers.discard(caller)

@@ -1,4 +1,4 @@
-"""`Connection`: a caller's two streams to a service, one for calls and one for answers (see `server.py`)."""
+"""`FlightConnection`: a caller's two streams to a service, for calls and for answers (see `server.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOPELESS = {
 }
 
 
-class Connection:
+class FlightConnection:
     """One connection. One thread may write and another one read; any may cancel."""
 
     def __init__(self, address: str, security: Security, seconds: float) -> None:

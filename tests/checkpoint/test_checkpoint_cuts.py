@@ -19,7 +19,7 @@ from karvan.checkpoint.format.manifest import PartEntry
 from karvan.checkpoint.format.safetensors_file import FileEntry, stored, write_arrays
 from karvan.checkpoint.format.table_arrays import join, read_part, select, to_arrays
 from karvan.checkpoint.format.table_extras import own_extra, read_extras
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.throttle import Throttle
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 
 STEPS = (1, 2, 3)
@@ -56,7 +56,7 @@ def recut(path, cuts, base):
         for range_ in between(cuts):
             mine, left = select(rows, range_.has(rows.keys)), gone[range_.has(gone)]
             arrays = to_arrays(mine, left if old.kind == "delta" else None, table.dtype)
-            file = write_arrays(path, f"tables/{name}/cut-{range_.first}.safetensors", arrays, Pace())
+            file = write_arrays(path, f"tables/{name}/cut-{range_.first}.safetensors", arrays, Throttle())
             parts.append(PartEntry(**asdict(file), rows=len(mine.keys), erased=len(left), first=range_.first))
         tables[name] = replace(table, parts=parts)
     new = replace(old, tables=tables, base=old.base and replace(old.base, checksum=base))
@@ -155,7 +155,7 @@ def test_a_filter_survives_any_numbers_of_ranks(tmp_path_factory, worlds, thousa
         files = []
         for rank, extra in enumerate(of_ranks):
             arrays = {k: stored(a) for k, a in own_extra(extra, rank, len(of_ranks)).items()}
-            files.append(write_arrays(folder, f"{number}-{rank}.safetensors", arrays, Pace()))
+            files.append(write_arrays(folder, f"{number}-{rank}.safetensors", arrays, Throttle()))
         assert sum(file.bytes for file in files) < size + len(files) * 1000
         of_ranks = [read_extras(folder, files, share_of(rank, world)) for rank in range(world)]
         assert all(extra["clock_steps"].tolist() == [1, 2] for extra in of_ranks)
@@ -165,6 +165,6 @@ def test_a_filter_survives_any_numbers_of_ranks(tmp_path_factory, worlds, thousa
 def test_a_rank_without_anything_besides_rows_is_left_out(tmp_path):
     assert read_extras(tmp_path, [], WHOLE) == {}
     assert read_extras(tmp_path, [None, None], WHOLE) == {}
-    file = write_arrays(tmp_path, "a", {"filter_counts": stored(np.ones(64, np.uint8))}, Pace())
+    file = write_arrays(tmp_path, "a", {"filter_counts": stored(np.ones(64, np.uint8))}, Throttle())
     found = read_extras(tmp_path, [None, FileEntry(**asdict(file))], WHOLE)
     assert found["filter_counts"].sum() == 64

@@ -9,12 +9,12 @@ import torch
 
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.rank_agreement import together
-from karvan.distributed import Lane
-from karvan.distributed.rank_turns import Rounds
+from karvan.distributed import CollectiveChannel
+from karvan.distributed.rank_heartbeats import RankHeartbeats
 
 
-class ThreadLane(Lane):
-    """A lane whose ranks are threads."""
+class ThreadLane(CollectiveChannel):
+    """A channel whose ranks are threads."""
 
     def __init__(self, rank, values, barrier):
         super().__init__("test")
@@ -33,22 +33,22 @@ class ThreadLane(Lane):
 
 
 def on_ranks(world, work):
-    """What `work(lane)` returned or raised on each."""
+    """What `work(channel)` returned or raised on each."""
     values, barrier = [None] * world, threading.Barrier(world)
-    lanes = [ThreadLane(rank, values, barrier) for rank in range(world)]
+    channels = [ThreadLane(rank, values, barrier) for rank in range(world)]
 
-    def run(lane):
+    def run(channel):
         try:
-            return work(lane)
+            return work(channel)
         except Exception as error:
             return error
 
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(run, lanes)), lanes
+        return list(pool.map(run, channels)), channels
 
 
 def test_all_get_what_each_has_said():
-    results, _ = on_ranks(3, lambda lane: together(lane, "x", lambda: lane.rank * 2))
+    results, _ = on_ranks(3, lambda channel: together(channel, "x", lambda: channel.rank * 2))
     assert results == [[0, 2, 4]] * 3
 
 
@@ -62,11 +62,13 @@ def test_all_get_what_each_has_said():
     ],
 )
 def test_an_error_of_one_is_the_same_error_on_all(error, name_rank, says):
-    def fail(lane):
-        if lane.rank > 0:
+    def fail(channel):
+        if channel.rank > 0:
             raise error
 
-    results, _ = on_ranks(3, lambda lane: together(lane, "x", lambda: fail(lane), name_rank=name_rank))
+    results, _ = on_ranks(
+        3, lambda channel: together(channel, "x", lambda: fail(channel), name_rank=name_rank)
+    )
     assert [type(result) for result in results] == [CheckpointError] * 3
     assert [str(result) for result in results] == [says] * 3
     # Only an error that nobody expected is shown with its traceback.
@@ -76,17 +78,17 @@ def test_an_error_of_one_is_the_same_error_on_all(error, name_rank, says):
 
 def test_who_is_alone_gets_its_own_error():
     with pytest.raises(KeyError):
-        together(Lane("test"), "x", lambda: {}["a"])
+        together(CollectiveChannel("test"), "x", lambda: {}["a"])
 
 
 @pytest.mark.parametrize("timeout", [0.0, 1000.0])
 def test_who_has_finished_meets_the_others_until_they_have(timeout):
-    def work(lane):
-        rounds = Rounds(lane, timeout)
-        for _ in range(4 * lane.rank):
+    def work(channel):
+        rounds = RankHeartbeats(channel, timeout)
+        for _ in range(4 * channel.rank):
             rounds.still_working()
         rounds.finish()
-        return lane.operations
+        return channel.operations
 
     results, _ = on_ranks(3, work)
     assert (

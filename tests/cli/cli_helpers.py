@@ -61,7 +61,8 @@ def job(
         progress="plain",
     )
     data = kv.data.read("{folder}/train.parquet", 64, shuffle=500)
-    return kv.Job(trainer, data, eval_data=kv.data.read(eval_data, 64), epochs=2, predict_columns=["user"])
+    return kv.TrainingJob(trainer, data, eval_data=kv.data.read(eval_data, 64), epochs=2,
+    predict_columns=["user"])
 """
 
 

@@ -134,7 +134,7 @@ def test_a_setting_below_a_value_says_so(run, place):
     [
         ("def job(:\n", 1, "bad.py, line 1"),
         ("x = 1\n", 2, "must define a function job()"),
-        ("def job():\n    return 3\n", 2, "must return a kv.Job, got int"),
+        ("def job():\n    return 3\n", 2, "must return a kv.TrainingJob, got int"),
         ("def job(size: int):\n    pass\n", 2, "needs 'size'"),
         ("import nonsense_that_is_not_there\n", 1, "nonsense_that_is_not_there"),
         ("def job():\n    raise ValueError('no luck')\n", 1, "no luck\n(ValueError in"),

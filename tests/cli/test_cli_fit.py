@@ -44,7 +44,7 @@ def job(folder: str = "{folder}/run", eval_data="{folder}/eval.parquet", listed:
         progress="none",
     )
     data = kv.data.read("{folder}/train.parquet", 64, shuffle=500)
-    return kv.Job(trainer, list(data) if listed else data, eval_data=kv.data.read(eval_data, 64))
+    return kv.TrainingJob(trainer, list(data) if listed else data, eval_data=kv.data.read(eval_data, 64))
 """
 
 

@@ -9,7 +9,7 @@ from worker_helpers import Cluster
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DensePeer
+from karvan.dense.server_proxy import DenseServerProxy
 
 WAYS = ["trainer", "worker"]  # who has the ids: the trainer's threads, or an embedding worker
 
@@ -118,7 +118,7 @@ class Line(torch.nn.Module):
 
 
 def push(number, value, version, trainer, sequence, server=0):
-    peer = DensePeer(distributed.current().servers, server, number)
+    peer = DenseServerProxy(distributed.current().servers, server, number)
     gradient = {} if value is None else {"weight": torch.tensor([[float(value)]])}
     return peer.push_gradients(gradient, version, trainer=trainer, sequence=sequence)
 
@@ -126,7 +126,7 @@ def push(number, value, version, trainer, sequence, server=0):
 def weight_of(number, servers=1):
     """The version and value on the server that has it."""
     for server in range(servers):
-        version, parameters = DensePeer(distributed.current().servers, server, number).pull()
+        version, parameters = DenseServerProxy(distributed.current().servers, server, number).pull()
         if "weight" in parameters:
             return version, parameters["weight"].item(), server
     raise AssertionError("no server has it")

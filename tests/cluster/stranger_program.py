@@ -23,7 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from karvan.distributed.wire_store import WireStore
-from karvan.wire import Peer, RefusedError, Security, WireError
+from karvan.wire import Client, RefusedError, Security, WireError
 
 NOBODY = 65534
 _SECONDS = 0.5  # for a connection
@@ -66,7 +66,7 @@ def call_services(host, port):
             ("save", {"folder": "/tmp/stranger"}),
             ("begin", {"generation": 10**9}),
         ):
-            peer = Peer("stranger", address, security, patience=2.0, forgetful=True)
+            peer = Client("stranger", address, security, patience=2.0, forgetful=True)
             with suppress(RefusedError, WireError, RuntimeError, ValueError):
                 peer.call(method, head, deadline=2.0)
                 done["answered"] += 1

@@ -12,10 +12,10 @@ from cluster_helpers import Processes, serving
 import karvan as kv
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
-from karvan.dense.server_proxy import DensePeer
+from karvan.dense.server_proxy import DenseServerProxy
 from karvan.discovery.registry import Registry
 from karvan.distributed.sync_modes import choose_dense, choose_mode
-from karvan.wire import Peer, RefusedError
+from karvan.wire import Client, RefusedError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
@@ -139,7 +139,7 @@ class Intruder:
             self.times -= 1
             for _ in range(self.steps):
                 for number in self.servers:
-                    server = DensePeer(distributed.current().servers, number, 1)
+                    server = DenseServerProxy(distributed.current().servers, number, 1)
                     version, _ = server.pull()
                     assert server.push_gradients({}, version, trainer="b", sequence=self.sequence).accepted
                 self.sequence += 1
@@ -280,7 +280,7 @@ class Lines:
     """`Servers` of one address, with a hello of one's own."""
 
     def __init__(self, address, **more):
-        self.one = Peer("server", address, hello=hello(**more), deadline=20)
+        self.one = Client("server", address, hello=hello(**more), deadline=20)
 
     def peer(self, server, line):
         return self.one
@@ -288,7 +288,10 @@ class Lines:
 
 def test_the_first_model_stays_until_a_new_generation():
     with contextlib.closing(Registry()) as registry, serving(1, registry=registry.address) as (address,):
-        first, second = DensePeer(Lines(address), 0, 1), DensePeer(Lines(address, trainer=1), 0, 1)
+        first, second = (
+            DenseServerProxy(Lines(address), 0, 1),
+            DenseServerProxy(Lines(address, trainer=1), 0, 1),
+        )
         assert first.push_model({"w": torch.zeros(2)}, SGD) == 0
         assert first.push_gradients({"w": torch.ones(2)}, 0, trainer="a", sequence=0).version == 1
         assert second.push_model({"w": torch.ones(2)}, SGD) == 1
@@ -298,12 +301,12 @@ def test_the_first_model_stays_until_a_new_generation():
         assert first.next_sequence("a") == 1
         with pytest.raises(ValueError, match="Another model was pushed first"):
             second.push_model({"w": torch.ones(3)}, SGD)
-        assert DensePeer(Lines(address), 0, 2).push_model({"other": torch.ones(3)}, SGD) == 0
-        again = DensePeer(Lines(address, run="another", dense={"grads_to_wait": 2}), 0, 1)
+        assert DenseServerProxy(Lines(address), 0, 2).push_model({"other": torch.ones(3)}, SGD) == 0
+        again = DenseServerProxy(Lines(address, run="another", dense={"grads_to_wait": 2}), 0, 1)
         assert again.push_gradients({"w": torch.ones(2)}, 1, trainer="a", sequence=1).version == 1
         assert again.flush() == 2
         registry.begin_generation(1)
-        anew = DensePeer(Lines(address, run="anew", generation=1), 0, 1)
+        anew = DenseServerProxy(Lines(address, run="anew", generation=1), 0, 1)
         with pytest.raises(RuntimeError, match="expected push_model first"):
             anew.pull()
         with pytest.raises(RefusedError, match="older"):
@@ -354,7 +357,7 @@ def test_malformed_calls_are_refused_and_change_nothing(name):
     method, head, arrays, message = MALFORMED[name]
     with serving(1) as (address,):
         lines = Lines(address)
-        dense = DensePeer(lines, 0, 1)
+        dense = DenseServerProxy(lines, 0, 1)
         dense.push_model({"w": torch.ones(2)}, SGD)
         with pytest.raises(RefusedError, match=message):
             lines.one.call(method, {"model": 1, **head}, arrays)
@@ -363,7 +366,7 @@ def test_malformed_calls_are_refused_and_change_nothing(name):
 
 def test_a_state_that_cannot_be_used_is_refused():
     with serving(1) as (address,):
-        dense = DensePeer(Lines(address), 0, 1)
+        dense = DenseServerProxy(Lines(address), 0, 1)
         dense.push_model({"w": torch.ones(2)}, SGD)
         state = dense.state()
         for wrong in ({"version": -1}, {"slots": {"v": {}}}, {"optimizer": {"name": "Mine", "options": {}}}):

@@ -7,7 +7,7 @@ import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.store.exchange.message_layout import words
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
-from karvan.wire import Peer, RefusedError, Server
+from karvan.wire import Client, RefusedError, Server
 
 HELLO = {
     "trainer": 0,
@@ -25,7 +25,7 @@ HELLO = {
 def peers():
     """Two callers in the name of one trainer."""
     with Server(ParameterServer()) as server:
-        made = [Peer("server", server.address, hello=HELLO) for _ in range(2)]
+        made = [Client("server", server.address, hello=HELLO) for _ in range(2)]
         made[0].call("add_table", {"spec": spec_to_json(kv.Table(2).spec("t", 0, 32))})
         yield made
         for peer in made:

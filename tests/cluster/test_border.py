@@ -194,7 +194,7 @@ def test_trainers_of_a_run_agree_on_what_it_is(server):
 
 
 def test_native_entry_points_check_the_sizes_that_they_index_by():
-    program = kv.store.base.Program([("a", "a", "pooled", "sum", 1, 2)])
+    program = kv.store.LookupProgram([("a", "a", "pooled", "sum", 1, 2)])
     ids, out = torch.arange(3), torch.zeros(3, 2)
     inputs = [ids.data_ptr(), 3, 0, 3, 0, 1, out.data_ptr(), 0]
     plan = kv._native.Plan(program.native, inputs)

@@ -11,7 +11,7 @@ from reference_helpers import MOVES, Line, first, ids, on_all, push, slow, weigh
 
 import karvan as kv
 from karvan import distributed
-from karvan.dense.server_proxy import DensePeer
+from karvan.dense.server_proxy import DenseServerProxy
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
@@ -22,7 +22,7 @@ from test_async_mode import assert_same
 def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(job):
     job(1, mode="async", staleness=1, grads_to_wait=2, tolerance=0)
     sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DensePeer(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
+    DenseServerProxy(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
     one, two = push(7, 1, 0, "a", 0), push(7, 4, 0, "b", 0)
     assert [(each.accepted, each.version, each.applied) for each in (one, two)] == [
         (True, 0, False),
@@ -65,7 +65,7 @@ def test_elasticdl_12_a_worker_computes_a_rejected_gradient_again(job, servers):
 def test_elasticdl_13_each_push_is_a_version_and_stale_ones_count_less(job):
     job(1, mode="async", staleness=1, lr_staleness=True)
     sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DensePeer(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
+    DenseServerProxy(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
     expected = 0.0
     for version, (seen, value) in enumerate([(0, 1), (0, 2), (0, 3), (1, 4), (4, 5), (0, 6)]):
         answer = push(7, value, seen, f"trainer {value}", 0)

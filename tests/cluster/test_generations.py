@@ -13,7 +13,7 @@ from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.wire import Peer, RefusedError, Server
+from karvan.wire import Client, RefusedError, Server
 
 HUGE = 10**9
 WHO = {"trainer": 0, "trainers": 1, "run": "a"}
@@ -39,7 +39,7 @@ def registry():
 
 def come(server, hello, generation):
     """Say hello to a service, as a trainer of that generation, and be answered."""
-    peer = Peer("service", server.address, hello={**hello, "generation": generation})
+    peer = Client("service", server.address, hello={**hello, "generation": generation})
     with contextlib.closing(peer):
         peer.call("ping", deadline=60)
 
@@ -107,7 +107,7 @@ def test_a_generation_never_goes_back(registry):
 RAISE = """
 import json
 try:
-    Peer("server", sys.argv[1], hello=json.loads(sys.argv[2])).call("describe", deadline=60)
+    Client("server", sys.argv[1], hello=json.loads(sys.argv[2])).call("describe", deadline=60)
     print("raised")
 except RefusedError as error:
     print("refused:", error)

@@ -14,7 +14,7 @@ from feature_loader import BATCH, features, fitted, run
 from role_loaders import Loaders
 
 import karvan as kv
-from karvan.cluster.role_process import Settings
+from karvan.cluster.role_process import RoleSettings
 from karvan.train.state.gathering import pack
 
 PROGRAM = str(Path(__file__).parent / "feature_loader.py")
@@ -95,7 +95,7 @@ class ThreadLoaders(Loaders):
         super().__init__(count)
 
     def start(self, index):
-        settings = Settings("loader", index, self.count, registry=self.registry.address)
+        settings = RoleSettings("loader", index, self.count, registry=self.registry.address)
         self._contexts.append(kv.DataContext(settings=settings))
         self._threads.append(threading.Thread(target=self._run, args=(self._contexts[-1],), daemon=True))
         self._threads[-1].start()

@@ -14,7 +14,7 @@ import karvan as kv
 from karvan.activity import Activity, activity
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.wire import Message, Peer, Server, Service, WireError
+from karvan.wire import Client, Message, Server, Service, WireError
 
 
 def wait_for(condition, seconds=60.0):
@@ -73,7 +73,7 @@ class Slow(Service):
 
 def test_who_waits_for_an_answer_says_for_whom():
     service = Slow()
-    with Server(service) as server, Peer("parameter server 4", server.address) as peer:
+    with Server(service) as server, Client("parameter server 4", server.address) as peer:
         answered = threading.Thread(target=lambda: peer.call("ping"))
         answered.start()
         wait_for(lambda: "parameter-server-4" in activity.report().waits)

@@ -8,11 +8,11 @@ from neighbour import needs_root, run_as_neighbour
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.wire import Peer, RefusedError
+from karvan.wire import Client, RefusedError
 
 MEMBER = {"role": "loader", "index": 0, "address": "h:1", "generation": 0, "pid": 1, "process": "p"}
 FLOOD = """
-peer = Peer("registry", sys.argv[1], forgetful=True)
+peer = Client("registry", sys.argv[1], forgetful=True)
 member = {"role": "loader", "address": "h:1", "generation": 0, "pid": 1, "process": "p"}
 pending, refused = [], 0
 for index in range(int(sys.argv[2])):
@@ -35,7 +35,7 @@ def registry():
 
 
 def register(registry, **given):
-    with contextlib.closing(Peer("registry", registry.address, forgetful=True)) as peer:
+    with contextlib.closing(Client("registry", registry.address, forgetful=True)) as peer:
         peer.call("register", {**MEMBER, **given}, deadline=60)
 
 

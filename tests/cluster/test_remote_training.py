@@ -13,7 +13,7 @@ import karvan as kv
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
 from karvan.discovery.registry import Registry
-from karvan.train import JsonLinesLog
+from karvan.train import JSONLinesLogger
 from karvan.wire import PeerLostError, RefusedError
 
 
@@ -175,7 +175,7 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
 def reported(folder, **options):
     """What training reports about staleness, of every second step."""
     log = folder / "log.jsonl"
-    trainer_of(folder / "run", logs=[JsonLinesLog(log)], log_every=2, **options).fit(batches())
+    trainer_of(folder / "run", logs=[JSONLinesLogger(log)], log_every=2, **options).fit(batches())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [{name: value for name, value in line.items() if "staleness" in name} for line in lines]
 

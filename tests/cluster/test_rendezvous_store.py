@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from karvan.discovery.registry import Registry
 from karvan.discovery.rendezvous_store import RendezvousStore, StoreBounds
 from karvan.distributed.wire_store import WireStore
-from karvan.wire import Peer, RefusedError, Security
+from karvan.wire import Client, RefusedError, Security
 
 KEYS = st.sampled_from(["a", "b", "number", "with/slash", "ключ"])
 VALUES = st.binary(max_size=5)
@@ -231,7 +231,7 @@ def test_a_sum_that_is_none_is_an_error_of_the_caller(store):
 )
 def test_malformed_calls_are_refused(registry, head):
     with (
-        Peer("registry", registry.address, Security(token="secret")) as peer,
+        Client("registry", registry.address, Security(token="secret")) as peer,
         pytest.raises(RefusedError, match=r"expected|does not know"),
     ):
         peer.call(head["method"], {name: value for name, value in head.items() if name != "method"})

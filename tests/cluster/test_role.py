@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from karvan.cluster.role_process import Settings, factory_of
+from karvan.cluster.role_process import RoleSettings, factory_of
 from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
-from karvan.wire import Peer, RefusedError, Security
+from karvan.wire import Client, RefusedError, Security
 
 PROGRAM = Path(__file__).parent / "echo_role.py"
 
@@ -56,7 +56,7 @@ class Role:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_role_serves_until_a_signal_even_if_a_caller_stays(number):
     with Role("loader", "--index", 1, "--count", 2, "--threads", 1) as role:
-        peer = Peer("loader 1", role.address())
+        peer = Client("loader 1", role.address())
         assert "loader 1 of 2 at 127.0.0.1:" in role.line
         assert peer.call("ping").head["service"] == "loader 1"
         assert peer.call("echo", {}, [np.arange(3)]).arrays[0].tolist() == [0, 1, 2]
@@ -73,7 +73,7 @@ def test_a_role_registers_and_leaves():
     with Role("loader", "--index", 2, **environment) as role:  # an option comes before the variable
         address = directory.find("loader", 2, 30)
         assert address == role.address()
-        peer = Peer("loader 2", lambda: directory.find("loader", 2))
+        peer = Client("loader 2", lambda: directory.find("loader", 2))
         assert peer.call("ping").head["service"] == "loader 2"
         assert role.end() == 0
         assert registry.healthy("loader", 2) is None
@@ -117,8 +117,8 @@ def test_the_token_of_a_file_is_asked_for(tmp_path):
     with Role("loader", "--token-file", tmp_path / "token") as role:
         address = role.address()
         with pytest.raises(RefusedError, match="token"):
-            Peer("loader", address).call("ping")
-        peer = Peer("loader", address, Security(token="a-token-of-16-letters"))
+            Client("loader", address).call("ping")
+        peer = Client("loader", address, Security(token="a-token-of-16-letters"))
         peer.call("ping")
         peer.close()
         assert role.end() == 0
@@ -142,11 +142,11 @@ def test_wrong_options_are_told_in_a_line(arguments, code, said):
 
 def test_settings_come_from_the_environment():
     given = {"KARVAN_INDEX": "1", "KARVAN_COUNT": "4", "KARVAN_PORT": "7000", "KARVAN_THREADS": "2"}
-    settings = Settings.from_environment("loader", given)
+    settings = RoleSettings.from_environment("loader", given)
     assert (settings.index, settings.count, settings.port, settings.threads) == (1, 4, 7000, 2)
     assert (settings.host, settings.registry, settings.generation) == ("127.0.0.1", "", 0)
-    assert Settings.from_environment("loader", {}) == Settings("loader")
+    assert RoleSettings.from_environment("loader", {}) == RoleSettings("loader")
     with pytest.raises(ValueError, match="KARVAN_PORT expects a whole number, got 'x'"):
-        Settings.from_environment("loader", {"KARVAN_PORT": "x"})
+        RoleSettings.from_environment("loader", {"KARVAN_PORT": "x"})
     with pytest.raises(ValueError, match="parameter-server"):
         factory_of("cook")

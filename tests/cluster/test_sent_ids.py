@@ -7,7 +7,7 @@ import torch
 
 import karvan as kv
 from karvan.cluster.loader.epoch_source import serve
-from karvan.cluster.loader.id_forwarding import Reference, SentIds
+from karvan.cluster.loader.id_forwarding import BatchName, SentIds
 from karvan.cluster.loader.service import LoaderService
 from karvan.ragged import REFERENCE
 from karvan.wire import RefusedError, Server
@@ -20,7 +20,7 @@ class Worker:
         self.had = []
 
     def put(self, reference, ids):
-        self.had.append((Reference.named(reference), {name: entry.tolist() for name, entry in ids.items()}))
+        self.had.append((BatchName.named(reference), {name: entry.tolist() for name, entry in ids.items()}))
 
 
 def batch():
@@ -30,7 +30,7 @@ def batch():
 def test_ids_go_to_the_worker_of_the_number_and_the_rest_to_the_trainer():
     workers = [Worker(), Worker()]
     sent = SentIds(workers)
-    rest, worker = sent.put(Reference(0, 0, 3), 0, batch(), ["user"])
+    rest, worker = sent.put(BatchName(0, 0, 3), 0, batch(), ["user"])
     assert (list(rest), worker) == (["price"], 1)
     assert workers[1].had == [((0, 0, 3), {"user": [4, 5]})]
     assert workers[0].had == []
@@ -39,7 +39,7 @@ def test_ids_go_to_the_worker_of_the_number_and_the_rest_to_the_trainer():
 def test_ids_can_be_sent_again_until_their_trainer_is_done():
     workers = [Worker(), Worker()]
     sent = SentIds(workers)
-    references = [Reference(0, 0, number) for number in range(4)]
+    references = [BatchName(0, 0, number) for number in range(4)]
     for reference in references:
         sent.put(reference, reference.number % 2, batch(), ["user"])
     sent.resend(references[0], 1)
@@ -58,13 +58,13 @@ def test_ids_can_be_sent_again_until_their_trainer_is_done():
 
 def test_without_workers_or_names_a_batch_stays_whole():
     whole = batch()
-    assert SentIds([]).put(Reference(0, 0, 0), 0, whole, ["user"]) == (whole, None)
-    assert SentIds([Worker()]).put(Reference(0, 0, 0), 0, whole, []) == (whole, None)
+    assert SentIds([]).put(BatchName(0, 0, 0), 0, whole, ["user"]) == (whole, None)
+    assert SentIds([Worker()]).put(BatchName(0, 0, 0), 0, whole, []) == (whole, None)
 
 
 def test_a_batch_without_an_id_feature_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="'item' that trainers look up, got: user, price"):
-        SentIds([Worker()]).put(Reference(0, 0, 0), 0, batch(), ["item"])
+        SentIds([Worker()]).put(BatchName(0, 0, 0), 0, batch(), ["item"])
 
 
 def test_a_stream_gets_references_and_has_ids_sent_again():

@@ -15,7 +15,7 @@ from neighbour import needs_root, run_as_neighbour
 import karvan as kv
 from karvan.cluster.parameter_server.service import ParameterServer
 from karvan.store.exchange.wire_format import spec_to_json
-from karvan.wire import Peer, Server
+from karvan.wire import Client, Server
 
 HELLO = {
     "trainer": 0,
@@ -46,7 +46,7 @@ def root(tmp_path):
 def connected(root):
     """A trainer's peer of a server with this folder, which holds a table with one row."""
     with Server(ParameterServer(checkpoints=root)) as server:
-        peer = Peer("server", server.address, hello=HELLO)
+        peer = Client("server", server.address, hello=HELLO)
         peer.call("add_table", {"spec": spec_to_json(kv.Table(2).spec("t", 0, 32))})
         peer.call(
             "lookup",
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_run_can_be_loaded(root, tmp_path):
 
 SAVE_ELSEWHERE = """
 import json
-peer = Peer("server", sys.argv[1], hello=json.loads(sys.argv[2]))
+peer = Client("server", sys.argv[1], hello=json.loads(sys.argv[2]))
 spec, save = json.loads(sys.argv[3]), json.loads(sys.argv[4])
 try:
     peer.call("add_table", {"spec": spec}, deadline=60)

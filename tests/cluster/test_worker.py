@@ -334,11 +334,11 @@ def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
     loader = job(1, 1)
     kv.distributed.current().workers.resend = None
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
-    batch = {kv.ragged.REFERENCE: kv.ragged.Reference(0, "nothing", 3)}
+    batch = {kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "nothing", 3)}
     with pytest.raises(RuntimeError, match=r"worker 0: expected the ids of reference 'nothing'.*never came"):
         engine(batch)
     with pytest.raises(ValueError, match="one of 1 embedding workers"):
-        engine({kv.ragged.REFERENCE: kv.ragged.Reference(1, "elsewhere", 3)})
+        engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(1, "elsewhere", 3)})
     with pytest.raises(
         ValueError, match="Feature 'user' of table 'user' is not in the batch, which has: item"
     ):
@@ -349,8 +349,8 @@ def test_a_store_in_memory_takes_no_references():
     kv.connect("memory")
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
     with pytest.raises(ValueError, match='expects an engine that was made after connect\\("remote"'):
-        engine({kv.ragged.REFERENCE: kv.ragged.Reference(0, "x", 3)})
-    empty = engine({kv.ragged.REFERENCE: kv.ragged.Reference(0, "", 0)})
+        engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "x", 3)})
+    empty = engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "", 0)})
     assert empty["user"].shape == (0, 4)
 
 

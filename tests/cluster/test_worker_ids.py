@@ -10,8 +10,8 @@ from karvan.cluster.batch_messages import pack, unpack
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.id_cache import KeptIds
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
-from karvan.ragged import REFERENCE, Batch, Ragged, Reference
-from karvan.wire import Peer, RefusedError, Server, WireError
+from karvan.ragged import REFERENCE, Batch, IdsReference, Ragged
+from karvan.wire import Client, RefusedError, Server, WireError
 
 IDS = {"user": torch.arange(3)}
 
@@ -91,11 +91,11 @@ def test_a_full_worker_has_loaders_wait(start):
 
 def test_what_is_no_batch_of_ids_is_refused(start):
     client, address = start()
-    peer = Peer("worker", address)
+    peer = Client("worker", address)
     wrong = [
         {"user": torch.zeros(3)},
         {"user": torch.zeros(3, dtype=torch.int32)},
-        {REFERENCE: Reference(0, "x", 3)},
+        {REFERENCE: IdsReference(0, "x", 3)},
     ]
     for batch in wrong:
         with pytest.raises(RefusedError, match="expected ids of 64 bits"):
@@ -140,17 +140,17 @@ def test_trainers_say_who_they_are(start):
         (hello, "got none"),
     ):
         with pytest.raises(RefusedError, match=text):
-            Peer("worker", address, hello=said).call("claim", {})
+            Client("worker", address, hello=said).call("claim", {})
 
 
 def test_a_reference_travels_with_the_batch():
-    batch = Batch({"label": torch.rand(3), REFERENCE: Reference(1, "x", 3)})
+    batch = Batch({"label": torch.rand(3), REFERENCE: IdsReference(1, "x", 3)})
     found = unpack(pack(batch))
     assert found.rows == 3
     assert torch.equal(found["label"], batch["label"])
-    assert repr(found[REFERENCE]) == "Reference(worker=1, name='x', rows=3)"
+    assert repr(found[REFERENCE]) == "IdsReference(worker=1, name='x', rows=3)"
     assert batch.to("cpu")[REFERENCE] is batch[REFERENCE]
     with pytest.raises(ValueError, match="equal rows"):
-        Batch({"label": torch.rand(2), REFERENCE: Reference(1, "x", 3)})
+        Batch({"label": torch.rand(2), REFERENCE: IdsReference(1, "x", 3)})
     with pytest.raises(ValueError, match="of 0 or more"):
-        Reference(-1, "x", 3)
+        IdsReference(-1, "x", 3)

@@ -15,7 +15,7 @@ import karvan as kv
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.registry import Registry
-from karvan.ragged import REFERENCE, Batch, Ragged, Reference
+from karvan.ragged import REFERENCE, Batch, IdsReference, Ragged
 
 _generations = itertools.count(1)
 
@@ -142,7 +142,7 @@ class Loader:
         self.kept[name] = ids
         self.clients[worker].put(name, ids)
         rest = {name: entry for name, entry in batch.items() if name not in ids}
-        return Batch({**rest, REFERENCE: Reference(worker, name, rows)})
+        return Batch({**rest, REFERENCE: IdsReference(worker, name, rows)})
 
     def resend(self, reference):
         self.resent += 1

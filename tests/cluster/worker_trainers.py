@@ -14,7 +14,7 @@ from worker_helpers import Loader, all_layouts, batches, loss_of, rows_of, tenso
 import karvan as kv
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.discovery.directory import directory_from_environment
-from karvan.ragged import REFERENCE, Reference
+from karvan.ragged import REFERENCE, IdsReference
 
 
 class Cluster:
@@ -34,7 +34,7 @@ def train(send, rank, count):
     for number, batch in enumerate(batches(count, seed=rank + 1)):
         sent = send(batch)
         if (number, rank) == (count - 1, 1):  # its data has ended
-            sent = {REFERENCE: Reference(0, "", 0)}
+            sent = {REFERENCE: IdsReference(0, "", 0)}
         outputs = engine(sent)
         seen += [tensor.detach().clone() for tensor in tensors(outputs)]
         loss = loss_of(outputs)

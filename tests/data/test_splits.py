@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from karvan.data.loading.shuffle import Plan, blocks
+from karvan.data.loading.shuffle import ShufflePlan, blocks
 from karvan.data.loading.splits import cut, default_split_records, permutation, shuffled
 from karvan.data.source import Part, Split
 
@@ -90,10 +90,10 @@ def test_splits_that_touch_are_read_together_inside_a_block():
 
 def test_every_epoch_has_its_own_order_of_splits_and_without_shuffle_the_one_of_the_files():
     parts = [Part("a", 100), Part("b", 100)]
-    plan = Plan(parts, shuffle=20, seed=3, split_records=5)
+    plan = ShufflePlan(parts, shuffle=20, seed=3, split_records=5)
     assert plan.blocks(0) != plan.blocks(1)
-    assert plan.blocks(0) == Plan(parts, shuffle=20, seed=3, split_records=5).blocks(0)
-    still = Plan(parts, split_records=5)
+    assert plan.blocks(0) == ShufflePlan(parts, shuffle=20, seed=3, split_records=5).blocks(0)
+    still = ShufflePlan(parts, split_records=5)
     assert [s for block in still.blocks(1) for s in block.splits] == cut(parts, 5)
 
 
@@ -115,7 +115,7 @@ def test_default_splits_of_files_with_groups_are_the_groups():
 
 @given(parts_of_any_sizes, st.integers(1, 70), st.integers(1, 70), st.integers(0, 2))
 def test_a_plan_has_every_record_once_and_moves_none_further_than_the_shuffle(parts, size, shuffle, epoch):
-    plan = Plan(parts, shuffle=shuffle, split_records=size)
+    plan = ShufflePlan(parts, shuffle=shuffle, split_records=size)
     covered = []
     for block in plan.blocks(epoch):
         records = [(s.path, r) for s in block.splits for r in range(s.first, s.first + s.count)]
@@ -128,7 +128,7 @@ def test_a_plan_has_every_record_once_and_moves_none_further_than_the_shuffle(pa
 
 def test_blocks_of_large_splits_are_bounded_and_not_small_because_the_shuffle_is():
     for shuffle, most in ((1, 8_192), (100, 8_192), (20_000, 20_000)):
-        plan = Plan([Part("a", 200_000)], shuffle=shuffle, split_records=50_000)
+        plan = ShufflePlan([Part("a", 200_000)], shuffle=shuffle, split_records=50_000)
         assert {most // 2 < block.records <= most for block in plan.blocks(0)} == {True}
 
 
@@ -137,4 +137,4 @@ def test_a_shuffle_that_is_no_number_of_records_is_refused(shuffle):
     with pytest.raises(
         TypeError, match=rf"shuffled at a time, 0 for none, but is {shuffle!r}: expected a num"
     ):
-        Plan([Part("a", 10)], shuffle=shuffle)
+        ShufflePlan([Part("a", 10)], shuffle=shuffle)

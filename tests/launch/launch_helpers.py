@@ -13,8 +13,8 @@ from pathlib import Path
 from karvan.discovery.roles import START_ORDER
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
-from karvan.launch.merged_logs import Logs
-from karvan.launch.supervision.supervisor import Job, Timing
+from karvan.launch.merged_logs import MergedLogs
+from karvan.launch.supervision.supervisor import Supervisor, Timing
 
 HERE = Path(__file__).parent
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
@@ -113,9 +113,9 @@ class Running(Place):
         super().__init__(folder)
         self.registry = Known()
         self._output = io.StringIO()
-        logs = Logs(stream=self._output)
+        logs = MergedLogs(stream=self._output)
         timing = timing or QUICK
-        self.job = Job(
+        self.job = Supervisor(
             spec_of(roles, **more),
             LocalEngine(logs.write),
             self.registry,

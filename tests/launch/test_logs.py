@@ -10,7 +10,7 @@ from small_disk import small_disk
 
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.local import LocalEngine
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 
 # Writes every line in two pieces, to both streams in turn.
 TALKER = """
@@ -41,7 +41,7 @@ def talker(index):
 
 def test_lines_of_processes_are_never_mixed(tmp_path):
     stream = io.StringIO()
-    logs = Logs(folder=tmp_path / "logs", stream=stream)
+    logs = MergedLogs(folder=tmp_path / "logs", stream=stream)
     run_all(LocalEngine(logs.write), *map(talker, range(4)))
     logs.close()
     for index in range(4):
@@ -57,7 +57,10 @@ def test_lines_of_processes_are_never_mixed(tmp_path):
 def test_lines_that_are_too_long_or_no_text_are_shown_as_well_as_can_be():
     stream = io.StringIO()
     program = "import os; os.write(1, b'x' * 70_000 + b'\\n\\xff\\n')"
-    run_all(LocalEngine(Logs(stream=stream).write), Process("loader", 0, (sys.executable, "-c", program), {}))
+    run_all(
+        LocalEngine(MergedLogs(stream=stream).write),
+        Process("loader", 0, (sys.executable, "-c", program), {}),
+    )
     lines = [line.removeprefix("loader-0 | ") for line in stream.getvalue().splitlines()]
     assert "".join(lines[:-1]) == "x" * 70_000
     assert lines[-1] == "\N{REPLACEMENT CHARACTER}"
@@ -67,7 +70,7 @@ def test_on_a_terminal_every_process_has_its_colour(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
-    logs = Logs(["loader-0", "trainer-10"], stream=stream)
+    logs = MergedLogs(["loader-0", "trainer-10"], stream=stream)
     logs.write("loader-0", "[bold]as it is[/bold]")
     logs.write("trainer-10", "x")
     first, second = stream.getvalue().splitlines()
@@ -80,13 +83,13 @@ def test_on_a_terminal_every_process_has_its_colour(monkeypatch):
 @pytest.mark.parametrize("line", ["", "a | b", "  indented"])
 def test_a_line_stays_as_it_is(line):
     stream = io.StringIO()
-    Logs(stream=stream).write("trainer-0", line)
+    MergedLogs(stream=stream).write("trainer-0", line)
     assert stream.getvalue() == f"trainer-0 | {line}\n"
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_stop_the_lines(tmp_path):
     stream = io.StringIO()
-    logs = Logs(folder=tmp_path, stream=stream)
+    logs = MergedLogs(folder=tmp_path, stream=stream)
     (tmp_path / "trainer-0.log").mkdir()
     for line in "ab":
         logs.write("trainer-0", line)
@@ -97,13 +100,13 @@ def test_a_folder_that_cannot_be_written_to_does_not_stop_the_lines(tmp_path):
 
 def test_characters_that_the_stream_does_not_have_are_replaced():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    Logs(stream=stream).write("trainer-0", "café")
+    MergedLogs(stream=stream).write("trainer-0", "café")
     assert stream.buffer.getvalue() == b"trainer-0 | caf?\n"
 
 
 def test_a_full_disk_under_the_files_does_not_fail_a_job_that_is_done(tmp_path):
     with small_disk(tmp_path / "disk", "16k") as disk:
-        logs = Logs(["trainer-0"], disk.folder / "logs", io.StringIO())
+        logs = MergedLogs(["trainer-0"], disk.folder / "logs", io.StringIO())
         disk.fill()
         for _ in range(100):
             logs.write("trainer-0", "x" * 1000)
@@ -112,7 +115,7 @@ def test_a_full_disk_under_the_files_does_not_fail_a_job_that_is_done(tmp_path):
 
 def test_warnings_of_the_launchers_own_parts_are_its_lines():
     stream = io.StringIO()
-    logs = Logs(stream=stream)
+    logs = MergedLogs(stream=stream)
     log = logging.getLogger("karvan.wire")
     with logs.warnings():
         log.warning("Registry refused %s.", "10.0.0.7")

@@ -35,7 +35,7 @@ while not note.with_suffix(".end").exists():
 ASK = """
 for address in sys.argv[1:]:
     try:
-        print(Peer("service", address).call("ping", deadline=60).head)
+        print(Client("service", address).call("ping", deadline=60).head)
     except RefusedError as error:
         print(error)
 """

@@ -129,8 +129,10 @@ def train(
     some = engine.table("shared").vectors(sharded_keys())
     tables = {table.name: tuple(table.snapshot()) for table in engine.tables()}
     stats = {table.name: table.stats() for table in engine.tables()}
-    lanes = {name: (lane.operations, lane.bytes_sent) for name, lane in connection.lanes.items()}
-    return {"tables": tables, "outputs": outputs, "stats": stats, "lanes": lanes, "some": some}
+    channels = {
+        name: (channel.operations, channel.bytes_sent) for name, channel in connection.channels.items()
+    }
+    return {"tables": tables, "outputs": outputs, "stats": stats, "channels": channels, "some": some}
 
 
 def initial(batch):

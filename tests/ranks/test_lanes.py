@@ -24,18 +24,18 @@ def test_collectives_bring_everything_to_its_place(transport):
         assert result["exchange"].tolist() == [10 * r + rank for r in range(world) for _ in range(rank)]
         assert result["operations"] == results[0]["operations"]
     assert len(results[0]["left"]) == 2
-    assert all("left lane 'evaluate'" in message for message in results[0]["left"])
+    assert all("left channel 'evaluate'" in message for message in results[0]["left"])
 
 
 def test_one_who_is_alone_hears_herself():
-    lane = distributed.Connection().main
-    assert (lane.rank, lane.world) == (0, 1)
+    channel = distributed.Connection().main
+    assert (channel.rank, channel.world) == (0, 1)
     numbers = torch.tensor([[1, 2]])
-    assert lane.gather_json([1, "a"]) == [[1, "a"]]
-    assert torch.equal(lane.swap(numbers), numbers)
-    assert torch.equal(lane.sum(numbers), numbers)
-    assert torch.equal(lane.exchange(numbers[0], [2], [2]), numbers[0])
-    lane.barrier()
+    assert channel.gather_json([1, "a"]) == [[1, "a"]]
+    assert torch.equal(channel.swap(numbers), numbers)
+    assert torch.equal(channel.sum(numbers), numbers)
+    assert torch.equal(channel.exchange(numbers[0], [2], [2]), numbers[0])
+    channel.barrier()
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_sharded_needs_torchrun(monkeypatch):
 
 def test_a_thread_talks_on_the_lane_it_was_put_on():
     connection = distributed.Connection()
-    assert connection.here is connection.lanes["main"]
-    with connection.on("fit") as lane:
-        assert connection.here is lane is connection.lanes["fit"]
+    assert connection.here is connection.channels["main"]
+    with connection.on("fit") as channel:
+        assert connection.here is channel is connection.channels["fit"]
         with connection.on("evaluate"):
             assert connection.here.name == "evaluate"
     assert connection.here is connection.main

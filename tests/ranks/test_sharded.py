@@ -147,6 +147,6 @@ def test_every_rank_keeps_its_share_of_the_rows_that_are_allowed(trained, world)
 def test_a_step_takes_few_collectives_whatever_the_number_of_tables(trained, world):
     steps, evaluations = 6, 2  # of which one looks some keys up
     for result in trained(world)["keys ahead"]:
-        operations = {lane: count for lane, (count, _) in result["lanes"].items()}
+        operations = {channel: count for channel, (count, _) in result["channels"].items()}
         assert operations["fit"] == 2 * steps  # numbers of keys, keys
         assert operations["main"] == 2 * steps + 3 * evaluations  # vectors, gradients; numbers, keys, vectors

@@ -124,7 +124,7 @@ def uneven(world, ahead=2, plain=False):
     """Two epochs of uneven data with evaluations; what is logged goes along."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        logs = [kv.train.JsonLinesLog(log)]
+        logs = [kv.train.JSONLinesLogger(log)]
         trainer = trainer_of(net_of(), ahead=ahead, logs=logs, log_every=2)
         kind = dict if plain else kv.Batch
         data, other = shares(world, kind=kind), shares(world, seed=1, kind=kind)

@@ -19,12 +19,12 @@ from train_helpers import StopAt, batches, model, trainer
 import karvan as kv
 from karvan.train import (
     BarProgress,
-    CsvLog,
+    CSVLogger,
     EarlyStopping,
-    JsonLinesLog,
+    JSONLinesLogger,
     PlainProgress,
     Report,
-    TensorBoardLog,
+    TensorBoardLogger,
 )
 
 
@@ -132,10 +132,10 @@ def test_early_stopping_counts_gains_above_its_delta_and_names_what_it_misses():
 
 
 def run_with_logs(folder, stop_at=None, epochs=2):
-    csv_log, json_log = CsvLog(folder / "log.csv"), JsonLinesLog(folder / "log.jsonl")
+    csv_log, json_log = CSVLogger(folder / "log.csv"), JSONLinesLogger(folder / "log.jsonl")
     fit = trainer(
         metrics={"auc": kv.metrics.AUC()},
-        logs=[csv_log, json_log, TensorBoardLog(folder / "board")],
+        logs=[csv_log, json_log, TensorBoardLogger(folder / "board")],
         log_every=3,
         checkpoints=folder / "run",
         checkpoint_every=4,
@@ -189,7 +189,7 @@ def test_a_resumed_run_logs_each_step_once_and_the_same_numbers(tmp_path):
 
 
 def test_a_csv_gets_columns_when_they_come_and_json_has_null_for_nan(tmp_path):
-    log, lines = CsvLog(tmp_path / "a.csv"), JsonLinesLog(tmp_path / "a.jsonl")
+    log, lines = CSVLogger(tmp_path / "a.csv"), JSONLinesLogger(tmp_path / "a.jsonl")
     for one in (log, lines):
         one.open(0)
         one.write(Report("train", 1, 0, {"loss": 0.5}))
@@ -203,7 +203,7 @@ def test_without_tensorboard_the_log_says_what_to_install():
     script = (
         "import sys; sys.modules['tensorboard'] = None\n"
         "import karvan as kv\n"
-        "try: kv.train.TensorBoardLog('x')\n"
+        "try: kv.train.TensorBoardLogger('x')\n"
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

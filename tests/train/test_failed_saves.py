@@ -237,7 +237,7 @@ def test_the_last_save_is_repeated_also_if_it_was_due_by_steps(disk):
     assert steps(run) == [6]
 
 
-class WideLog(kv.train.Log):
+class WideLog(kv.train.Logger):
     """A log with lines that are larger than what a full disk still takes."""
 
     def __init__(self, path):

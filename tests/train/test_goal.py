@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
-from karvan.train.reporting.results import Counts
-from karvan.train.step.accumulation import Passes
+from karvan.train.reporting.results import TrainingCounts
+from karvan.train.step.accumulation import Accumulation
 from karvan.train.stopping.goal import Goal
 
 
@@ -25,8 +25,8 @@ def goal(epochs=1, train_steps=None):
 def test_the_end_is_that_of_the_rank_with_the_most_batches(records, world, epochs, accumulate, drop):
     loaders = [read(records, rank, world, drop_remainder=drop) for rank in range(world)]
     longest = max(len(list(loader)) for loader in loaders)
-    passes = Passes(accumulate=accumulate, world=world)
-    steps = goal(epochs).steps(loaders[0], passes, Counts())
+    passes = Accumulation(accumulate=accumulate, world=world)
+    steps = goal(epochs).steps(loaders[0], passes, TrainingCounts())
     assert steps == epochs * -(-longest // accumulate)
 
 
@@ -39,24 +39,24 @@ def test_the_end_is_known_when_an_epoch_is_resumed_on_any_number_of_ranks(before
     second = [read(250, rank, after) for rank in range(after)]
     for loader in second:
         loader.load_state_dict(position)
-    expected = goal(3).steps(second[0], Passes(world=after), Counts(step=taken, batches=taken))
+    expected = goal(3).steps(second[0], Accumulation(world=after), TrainingCounts(step=taken, batches=taken))
     left = max(len(list(loader)) for loader in second)
     assert expected == taken + left + 2 * max(map(len, second))
 
 
 def test_batches_without_a_position_are_counted_from_the_beginning():
-    batches, passes = [{}] * 7, Passes(accumulate=2)
-    assert goal(3).steps(batches, passes, Counts()) == 12
-    assert goal(3).steps(batches, passes, Counts(step=6, epoch=1, batches=4)) == 12
-    assert goal(3).steps(batches, passes, Counts(step=12, epoch=3)) == 12
-    assert goal(3, train_steps=5).steps(batches, passes, Counts()) == 5
+    batches, passes = [{}] * 7, Accumulation(accumulate=2)
+    assert goal(3).steps(batches, passes, TrainingCounts()) == 12
+    assert goal(3).steps(batches, passes, TrainingCounts(step=6, epoch=1, batches=4)) == 12
+    assert goal(3).steps(batches, passes, TrainingCounts(step=12, epoch=3)) == 12
+    assert goal(3, train_steps=5).steps(batches, passes, TrainingCounts()) == 5
 
 
 def test_without_an_end_only_the_steps_that_were_asked_for_are_known():
     endless = read(100, epochs=None)
-    assert goal().steps(endless, Passes(), Counts()) is None
-    assert goal(1, train_steps=9).steps(endless, Passes(), Counts()) == 9
-    assert goal().steps(iter([{}]), Passes(), Counts()) is None
+    assert goal().steps(endless, Accumulation(), TrainingCounts()) is None
+    assert goal(1, train_steps=9).steps(endless, Accumulation(), TrainingCounts()) == 9
+    assert goal().steps(iter([{}]), Accumulation(), TrainingCounts()) is None
 
 
 @pytest.mark.parametrize("name", ["epochs", "train_steps", "eval_every"])

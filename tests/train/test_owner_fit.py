@@ -143,7 +143,7 @@ def test_karvan_train_says_it_in_one_line_with_code_2(tmp_path):
         "from train_helpers import Small, batches, trainer\n"
         "import karvan as kv\n"
         "def job(folder: str):\n"
-        "    return kv.Job(trainer(Small(), checkpoints=folder), batches(4))\n"
+        "    return kv.TrainingJob(trainer(Small(), checkpoints=folder), batches(4))\n"
     )
     with owned_by_another(folder) as first:
         done = subprocess.run(

@@ -12,7 +12,7 @@ import karvan as kv
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.data import KafkaReader, Stream
 from karvan.train.feed.empty_batch import describe, empty
-from karvan.train.step.accumulation import Passes
+from karvan.train.step.accumulation import Accumulation
 
 
 def test_an_empty_batch_has_the_columns_of_a_full_one():
@@ -52,7 +52,7 @@ def test_a_column_that_cannot_be_empty_is_an_error_when_one_is_needed():
 
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 50))
 def test_a_fixed_number_of_batches_is_shared_out_evenly(together, world, step):
-    ranks = [Passes(1, together, rank, world) for rank in range(world)]
+    ranks = [Accumulation(1, together, rank, world) for rank in range(world)]
     mine = [rank.mine(step) for rank in ranks]
     assert sum(mine) == together
     assert max(mine) == ranks[0].count

@@ -10,7 +10,7 @@ from train_helpers import assert_same, batches, everything, model, trainer
 
 import karvan as kv
 from karvan.train.step import precision
-from karvan.train.step.optimizer_step import Update, UpdateSettings
+from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
 from karvan.train.step.precision import Bf16Products, Precision
 
 
@@ -120,7 +120,7 @@ def test_an_overflow_leaves_out_the_dense_and_the_sparse_step(accumulate):
     net = model(dropout=0.0)
     dense, sparse = torch.optim.SGD(net.parameters(), lr=0.1), kv.optim.SGD(net, lr=0.1)
     scaled = FakeScale(net)
-    update = Update(dense, sparse, UpdateSettings(accumulate, skip_nonfinite=False), scaled)
+    update = OptimizerStep(dense, sparse, OptimizerStepSettings(accumulate, skip_nonfinite=False), scaled)
     data = batches(accumulate)
 
     def step(factor):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from karvan.wire import Message, Peer, RefusedError, Server, Service, endpoints
+from karvan.wire import Client, Message, RefusedError, Server, Service, endpoints
 from karvan.wire.schema.calls import (
     ANY,
     ArrayKind,
@@ -202,7 +202,7 @@ class Shelf(Service):
 def test_a_service_refuses_a_call_and_answers_the_next():
     shelf = Shelf()
     keys, vectors = np.zeros(3, np.int64), np.zeros((3, 4), np.float32)
-    with Server(shelf) as server, Peer("shelf", server.address) as peer:
+    with Server(shelf) as server, Client("shelf", server.address) as peer:
         for head, arrays in [
             ({}, [keys, vectors]),
             ({"dim": 4, "more": 1}, [keys, vectors]),
@@ -220,10 +220,10 @@ def test_a_service_refuses_a_call_and_answers_the_next():
 def test_a_hello_is_held_against_its_declaration():
     with Server(Shelf()) as server:
         said = "expected the hello with nothing alone, got 'who' as well"
-        peer = Peer("shelf", server.address, hello={"who": "x"})
+        peer = Client("shelf", server.address, hello={"who": "x"})
         with peer, pytest.raises(RefusedError, match=said):
             peer.call("get", {"n": 1})
-        with Peer("shelf", server.address) as peer:
+        with Client("shelf", server.address) as peer:
             assert peer.call("get", {"n": 1}).head["dim"] == 2
 
 
@@ -240,7 +240,7 @@ def test_a_hello_is_held_against_its_declaration():
 )
 def test_a_caller_refuses_an_answer_that_is_otherwise_and_takes_the_next(lie, said):
     shelf = Shelf(lie)
-    with Server(shelf) as server, Peer("shelf", server.address, calls=CALLS) as peer:
+    with Server(shelf) as server, Client("shelf", server.address, calls=CALLS) as peer:
         with pytest.raises(RefusedError, match=f"shelf: the answer to get: .*{said}"):
             peer.call("get", {"n": 3})
         shelf._lie = None

@@ -9,7 +9,7 @@ import pytest
 from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
-from karvan.wire import ListenError, Message, Peer, RefusedError, Server, Service, WireError
+from karvan.wire import Client, ListenError, Message, RefusedError, Server, Service, WireError
 from karvan.wire.schema.kinds import Fields, Text
 
 
@@ -22,7 +22,7 @@ def service():
 
 def test_closing_a_peer_fails_calls_that_have_no_answer(service):
     with Server(service) as server:
-        peer = Peer("counting", server.address)
+        peer = Client("counting", server.address)
         replies = [peer.begin("gate") for _ in range(3)]
         service.entered.wait()
         peer.close()
@@ -38,7 +38,7 @@ def test_closing_a_peer_fails_calls_that_have_no_answer(service):
 def test_a_closed_peer_leaves_no_session(service):
     with Server(service) as server:
         for _ in range(20):
-            with Peer("counting", server.address) as peer:
+            with Client("counting", server.address) as peer:
                 peer.call("ping")
         assert server.sessions._known == {}
         wait_for(lambda: not server.connections)
@@ -47,7 +47,7 @@ def test_a_closed_peer_leaves_no_session(service):
 def test_a_server_closes_with_calls_in_flight_and_callers_wait_for_the_next_one(service):
     server = Server(service)
     port = int(server.address.rpartition(":")[2])
-    peer = Peer("counting", server.address, forgetful=True)
+    peer = Client("counting", server.address, forgetful=True)
     replies = [peer.begin("gate") for _ in range(3)]
     service.entered.wait()
     server.close(0.1)
@@ -61,7 +61,7 @@ def test_a_server_closes_with_calls_in_flight_and_callers_wait_for_the_next_one(
 
 def test_a_server_closes_at_once_when_callers_are_idle(service):
     server = Server(service)
-    peers = [Peer("counting", server.address) for _ in range(3)]
+    peers = [Client("counting", server.address) for _ in range(3)]
     for peer in peers:
         peer.call("ping")
     server.close(30)
@@ -79,7 +79,7 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(service):
 
 def test_what_is_done_after_a_call_may_fail_or_close_the_peer(service, caplog):
     with Server(service) as server:
-        peer = Peer("counting", server.address)
+        peer = Client("counting", server.address)
         peer.begin("ping", then=lambda reply: 1 // 0).wait()
         assert peer.call("echo", {"n": 7}).head["n"] == 7
         assert peer.connections == 1
@@ -90,7 +90,7 @@ def test_what_is_done_after_a_call_may_fail_or_close_the_peer(service, caplog):
 
 def test_what_is_done_after_a_call_is_told_of_failures():
     told = threading.Event()
-    peer = Peer("nobody", "127.0.0.1:1", deadline=0.1)
+    peer = Client("nobody", "127.0.0.1:1", deadline=0.1)
     reply = peer.begin("ping", then=lambda reply: told.set() if reply.error else None)
     assert told.wait(20)
     assert reply.done
@@ -114,11 +114,11 @@ class Choosy(Service):
 
 def test_a_service_chooses_its_callers_and_tells_them_something():
     with Server(Choosy()) as server:
-        with Peer("choosy", server.address, hello={"who": "a"}) as peer:
+        with Client("choosy", server.address, hello={"who": "a"}) as peer:
             assert peer.call("x").head["who"] == "a"
             assert peer.welcome["told"] == "a"
         for who, said in (("refused", "not you"), ("broken", "oh")):
-            with Peer("choosy", server.address, hello={"who": who}) as peer:
+            with Client("choosy", server.address, hello={"who": who}) as peer:
                 with pytest.raises(RefusedError, match=f"choosy refused: {said}"):
                     peer.call("x")
                 with pytest.raises(RefusedError):
@@ -127,31 +127,31 @@ def test_a_service_chooses_its_callers_and_tells_them_something():
 
 PROGRAMS = {
     "peers that were not closed": """
-        peers = [Peer("counting", address) for _ in range(4)]
+        peers = [Client("counting", address) for _ in range(4)]
         for peer in peers:
             peer.call("echo", {}, [np.zeros(100_000)])
         """,
     "calls in flight": """
-        peer = Peer("counting", address)
+        peer = Client("counting", address)
         replies = [peer.begin("sleep", {"seconds": 0.5}) for _ in range(20)]
         peer.begin("ping", then=lambda reply: None)
         """,
     "a close with calls in flight": """
-        peer = Peer("counting", address)
+        peer = Client("counting", address)
         replies = [peer.begin("echo", {}, [np.zeros(1_000_000)]) for _ in range(20)]
         replies[0].wait()
         peer.close()
         """,
     "a server with callers": """
         server = Server(Counting())
-        peer = Peer("own", server.address)
+        peer = Client("own", server.address)
         peer.call("ping")
-        other = Peer("counting", address)
+        other = Client("counting", address)
         other.call("ping")
         """,
     "a server with a call in flight": """
         server = Server(Counting())
-        peer = Peer("own", server.address)
+        peer = Client("own", server.address)
         peer.begin("sleep", {"seconds": 0.3})
         wait_for(lambda: peer.connections)
         """,
@@ -164,12 +164,12 @@ PROGRAMS = {
         server.close(0.1)
         """,
     "a peer that was never reached": """
-        peer = Peer("nobody", "127.0.0.1:1")
+        peer = Client("nobody", "127.0.0.1:1")
         peer.begin("ping")
         """,
     "a child that was forked": """
         import os, sys
-        peer = Peer("counting", address)
+        peer = Client("counting", address)
         reply = peer.begin("ping")
         reply.wait()
         child = os.fork()
@@ -211,12 +211,12 @@ def test_a_program_ends_without_noise_with(process, name):
 def test_a_service_whose_callers_come_and_go_makes_no_noise():
     with Process() as process, Network(process.address) as network:
         for _ in range(10):
-            peer = Peer("counting", network.address)
+            peer = Client("counting", network.address)
             replies = [peer.begin("echo", {"n": number}) for number in range(30)]
             replies[5].wait()
             network.cut()
             peer.close()
-        with Peer("counting", process.address) as peer:
+        with Client("counting", process.address) as peer:
             peer.call("ping")
         noise = [line for line in process.kill().splitlines() if not line.startswith("INFO:karvan.wire:")]
         assert noise == []

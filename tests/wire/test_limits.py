@@ -15,7 +15,7 @@ import pytest
 from test_raw_sockets import stream
 from wire_helpers import Counting, Process, wait_for
 
-from karvan.wire import Limits, Peer, RefusedError, Security, Server, WireError
+from karvan.wire import Client, Limits, RefusedError, Security, Server, WireError
 
 TOKEN = "a-token-of-sufficient-length"
 LIMIT = 60  # seconds
@@ -61,12 +61,12 @@ HELD = [
 def test_streams_that_say_nothing_end_and_slow_nobody(guarded, mode, count):
     security = Security(token=TOKEN)
     with (
-        Peer("counting", guarded.address, security) as early,
+        Client("counting", guarded.address, security) as early,
         idle_streams(guarded.address, count, mode) as p,
     ):
         early.call("ping", deadline=LIMIT)
         held(p)
-        with Peer("counting", guarded.address, security, deadline=LIMIT) as late:
+        with Client("counting", guarded.address, security, deadline=LIMIT) as late:
             late.call("ping")
             early.call("ping", deadline=LIMIT)
             wait_for(lambda: guarded.threads() < 100, LIMIT)
@@ -79,7 +79,7 @@ def test_streams_that_say_nothing_end_and_slow_nobody(guarded, mode, count):
 def test_many_idle_callers_give_way_to_one_with_something_to_do(guarded):
     with idle_streams(guarded.address, 1500, "idle") as process:  # more than one host may have
         held(process)
-        with Peer("counting", guarded.address, Security(token=TOKEN), deadline=LIMIT) as peer:
+        with Client("counting", guarded.address, Security(token=TOKEN), deadline=LIMIT) as peer:
             for _ in range(10):
                 assert peer.call("ping").head["service"] == "counting"
         wait_for(lambda: guarded.threads() < 2200, LIMIT)  # two for each of 1,024 connections
@@ -97,13 +97,13 @@ def test_streams_that_send_their_headers_alone_end_as_well():
                 while one.recv(10_000):
                     pass
             one.close()
-        with Peer("counting", server.address) as peer:
+        with Client("counting", server.address) as peer:
             peer.call("ping")
 
 
 def test_an_idle_caller_of_ours_stays_connected():
     limits = Limits(hello_within=0.3, hello_within_pressed=0.3, first_call_within=0.3, least_idle=0.3)
-    with Server(Counting(), limits=limits) as server, Peer("counting", server.address) as peer:
+    with Server(Counting(), limits=limits) as server, Client("counting", server.address) as peer:
         peer.call("ping")
         with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as stranger:
             stranger.settimeout(LIMIT)
@@ -118,7 +118,7 @@ def test_an_idle_caller_of_ours_stays_connected():
 def test_the_caller_that_was_idle_for_longest_gives_way_and_loses_nothing():
     service = Counting()
     with Server(service, limits=Limits(connections_per_host=3, least_idle=0.0)) as server:
-        peers = [Peer(f"peer {number}", server.address, deadline=LIMIT) for number in range(6)]
+        peers = [Client(f"peer {number}", server.address, deadline=LIMIT) for number in range(6)]
         for turn in range(3):
             for peer in peers:
                 assert peer.call("echo", {"n": turn}).head["n"] == turn
@@ -133,17 +133,17 @@ def test_the_caller_that_was_idle_for_longest_gives_way_and_loses_nothing():
 def test_a_caller_that_finds_the_service_busy_tries_again_until_its_deadline(limits):
     service = Counting()
     with Server(service, limits=limits) as server:
-        users = [Peer(f"user {number}", server.address) for number in range(2)]
+        users = [Client(f"user {number}", server.address) for number in range(2)]
         replies = [user.begin("gate") for user in users]
         wait_for(lambda: len(server.guard._open) == 2)
         with (
-            Peer("late", server.address, deadline=0.5) as late,
+            Client("late", server.address, deadline=0.5) as late,
             pytest.raises(
                 WireError, match=r"late expected .* got: late is busy: expected up to 2 connections"
             ),
         ):
             late.call("ping")
-        with Peer("patient", server.address, deadline=LIMIT) as patient:
+        with Client("patient", server.address, deadline=LIMIT) as patient:
             reply = patient.begin("echo", {"n": 1})
             assert not reply.done
             service.gate.set()
@@ -161,7 +161,7 @@ def test_a_connection_has_few_streams(caplog):
         wait_for(lambda: server.guard._streams.total() == 3)
         opened.append(client.do_exchange(flight.FlightDescriptor.for_command(b"x")))
         wait_for(lambda: "expected up to 3 streams of a connection" in caplog.text)
-        with Peer("counting", server.address) as peer:
+        with Client("counting", server.address) as peer:
             peer.call("ping")
         for _, reader in opened:
             reader.cancel()
@@ -173,14 +173,14 @@ def test_a_process_without_descriptors_ends_strangers_first():
         strangers = []
         for _ in range(200):
             strangers.append(socket.create_connection(("127.0.0.1", process.port)))
-        with Peer("counting", process.address, deadline=LIMIT) as peer:
+        with Client("counting", process.address, deadline=LIMIT) as peer:
             assert peer.call("ping").head["service"] == "counting"
         for each in strangers:
             each.close()
 
 
 def test_machines_that_vanish_are_noticed_by_keep_alive():
-    with Server(Counting()) as server, Peer("counting", server.address) as peer:
+    with Server(Counting()) as server, Client("counting", server.address) as peer:
         peer.call("ping")
         port = int(server.address.rpartition(":")[2])
 
@@ -203,7 +203,7 @@ def test_wrong_tokens_are_logged_with_the_address_and_not_each_time(caplog):
         with caplog.at_level(logging.WARNING, "karvan.wire"):
             for _ in range(20):
                 with (
-                    Peer("counting", server.address, Security(token=wrong)) as peer,
+                    Client("counting", server.address, Security(token=wrong)) as peer,
                     pytest.raises(RefusedError),
                 ):
                     peer.call("ping")
@@ -233,7 +233,7 @@ def test_refusals_of_many_hosts_and_reasons_stay_few_lines(caplog):
 def test_many_peers_of_one_host_at_once():
     """As many trainers on one machine have; threads of a server are used again."""
     with Process() as process:
-        peers = [Peer(f"peer {number}", process.address, deadline=LIMIT) for number in range(128)]
+        peers = [Client(f"peer {number}", process.address, deadline=LIMIT) for number in range(128)]
         started = time.monotonic()
         replies = [peer.begin("echo", {"n": number}) for number, peer in enumerate(peers)]
         assert [reply.wait().head["n"] for reply in replies] == list(range(128))

@@ -10,7 +10,7 @@ import pytest
 from neighbour import NOBODY, needs_root
 from wire_helpers import Counting
 
-from karvan.wire import Peer, Security, Server, WireError
+from karvan.wire import Client, Security, Server, WireError
 from karvan.wire.security import listener
 from karvan.wire.security.listener import check_listener
 
@@ -60,7 +60,7 @@ class Impostor:
 @needs_root
 def test_a_service_of_another_user_is_not_shown_the_token():
     with Impostor() as impostor:
-        peer = Peer("service", f"127.0.0.1:{impostor.port}", TOKEN)
+        peer = Client("service", f"127.0.0.1:{impostor.port}", TOKEN)
         with pytest.raises(
             WireError, match=rf"uid 0\) at 127\.0\.0\.1:\d+, got one of uid {NOBODY}, to which"
         ):
@@ -91,7 +91,7 @@ def test_a_neighbour_at_another_address_of_the_same_port_does_not_disturb():
 
 def test_a_service_of_ones_own_is_served():
     with Server(Counting(), security=TOKEN) as server:
-        peer = Peer("service", server.address, TOKEN)
+        peer = Client("service", server.address, TOKEN)
         peer.call("echo", {"n": 1}, deadline=60)
         peer.close()
 
@@ -103,7 +103,7 @@ def test_a_port_at_which_nobody_listens_is_tried_again(host):
         check_listener(host, port)
     with pytest.raises(WireError, match=f"nobody listens at {host}:{port}"):
         check_listener(host, port)
-    peer = Peer("service", f"{host}:{port}", TOKEN)
+    peer = Client("service", f"{host}:{port}", TOKEN)
     reply = peer.begin("echo", {"n": 1}, deadline=60)
     with Server(Counting(), port=port, security=TOKEN):
         reply.wait()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from wire_helpers import Counting, wait_for
 
-from karvan.wire import Peer, RefusedError, Server
+from karvan.wire import Client, RefusedError, Server
 from karvan.wire.message import DTYPES, SCHEMA
 
 BYTES = pa.record_batch([pa.array([1, 2, 3, 4], pa.uint8())], schema=SCHEMA)
@@ -42,7 +42,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def peer(server):
-    with Peer("counting", server.address) as one:
+    with Client("counting", server.address) as one:
         yield one
 
 

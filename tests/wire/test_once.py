@@ -8,7 +8,7 @@ import pytest
 from delay import Network
 from wire_helpers import Counting, Process, wait_for
 
-from karvan.wire import Peer, PeerLostError, Server, WireError
+from karvan.wire import Client, PeerLostError, Server, WireError
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2,
 def test_cut_connections_lose_and_repeat_nothing(service, network, seed):
     chance = random.Random(seed)
     network.delay(chance.choice([0.0, 0.001, 0.005]))
-    with Peer("counting", network.address, patience=5) as peer:
+    with Client("counting", network.address, patience=5) as peer:
         traffic = Traffic(peer, seed)
         ended = threading.Event()
 
@@ -89,7 +89,7 @@ def test_cut_connections_lose_and_repeat_nothing(service, network, seed):
 
 def test_stalled_connections_lose_and_repeat_nothing(service, network):
     asked = []
-    with Peer("counting", lambda: asked.append(1) or network.address, patience=0.3) as peer:
+    with Client("counting", lambda: asked.append(1) or network.address, patience=0.3) as peer:
         traffic = Traffic(peer, 0)
         for _ in range(2):
             traffic.send(50)
@@ -104,7 +104,7 @@ def test_stalled_connections_lose_and_repeat_nothing(service, network):
 
 
 def test_a_cut_between_a_call_and_its_answer_does_not_repeat_the_call(service, network):
-    with Peer("counting", network.address) as peer:
+    with Client("counting", network.address) as peer:
         peer.call("ping")
         for number in range(5):
             done = len(service.done.get(peer._session, []))
@@ -120,14 +120,14 @@ def test_a_cut_between_a_call_and_its_answer_does_not_repeat_the_call(service, n
 
 
 def test_a_call_that_takes_longer_than_patience_is_not_sent_again(service, server):
-    with Peer("counting", server.address, patience=0.3) as peer:
+    with Client("counting", server.address, patience=0.3) as peer:
         peer.call("sleep", {"seconds": 0.9})
         assert service.done[peer._session] == ["sleep"]
         assert peer.connections == 1
 
 
 def test_a_call_that_is_under_way_when_the_connection_breaks_is_waited_for(service, network):
-    with Peer("counting", network.address, patience=0.3) as peer:
+    with Client("counting", network.address, patience=0.3) as peer:
         reply = peer.begin("sleep", {"seconds": 0.9})
         wait_for(lambda: peer.connections)
         network.cut()
@@ -138,7 +138,7 @@ def test_a_call_that_is_under_way_when_the_connection_breaks_is_waited_for(servi
 
 def test_a_write_that_nobody_reads_does_not_hold_a_peer_up(network):
     large = np.zeros(2**25, np.uint8)
-    with Peer("counting", network.address, deadline=0.8, patience=60) as peer:
+    with Client("counting", network.address, deadline=0.8, patience=60) as peer:
         peer.call("ping")
         network.stall()
         replies = [peer.begin("echo", {}, [large]) for _ in range(12)]  # more than fits into all buffers
@@ -149,7 +149,7 @@ def test_a_write_that_nobody_reads_does_not_hold_a_peer_up(network):
 
 
 def test_a_short_deadline_behind_a_long_one_holds(service, server):
-    with Peer("counting", server.address) as peer:
+    with Client("counting", server.address) as peer:
         first = peer.begin("gate", deadline=60)
         with pytest.raises(WireError, match=r"'ping' within 0.3 s"):
             peer.call("ping", deadline=0.3)
@@ -160,7 +160,7 @@ def test_a_short_deadline_behind_a_long_one_holds(service, server):
 
 @pytest.mark.parametrize("find", ["127.0.0.1:1", lambda: "localhost:1"])
 def test_a_peer_that_cannot_be_reached_is_named_within_the_deadline(find):
-    with Peer("server 3", find, deadline=0.3) as peer:
+    with Client("server 3", find, deadline=0.3) as peer:
         with pytest.raises(WireError, match=r"server 3 expected to answer 'x' within 0.3 s, got: .*refused"):
             peer.call("x")
         with pytest.raises(WireError, match="server 3"):
@@ -170,13 +170,13 @@ def test_a_peer_that_cannot_be_reached_is_named_within_the_deadline(find):
 def test_a_port_that_accepts_and_says_nothing_is_named_within_the_deadline(network):
     network.stall()
     named = pytest.raises(WireError, match=r"server 3 expected to answer 'x' within 0.5 s")
-    with Peer("server 3", network.address, deadline=0.5) as peer, named:
+    with Client("server 3", network.address, deadline=0.5) as peer, named:
         peer.call("x")
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", ":1", "host:port", "host:70000", ""])
 def test_an_address_that_is_none_is_an_error_at_once(address):
-    with Peer("server", address) as peer, pytest.raises(ValueError, match="expects host:port"):
+    with Client("server", address) as peer, pytest.raises(ValueError, match="expects host:port"):
         peer.call("x")
 
 
@@ -189,17 +189,17 @@ def test_a_function_that_finds_may_fail_for_a_while(server):
             raise WireError("not there yet")
         return server.address
 
-    with Peer("server", find) as peer:
+    with Client("server", find) as peer:
         assert peer.call("ping").head["service"] == "counting"
-    with Peer("server", lambda: 1 // 0) as peer, pytest.raises(ZeroDivisionError):
+    with Client("server", lambda: 1 // 0) as peer, pytest.raises(ZeroDivisionError):
         peer.call("ping")
 
 
 def test_a_service_that_is_killed_and_restarted_is_a_lost_peer():
     with Process() as first:
-        peer = Peer("counting", first.address)
-        patient = Peer("counting", first.address, forgetful=True)
-        unused = Peer("counting", first.address)
+        peer = Client("counting", first.address)
+        patient = Client("counting", first.address, forgetful=True)
+        unused = Client("counting", first.address)
         for each in (peer, patient):
             each.call("echo", {"n": 0})
         port = first.port
@@ -218,7 +218,7 @@ def test_a_service_that_is_killed_and_restarted_is_a_lost_peer():
 
 def test_a_first_call_whose_answer_died_with_the_service_is_a_lost_peer():
     with Process() as first:
-        peer = Peer("counting", first.address)
+        peer = Client("counting", first.address)
         reply = peer.begin("sleep", {"seconds": 60})
         wait_for(lambda: peer._numbered)
         port = first.port
@@ -228,7 +228,7 @@ def test_a_first_call_whose_answer_died_with_the_service_is_a_lost_peer():
 
 
 def test_a_caller_that_was_forgotten_while_it_did_nothing_goes_on(service, server, network):
-    with Peer("counting", network.address) as peer:
+    with Client("counting", network.address) as peer:
         peer.call("echo", {"n": 0})
         server.sessions.end(peer._session)
         network.cut()
@@ -239,10 +239,10 @@ def test_a_caller_that_was_forgotten_while_it_did_nothing_goes_on(service, serve
 
 def test_sessions_are_forgotten_only_when_nobody_is_connected(server):
     server.sessions._idle = 0.0
-    with Peer("a", server.address) as first:
+    with Client("a", server.address) as first:
         first.call("ping")
         session = server.sessions._known[first._session]
-        with Peer("b", server.address) as second:
+        with Client("b", server.address) as second:
             second.call("ping")
         assert server.sessions._known == {first._session: session}
     wait_for(lambda: not server.sessions._known)
@@ -255,7 +255,7 @@ def test_many_callers_at_once(service, server):
             array = rng.integers(0, 100, 1000)
             assert peer.call("sum", {"n": (base, number)}, [array]).head["sum"] == array.sum()
 
-    peers = [Peer(f"peer {index}", server.address) for index in range(8)]
+    peers = [Client(f"peer {index}", server.address) for index in range(8)]
     threads = [
         threading.Thread(target=run, args=(peer, 10 * index + each))
         for index, peer in enumerate(peers)

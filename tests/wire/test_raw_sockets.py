@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from wire_helpers import Process
 
-from karvan.wire import Peer
+from karvan.wire import Client
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 MOST_GROWTH = 64 * 2**20
@@ -66,7 +66,7 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_strangers_harm_nobody(process, name):
-    with Peer("counting", process.address) as peer:
+    with Client("counting", process.address) as peer:
         peer.call("ping")
         with (
             contextlib.suppress(ConnectionError),
@@ -82,7 +82,7 @@ def test_strangers_harm_nobody(process, name):
 
 
 def test_many_strangers_leave_no_memory_taken(process):
-    with Peer("counting", process.address) as peer:
+    with Client("counting", process.address) as peer:
         peer.call("ping")
         before = process.memory()
         kept = []
@@ -101,7 +101,7 @@ def test_many_strangers_leave_no_memory_taken(process):
 
 def test_a_caller_that_comes_and_goes_leaves_no_memory_taken(process):
     def come():
-        with Peer("counting", process.address) as peer:
+        with Client("counting", process.address) as peer:
             assert peer.call("echo", {}, [np.zeros(250_000)]).arrays[0].nbytes == 2_000_000
 
     for _ in range(5):

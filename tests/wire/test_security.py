@@ -11,7 +11,7 @@ import pytest
 import trustme
 from wire_helpers import Counting
 
-from karvan.wire import Peer, RefusedError, Security, Server, WireError
+from karvan.wire import Client, RefusedError, Security, Server, WireError
 from karvan.wire.security import credentials as module
 
 DEADLINE = 0.4  # seconds, of calls that are to fail for want of an answer
@@ -35,7 +35,7 @@ NAMED = OURS.certificate("localhost", "127.0.0.1")
 def ask(server_security, caller_security, deadline=DEADLINE):
     with (
         Server(Counting(), security=server_security) as server,
-        Peer("counting", server.address, caller_security, deadline=deadline) as peer,
+        Client("counting", server.address, caller_security, deadline=deadline) as peer,
     ):
         return peer.call("ping").head["service"]
 
@@ -103,12 +103,15 @@ def test_a_service_with_tls_and_a_token_may_be_for_all():
     security = Security(**NAMED, ca=OURS.pem, token="secret")
     with Server(Counting(), "0.0.0.0", security=security) as server:
         port = server.address.rpartition(":")[2]
-        with Peer("counting", f"127.0.0.1:{port}", security) as peer:
+        with Client("counting", f"127.0.0.1:{port}", security) as peer:
             assert peer.call("ping").head["service"] == "counting"
 
 
 def test_a_token_is_not_shown_to_another_machine_without_tls():
-    with Peer("far", "10.0.0.1:80", Security(token="secret")) as peer, pytest.raises(ValueError, match="TLS"):
+    with (
+        Client("far", "10.0.0.1:80", Security(token="secret")) as peer,
+        pytest.raises(ValueError, match="TLS"),
+    ):
         peer.call("ping")
 
 
@@ -118,7 +121,7 @@ def test_loopback_has_several_names(host):
         socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError:
         pytest.skip(f"this machine has no {host}")
-    with Server(Counting(), host) as server, Peer("counting", server.address) as peer:
+    with Server(Counting(), host) as server, Client("counting", server.address) as peer:
         assert peer.call("ping").head["service"] == "counting"
 
 

@@ -7,7 +7,7 @@ import pytest
 from delay import Network
 from wire_helpers import Counting, wait_for
 
-from karvan.wire import Limits, Peer, Server, WireError
+from karvan.wire import Client, Limits, Server, WireError
 from karvan.wire.message import SCHEMA
 
 LIMIT = 60  # seconds
@@ -46,7 +46,7 @@ def drop_sessions(address, count, calls=0):
 def test_thousands_of_dropped_sessions_lock_nobody_out(calls):
     with Server(Counting()) as server:
         drop_sessions(server.address, 4200, calls)
-        with Peer("counting", server.address, deadline=LIMIT) as peer:
+        with Client("counting", server.address, deadline=LIMIT) as peer:
             assert peer.call("ping").head["service"] == "counting"
 
 
@@ -63,7 +63,7 @@ def test_sessions_beyond_their_deadline_make_room(limit):
         drop_sessions(server.address, 10, calls=1)
         wait_for(lambda: not server.connections, LIMIT)
         assert len(server.sessions._known) == 10
-        with Peer("counting", server.address, deadline=LIMIT) as peer:
+        with Client("counting", server.address, deadline=LIMIT) as peer:
             reply = peer.begin("ping")
             wait_for(lambda: not reply.done and peer._thread.is_alive())
             for session in list(server.sessions._known.values()):
@@ -76,7 +76,7 @@ def test_a_caller_that_may_come_back_keeps_its_session_whatever_the_pressure():
     with (
         Server(service, limits=Limits(sessions=10)) as server,
         Network(server.address) as network,
-        Peer("counting", network.address, deadline=LIMIT) as peer,
+        Client("counting", network.address, deadline=LIMIT) as peer,
     ):
         peer.call("echo", {"n": 0})
         network.stall()
@@ -90,7 +90,7 @@ def test_a_caller_that_may_come_back_keeps_its_session_whatever_the_pressure():
         wait_for(lambda: not server.connections, LIMIT)
         drop_sessions(server.address, 9, calls=1)
         with (
-            Peer("late", server.address, deadline=0.5) as late,
+            Client("late", server.address, deadline=0.5) as late,
             pytest.raises(WireError, match="late is busy: expected up to 10 sessions"),
         ):
             late.call("ping")
@@ -104,7 +104,7 @@ def test_a_caller_that_may_come_back_keeps_its_session_whatever_the_pressure():
 def test_a_call_with_a_longer_deadline_keeps_its_session_for_longer():
     with (
         Server(Counting(), limits=Limits(sessions=10)) as server,
-        Peer("counting", server.address, deadline=20) as peer,
+        Client("counting", server.address, deadline=20) as peer,
     ):
         peer.call("ping")
         assert server.sessions._known[peer._session].deadline == 20
@@ -119,7 +119,7 @@ def test_a_session_whose_first_call_is_being_done_is_not_forgotten():
     with (
         Server(service) as server,
         Network(server.address) as network,
-        Peer("counting", network.address, deadline=LIMIT) as peer,
+        Client("counting", network.address, deadline=LIMIT) as peer,
     ):
         reply = peer.begin("gate")
         wait_for(service.entered.is_set)

@@ -5,7 +5,7 @@ import logging
 import pytest
 from wire_helpers import Counting
 
-from karvan.wire import Peer, Security, Server
+from karvan.wire import Client, Security, Server
 
 GOOD = "0123456789abcdef" * 4
 
@@ -26,7 +26,10 @@ def test_a_token_with_or_without_a_line_end_gets_in(token_file, end, caplog):
     token_file.write_bytes(f"{GOOD}{end}".encode())
     security = Security(token=load(token_file))
     assert security.token == GOOD
-    with Server(Counting(), security=security) as server, Peer("counting", server.address, security) as peer:
+    with (
+        Server(Counting(), security=security) as server,
+        Client("counting", server.address, security) as peer,
+    ):
         assert peer.call("ping").head["service"] == "counting"
     assert not caplog.records
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from karvan._native import crc32
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.throttle import Throttle
 from karvan.outages import is_temporary
 
 Bytes = NDArray[np.uint8]
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
     data: Bytes
 
 
-class Place(NamedTuple):
+class FilePosition(NamedTuple):
     """Where an array lies in a file: `begin` counts from the file's first byte."""
 
     dtype: str
@@ -85,7 +85,7 @@ def stored(array: NDArray[Any], dtype: str | None = None) -> Stored:
     return Stored(name, array.shape, array.reshape(-1).view(np.uint8))
 
 
-def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace) -> FileEntry:
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:
     """Write a new file and wait until it is on the disk. The order of the arrays is kept."""
     header: dict[str, Any] = {}
     at = 0
@@ -99,7 +99,7 @@ def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pa
     return FileEntry(name, *write_file(folder / name, buffers, pace))
 
 
-def write_file(path: Path, buffers: Iterable[memoryview], pace: Pace) -> tuple[int, str]:
+def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
     """Write a new file and wait until it is on the disk; returns its size and checksum."""
     crc = size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -175,7 +175,7 @@ def unread_error(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(path, text, temporary=is_temporary(error))
 
 
-def read_header(path: Path) -> dict[str, Place]:
+def read_header(path: Path) -> dict[str, FilePosition]:
     """Where the arrays of a file lie; everything the header says is checked."""
     try:
         with path.open("rb") as file:
@@ -211,7 +211,7 @@ def read_header(path: Path) -> dict[str, Place]:
     return places
 
 
-def _place(path: Path, name: str, entry: object, data: int) -> Place:
+def _place(path: Path, name: str, entry: object, data: int) -> FilePosition:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             sizes = tuple(n for n in shape if isinstance(n, int) and n >= 0)
@@ -220,7 +220,7 @@ def _place(path: Path, name: str, entry: object, data: int) -> Place:
                     raise DamagedCheckpointError.mismatch(
                         path, f"array '{name}' of {prod(sizes) * ITEM_BYTES[dtype]} bytes", end - begin
                     )
-                return Place(dtype, sizes, data + begin, end - begin)
+                return FilePosition(dtype, sizes, data + begin, end - begin)
     raise DamagedCheckpointError.mismatch(
         path, f"array '{name}' with a known dtype, a shape and offsets", entry
     )

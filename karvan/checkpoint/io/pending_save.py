@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.throttle import Throttle
 
 if TYPE_CHECKING:
     from karvan.checkpoint.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ class Pending:
     """
 
     def __init__(
-        self, step: int, work: Callable[[], Checkpoint], pace: Pace, report: Report | None = None
+        self, step: int, work: Callable[[], Checkpoint], pace: Throttle, report: Report | None = None
     ) -> None:
         self.step = step
         self._report = report or log_failure
@@ -52,7 +52,7 @@ class Pending:
         """A save that has failed before there was anything to write."""
         made = cls.__new__(cls)
         made.step = step
-        made._pace = Pace()
+        made._pace = Throttle()
         made._result, made._error, made._told = None, error, False
         made._ended = threading.Event()
         made._ended.set()

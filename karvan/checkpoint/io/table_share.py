@@ -19,7 +19,7 @@ from karvan.checkpoint.format.manifest import PartEntry, TableEntry
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, stored
 from karvan.checkpoint.format.table_arrays import file_name, folder_of, to_arrays
 from karvan.checkpoint.format.table_extras import Extra
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.throttle import Throttle
 from karvan.store import Capture, Rows, TableSpec
 
 # Has arrays written to a file of that name; the first argument is called with what it is, then.
@@ -27,7 +27,7 @@ Put: TypeAlias = Callable[[Callable[[FileEntry], None], str, Mapping[str, Stored
 
 
 @dataclass(frozen=True)
-class Source:
+class ShareSource:
     """A table as it was at the call, and how this rank writes it."""
 
     spec: TableSpec
@@ -41,10 +41,10 @@ class Source:
 
 
 def put_table(
-    source: Source,
+    source: ShareSource,
     folder: Path,
     put: Put,
-    pace: Pace,
+    pace: Throttle,
     working: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, Any]]:
     """Have this rank's files of a table written; what is returned tells of them once they are, in JSON.

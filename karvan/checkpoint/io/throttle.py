@@ -15,7 +15,7 @@ from karvan.threads import cores
 _SHARE = 0.06
 
 
-class Pace:
+class Throttle:
     """Work in turns, each with a rest behind it that leaves the cores to training.
 
     Somebody who waits for the save has nothing else to do with them: `hurry` ends rests and turns.

@@ -31,13 +31,13 @@ from karvan.checkpoint.format.state_tree import encode
 from karvan.checkpoint.format.table_arrays import parts_for
 from karvan.checkpoint.format.table_extras import own_extra
 from karvan.checkpoint.io.pending_save import Pending, Report, Writers, no_report
-from karvan.checkpoint.io.table_share import Source, joined, put_table
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.table_share import ShareSource, joined, put_table
+from karvan.checkpoint.io.throttle import Throttle
 from karvan.checkpoint.rank_agreement import together
-from karvan.distributed import Lane
-from karvan.distributed.rank_turns import Rounds
+from karvan.distributed import CollectiveChannel
+from karvan.distributed.rank_heartbeats import RankHeartbeats
 from karvan.embedding import TableHandle
-from karvan.store import AwayStore, Capture, Store
+from karvan.store import Capture, SharedStore, Store
 
 Versions = dict[str, int]
 T = TypeVar("T")
@@ -85,12 +85,14 @@ class Writing:
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
             self._away = {
-                name: handle for name, handle in tables.items() if isinstance(handle.engine.store, AwayStore)
+                name: handle
+                for name, handle in tables.items()
+                if isinstance(handle.engine.store, SharedStore)
             }
             self._parts = parts
             self._handles = dict(tables)
             self._sources = {
-                name: Source(
+                name: ShareSource(
                     handle.spec,
                     handle.optimizer,
                     self._captures[name],
@@ -125,16 +127,16 @@ class Writing:
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
         prune: runs last, on rank 0. report: is told of a failure at once, on rank 0; by default it is logged.
         """
-        pace = Pace()
+        pace = Throttle()
         writers = None
 
         def work() -> Checkpoint:
             assert writers is not None
             try:
-                with self._connection.on("save") as lane:
-                    made = self._write(lane, target, writers, pace, check)
+                with self._connection.on("save") as channel:
+                    made = self._write(channel, target, writers, pace, check)
                     after(made)
-                    together(lane, target, prune if lane.rank == 0 else _nothing)
+                    together(channel, target, prune if channel.rank == 0 else _nothing)
                     return made
             finally:
                 writers.end()
@@ -155,22 +157,27 @@ class Writing:
         return pending
 
     def _write(
-        self, lane: Lane, target: Path, writers: Writers, pace: Pace, check: Callable[[], None]
+        self,
+        channel: CollectiveChannel,
+        target: Path,
+        writers: Writers,
+        pace: Throttle,
+        check: Callable[[], None],
     ) -> Checkpoint:
         hidden: HiddenFolder | None = None
 
         def begin() -> str:
             nonlocal hidden
-            if lane.rank == 0:
+            if channel.rank == 0:
                 hidden = HiddenFolder(target)
             return hidden.path.name if hidden else ""
 
         dense: list[FileEntry] = []
-        rounds = Rounds(lane, self._connection.settings.timeout)
+        rounds = RankHeartbeats(channel, self._connection.settings.timeout)
 
         def put() -> dict[str, Any]:
             try:
-                return self._put(lane, folder, writers, pace, rounds, dense.append)
+                return self._put(channel, folder, writers, pace, rounds, dense.append)
             finally:
                 writers.end()
                 rounds.finish()
@@ -185,9 +192,9 @@ class Writing:
             return data.decode()
 
         try:
-            folder = target.parent / together(lane, target, explaining(target, begin))[0]
-            shares = together(lane, target, explaining(target, put))
-            text = together(lane, target, explaining(target, publish))[0]
+            folder = target.parent / together(channel, target, explaining(target, begin))[0]
+            shares = together(channel, target, explaining(target, put))
+            text = together(channel, target, explaining(target, publish))[0]
         finally:
             if hidden is not None:
                 hidden.remove()
@@ -196,11 +203,11 @@ class Writing:
 
     def _put(
         self,
-        lane: Lane,
+        channel: CollectiveChannel,
         folder: Path,
         writers: Writers,
-        pace: Pace,
-        rounds: Rounds,
+        pace: Throttle,
+        rounds: RankHeartbeats,
         dense: Callable[[FileEntry], None],
     ) -> dict[str, Any]:
         """Write this rank's files; returns what there is to tell of its tables."""
@@ -214,20 +221,20 @@ class Writing:
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
             writers.put(lambda: note(write_arrays(folder, name, arrays, pace)))
 
-        if lane.rank == 0:
+        if channel.rank == 0:
             put(dense, "dense.safetensors", self._dense)
         tables = {
             name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
         }
-        away = self._put_away(folder, rounds) if lane.rank == 0 else {}
+        away = self._put_away(folder, rounds) if channel.rank == 0 else {}
         writers.finish()
         return {**{name: [made()] for name, made in tables.items()}, **away}
 
-    def _put_away(self, folder: Path, rounds: Rounds) -> dict[str, list[Any]]:
+    def _put_away(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
         """Have others write the tables that they hold; returns what each of them tells, by table."""
         told: dict[str, list[Any]] = {}
         for store, names in _by_store(self._away).items():
-            assert isinstance(store, AwayStore)
+            assert isinstance(store, SharedStore)
             tables = {
                 name: {
                     "optimizer": self._handles[name].optimizer,
@@ -275,11 +282,11 @@ def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
         path.unlink(missing_ok=True)
 
 
-def taken(lane: Lane, target: Path, take: Callable[[], Writing]) -> Writing:
+def taken(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
     """What `take` made, if it did on all ranks."""
     made: list[Writing] = []
     try:
-        together(lane, target, lambda: made.append(take()))
+        together(channel, target, lambda: made.append(take()))
     except BaseException:
         for one in made:
             one.close()

@@ -92,7 +92,7 @@ def launch(
 
 def supervise(
     spec: JobSpec,
-    registry: jobs.Registry,
+    registry: jobs.RegistryView,
     commands: Commands,
     timing: jobs.Timing | None = None,
     owner: Ownership | None = None,
@@ -100,13 +100,13 @@ def supervise(
     """Run a job with the local engine until it ends or a signal stops it; its exit code."""
     from karvan.launch.engines.base import name_of
     from karvan.launch.engines.local import LocalEngine
-    from karvan.launch.merged_logs import Logs
-    from karvan.launch.supervision.supervisor import Job, Timing
+    from karvan.launch.merged_logs import MergedLogs
+    from karvan.launch.supervision.supervisor import Supervisor, Timing
 
     names = [name_of(role, index) for role in commands for index in range(spec.of_role(role).replicas)]
-    with closing(Logs(names, spec.logs)) as logs:
+    with closing(MergedLogs(names, spec.logs)) as logs:
         lease = "" if owner is None else owner.id
-        job = Job(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing(), lease)
+        job = Supervisor(spec, LocalEngine(logs.write), registry, logs, commands, timing or Timing(), lease)
         if owner is not None:
             owner.on_lost(lambda: job.interrupt(signal.SIGTERM))
         with logs.warnings(), _signals_to(job):
@@ -168,7 +168,7 @@ def _registry(spec: JobSpec) -> Registry:
 
 
 @contextmanager
-def _signals_to(job: jobs.Job) -> Iterator[None]:
+def _signals_to(job: jobs.Supervisor) -> Iterator[None]:
     # A terminal that is closed stops the job like SIGTERM, unless nohup says otherwise.
     caught = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

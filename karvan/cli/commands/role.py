@@ -89,13 +89,13 @@ def role(
 def _run(name: str) -> int:
     import logging
 
-    from karvan.cluster.role_process import Settings, end, factory_of, serve
+    from karvan.cluster.role_process import RoleSettings, end, factory_of, serve
     from karvan.wire import ListenError, RefusedError, WireError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         make = factory_of(name)
-        settings = Settings.from_environment(name)
+        settings = RoleSettings.from_environment(name)
         serve(make, settings)
     except ValueError as error:
         code = code_of(error)

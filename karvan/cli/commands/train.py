@@ -31,7 +31,7 @@ def train(
     target: Path | None = typer.Argument(
         None,
         metavar="FILE.py|CONFIG.yaml",
-        help="A file with [bold]def job() -> kv.Job[/bold], or a config.",
+        help="A file with [bold]def job() -> kv.TrainingJob[/bold], or a config.",
         show_default=False,
     ),
     settings: list[str] = typer.Option(
@@ -129,7 +129,7 @@ def _choice(resume: bool, resume_from: str | None) -> bool | str:
 
 
 def _fit(
-    job: kv.Job, *, resume: bool | str, drop_unfinished: bool, new_settings: bool, quiet: bool
+    job: kv.TrainingJob, *, resume: bool | str, drop_unfinished: bool, new_settings: bool, quiet: bool
 ) -> kv.train.FitResult:
     from karvan.train import NoProgress
     from karvan.train.state.dataset import UnfinishedError

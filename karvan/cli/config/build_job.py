@@ -1,4 +1,4 @@
-"""From a config to a `kv.Job`: classes are found by name, and their arguments checked."""
+"""From a config to a `kv.TrainingJob`: classes are found by name, and their arguments checked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import karvan as kv
 from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import check_arguments, classes_of, found, made_by_name, tried
 from karvan.cli.errors import CommandError
-from karvan.train.reporting.loggers import CsvLog, JsonLinesLog, Log, TensorBoardLog
+from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 _ADMISSIONS = {kind.__name__: kind for kind in (kv.Always, kv.MinCount, kv.Probability, kv.ReadOnly)}
 _EVICTIONS = {kind.__name__: kind for kind in (kv.Never, kv.LRU, kv.LFU, kv.Age, kv.TTL, kv.Norm)}
 
 
-def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.Job:
+def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
     """A job by a config; without `training` its training data is not opened."""
     torch.manual_seed(config.train.seed)
     transform = make_features(config.features)
@@ -56,7 +56,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         ahead=train.ahead,
     )
     data = config.data
-    return kv.Job(
+    return kv.TrainingJob(
         trainer,
         _read(data, data.train, data.batch_size, transform, data.labels, shuffle=data.shuffle)
         if training
@@ -219,11 +219,11 @@ def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
     )
 
 
-def _logs(config: configs.Logs) -> list[Log]:
-    kinds: dict[str, Callable[[Any], Log]] = {
-        "csv": CsvLog,
-        "jsonl": JsonLinesLog,
-        "tensorboard": TensorBoardLog,
+def _logs(config: configs.LogSection) -> list[Logger]:
+    kinds: dict[str, Callable[[Any], Logger]] = {
+        "csv": CSVLogger,
+        "jsonl": JSONLinesLogger,
+        "tensorboard": TensorBoardLogger,
     }
     return [make(getattr(config, name)) for name, make in kinds.items() if getattr(config, name) is not None]
 

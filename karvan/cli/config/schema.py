@@ -137,7 +137,7 @@ class Early(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
 
-class WarmStart(Section):
+class WarmStartSection(Section):
     """The checkpoint that a new run begins with; the options of `kv.checkpoint.warm_start`."""
 
     path: Path
@@ -164,7 +164,7 @@ class Train(Section):
     seed: Integer = 0
     ahead: CountOrZero = 2
     early_stopping: Early | None = None
-    warm_start: WarmStart | None = None
+    warm_start: WarmStartSection | None = None
 
 
 class Best(Section):
@@ -187,7 +187,7 @@ class Saved(Section):
     full_every: Count = 1
 
 
-class Logs(Section):
+class LogSection(Section):
     """Files that get the numbers of training, every so many steps."""
 
     csv: Path | None = None
@@ -216,7 +216,7 @@ class Config(Section):
     train: Train = Train()
     metrics: list[str] | dict[str, Choice] = Field(default=["AUC"])
     checkpoints: Saved = Saved()
-    logs: Logs = Logs()
+    logs: LogSection = LogSection()
     predict: Predict = Predict()
 
 

@@ -36,7 +36,7 @@ class Target:
     settings: Mapping[str, str]
     options: Mapping[str, str]
 
-    def job(self, *, training: bool = True) -> kv.Job:
+    def job(self, *, training: bool = True) -> kv.TrainingJob:
         """Make the job; without `training`, a config's training data is not opened."""
         if not self.path.exists():
             raise CommandError(
@@ -54,14 +54,16 @@ class Target:
             f"{self.path}: expected a FILE.py or a CONFIG.yaml, got '{self.path.suffix or 'no ending'}'."
         )
 
-    def _of_file(self) -> kv.Job:
+    def _of_file(self) -> kv.TrainingJob:
         import karvan as kv
 
         function = _job_function(self.path)
         arguments = _arguments(self.path, function, self.settings, self.options)
         made = function(**arguments)
-        if not isinstance(made, kv.Job):
-            raise CommandError(f"job() of {self.path} must return a kv.Job, got {type(made).__name__}.")
+        if not isinstance(made, kv.TrainingJob):
+            raise CommandError(
+                f"job() of {self.path} must return a kv.TrainingJob, got {type(made).__name__}."
+            )
         return made
 
 
@@ -89,7 +91,9 @@ def _job_function(path: Path) -> Callable[..., Any]:
         raise CommandError(f"{error.filename}, line {error.lineno}: {error.msg}.", FAILED) from error
     function = getattr(module, "job", None)
     if not callable(function):
-        raise CommandError(f"{path} must define a function job() that returns a kv.Job; there is none.")
+        raise CommandError(
+            f"{path} must define a function job() that returns a kv.TrainingJob; there is none."
+        )
     return function  # type: ignore[no-any-return]
 
 

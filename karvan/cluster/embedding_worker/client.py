@@ -15,7 +15,7 @@ from karvan.cluster.batch_messages import pack
 from karvan.discovery.directory import directory_from_environment
 from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.ragged import Ragged
-from karvan.wire import Peer, Security, WireError
+from karvan.wire import Client, Security, WireError
 
 _FOUND_WITHIN = 5.0  # seconds; who does not find a worker tries again until the call's deadline
 _PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full, at first and at last
@@ -34,7 +34,7 @@ class WorkerClient:
     ) -> None:
         self.index = index
         self._deadline = deadline
-        self._peer = Peer(
+        self._peer = Client(
             f"embedding worker {index}",
             find,
             security,

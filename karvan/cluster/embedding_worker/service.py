@@ -30,9 +30,9 @@ import torch
 
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.embedding_worker.id_cache import KeptIds
-from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, Speaker
+from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, TrainerSession
 from karvan.cluster.generations import Generations, generations_of
-from karvan.cluster.role_process import Settings
+from karvan.cluster.role_process import RoleSettings
 from karvan.distributed.clients.parameter_servers import Servers, find_servers
 from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.ragged import Ragged
@@ -62,7 +62,7 @@ class EmbeddingWorker(Service):
         self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
-        self._speakers: dict[int, Speaker] = {}  # by trainer
+        self._speakers: dict[int, TrainerSession] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
@@ -97,7 +97,7 @@ class EmbeddingWorker(Service):
                 self._leave()
                 self._generation, self._run = generation, run
             if trainer not in self._speakers:
-                self._speakers[trainer] = Speaker(_servers_for(hello), hello)
+                self._speakers[trainer] = TrainerSession(_servers_for(hello), hello)
         return {"worker": self._index}
 
     def _leave(self) -> None:
@@ -107,7 +107,7 @@ class EmbeddingWorker(Service):
         self._speakers = {}
         self._ids.forget_claimed()
 
-    def _speaker(self, caller: Caller) -> Speaker:
+    def _speaker(self, caller: Caller) -> TrainerSession:
         with self._lock:
             hello = caller.hello
             if "run" not in hello or hello["run"] != self._run:
@@ -195,7 +195,7 @@ class EmbeddingWorker(Service):
         self.backwards += 1
         return Message({"begun_anew": speaker.take_begun_anew()})
 
-    def _let_go(self, head: Mapping[str, Any], speaker: Speaker) -> None:
+    def _let_go(self, head: Mapping[str, Any], speaker: TrainerSession) -> None:
         speaker.forget(head["store"], head["done"])
         self._ids.forget(head["gone"])
 
@@ -237,7 +237,7 @@ def _servers_for(hello: Mapping[str, Any]) -> Servers:
     return servers
 
 
-def _engine_of(head: Mapping[str, Any], speaker: Speaker) -> Embedding | None:
+def _engine_of(head: Mapping[str, Any], speaker: TrainerSession) -> Embedding | None:
     """The engine, unless the trainer has more to tell of it."""
     known = speaker.declarations >= head["declarations"]
     return speaker.engines.get(head["engine"]) if known else None
@@ -247,7 +247,7 @@ def _needs_engine() -> Message:
     return Message({"needs": "engine", "text": "expected to know the trainer's engine."})
 
 
-def make(settings: Settings) -> Service:
+def make(settings: RoleSettings) -> Service:
     """The worker of a process; see `karvan/cluster/role_process.py`."""
     return EmbeddingWorker(
         settings.index,

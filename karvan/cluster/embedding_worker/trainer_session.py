@@ -1,6 +1,7 @@
 """What an embedding worker does with ids: in a trainer's name, with the trainer's own code.
 
-A `Speaker` speaks for one trainer and has its engines, each an `Embedding`; a batch of it is an `Embedded`.
+A `TrainerSession` speaks for one trainer and has its engines, each an `Embedding`; a batch of it is an
+`Embedded`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from karvan.distributed.clients.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput
 from karvan.embedding.feature_program import features_from_json, make_program
 from karvan.store.exchange.wire_format import from_wire, to_wire
-from karvan.store.remote.server_lookup import Pull
+from karvan.store.remote.server_lookup import ServerLookup
 from karvan.wire import Array, RefusedError, Reply
 
 
-class Speaker:
+class TrainerSession:
     """Speaks to the parameter servers for one trainer."""
 
     def __init__(self, servers: Servers, hello: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class Speaker:
 class Embedding:
     """An engine of a trainer: features in their layouts, without rows."""
 
-    def __init__(self, speaker: Speaker, features: Mapping[str, Any], wire: str) -> None:
+    def __init__(self, speaker: TrainerSession, features: Mapping[str, Any], wire: str) -> None:
         self._speaker = speaker
         self.count = len(speaker.servers)
         self.wire = wire
@@ -101,7 +102,7 @@ class Embedding:
         made.pull.begin(batch)
         return made
 
-    def send_pull(self, pull: Pull) -> list[Reply]:
+    def send_pull(self, pull: ServerLookup) -> list[Reply]:
         """See `Puller.send_pull`."""
         assert isinstance(pull, _Pull)
         head = {
@@ -206,7 +207,7 @@ class Embedded:
         return self.pull.pack(made, self._engine.scale, complete)
 
 
-class _Pull(Pull):
+class _Pull(ServerLookup):
     """A pull that knows which of the trainer's stores it is for."""
 
     of_store = 0

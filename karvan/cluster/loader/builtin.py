@@ -24,7 +24,7 @@ from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.role_process import Settings
+from karvan.cluster.role_process import RoleSettings
 from karvan.data import Column, Fixed, Loader, Raw, Varlen, read
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.wire import Service
@@ -34,7 +34,7 @@ _KINDS: Mapping[str, type[Column]] = {"fixed": Fixed, "varlen": Varlen, "raw": R
 _OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "filesystem")
 
 
-def make(settings: Settings) -> Service:
+def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
     source = read_share(_data_of(os.environ), settings.index, settings.count)
     source.identity()  # reads a little of the files; a file that cannot be read is then an error at once

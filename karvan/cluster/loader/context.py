@@ -28,10 +28,10 @@ from karvan.checkpoint.transforms import has_state, name_of
 from karvan.cluster.embedding_worker.client import workers_from_environment
 from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import Batches, as_batch, serve
-from karvan.cluster.loader.id_forwarding import Split, WorkerClient, split_by_name
+from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
 from karvan.cluster.loader.service import LoaderService
-from karvan.cluster.loader.statistics import SavedStatistics, Statistics
-from karvan.cluster.role_process import Settings, listening
+from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
+from karvan.cluster.role_process import RoleSettings, listening
 from karvan.data import Loader, read
 
 _TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
@@ -49,11 +49,11 @@ class DataContext:
         self,
         *,
         queue: int = 8,
-        settings: Settings | None = None,
-        workers: Sequence[WorkerClient] | None = None,
-        split: Split = split_by_name,
+        settings: RoleSettings | None = None,
+        workers: Sequence[IdReceiver] | None = None,
+        split: SplitIds = split_by_name,
     ) -> None:
-        self._settings = settings = settings or Settings.from_environment("loader")
+        self._settings = settings = settings or RoleSettings.from_environment("loader")
         self.index = settings.index
         self.count = settings.count
         self._service = LoaderService(
@@ -174,17 +174,17 @@ class DataContext:
         if known is None:
             if all(transform is not one for one in self._transforms):
                 self._transforms.append(transform)
-        elif Statistics.of([transform]).digests.items() - known.digests.items():
+        elif LoaderStatistics.of([transform]).digests.items() - known.digests.items():
             raise ValueError(
                 f"Trainers do not know the statistics of transform '{name_of(transform)}': expected "
                 "data.read(…, transform=…) with it before data.serve, data.epochs or the first data.send, so "
                 "that checkpoints have them."
             )
 
-    def _statistics(self) -> Statistics:
+    def _statistics(self) -> LoaderStatistics:
         for transform in self._transforms:
             self._saved.give(transform)  # the program may have called fit since
-        return Statistics.of(self._transforms)
+        return LoaderStatistics.of(self._transforms)
 
     def _telling(self) -> ExitStack:
         """Trainers hear of errors inside of it."""

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from karvan.cluster.loader.service import LoaderService, Start
-from karvan.cluster.loader.statistics import Statistics
+from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.ragged import Batch
 from karvan.train.types import Positioned
 
 Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
-def serve(service: LoaderService, batches: Batches, statistics: Statistics | None = None) -> None:
+def serve(service: LoaderService, batches: Batches, statistics: LoaderStatistics | None = None) -> None:
     """Send batches for as long as trainers ask for epochs; until the service is closed.
 
     statistics: of the transforms that make the batches.

@@ -1,7 +1,7 @@
 """Ids that a loader has sent to embedding workers, kept until nobody can need them again.
 
 A job with embedding workers splits each batch: its id features go to worker number modulo workers, under a
-`Reference`; the trainer gets the rest, with the reference and the worker. The loader keeps the ids until the
+`BatchName`; the trainer gets the rest, with the reference and the worker. The loader keeps the ids until the
 trainer says that it is done with the batch, so that they can be put again if a worker is replaced.
 """
 
@@ -15,7 +15,7 @@ from karvan.ragged import Batch
 from karvan.wire import RefusedError
 
 
-class Reference(NamedTuple):
+class BatchName(NamedTuple):
     """Names the ids of one batch; numbers begin at 0 again in every epoch."""
 
     generation: int
@@ -28,19 +28,19 @@ class Reference(NamedTuple):
         return f"{self.generation}/{self.epoch}/{self.number}"
 
     @classmethod
-    def named(cls, name: str) -> Reference:
+    def named(cls, name: str) -> BatchName:
         """The reference of that name."""
         return cls(*map(int, name.split("/")))
 
 
-class WorkerClient(Protocol):
+class IdReceiver(Protocol):
     """One embedding worker, as a loader sees it."""
 
     def put(self, reference: str, ids: Mapping[str, Any]) -> None:
         """Give it the ids of a batch, again if it had them before; waits while it has no room."""
 
 
-class Split(Protocol):
+class SplitIds(Protocol):
     """Parts a batch into ids, for an embedding worker, and the rest, for the trainer."""
 
     def __call__(self, batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -61,17 +61,17 @@ def split_by_name(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], d
 class SentIds:
     """The ids of batches that trainers are not done with, and the workers that they were put to."""
 
-    def __init__(self, workers: Sequence[WorkerClient], split: Split = split_by_name) -> None:
+    def __init__(self, workers: Sequence[IdReceiver], split: SplitIds = split_by_name) -> None:
         self._workers = workers
         self._split = split
         self._lock = threading.Lock()
-        self._kept: dict[Reference, tuple[int, dict[str, Any]]] = {}  # with the trainer
+        self._kept: dict[BatchName, tuple[int, dict[str, Any]]] = {}  # with the trainer
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(
-        self, reference: Reference, trainer: int, batch: Batch, names: Sequence[str]
+        self, reference: BatchName, trainer: int, batch: Batch, names: Sequence[str]
     ) -> tuple[Batch, int | None]:
         """Put a batch's ids to their worker; gives what is left for the trainer, and the worker if any."""
         if not self._workers or not names:
@@ -83,7 +83,7 @@ class SentIds:
         self._workers[worker].put(reference.name, ids)
         return Batch(rest), worker
 
-    def resend(self, reference: Reference, worker: int) -> None:
+    def resend(self, reference: BatchName, worker: int) -> None:
         """Put the ids of a batch to a worker again."""
         with self._lock:
             kept = self._kept.get(reference)
@@ -97,7 +97,7 @@ class SentIds:
         """A trainer is done with these batches."""
         with self._lock:
             for each in references:
-                reference = Reference(*each)
+                reference = BatchName(*each)
                 if reference in self._kept and self._kept[reference][0] == trainer:
                     del self._kept[reference]
 

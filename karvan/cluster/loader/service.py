@@ -41,8 +41,8 @@ from typing import Any
 from karvan.activity import TRAINERS, activity
 from karvan.cluster.batch_messages import pack
 from karvan.cluster.generations import Generations
-from karvan.cluster.loader.id_forwarding import Reference, SentIds, Split, WorkerClient, split_by_name
-from karvan.cluster.loader.statistics import Statistics
+from karvan.cluster.loader.id_forwarding import BatchName, IdReceiver, SentIds, SplitIds, split_by_name
+from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.loader.trainer_queue import Item, Known, Place, TrainerQueue
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.outages import mark
@@ -78,8 +78,8 @@ class LoaderService(Service):
         *,
         queue: int = 8,
         generations: Generations | None = None,
-        workers: Sequence[WorkerClient] = (),
-        split: Split = split_by_name,
+        workers: Sequence[IdReceiver] = (),
+        split: SplitIds = split_by_name,
     ) -> None:
         if queue < 2:
             raise ValueError(f"queue must be at least 2 batches for each trainer, got {queue}.")
@@ -100,7 +100,7 @@ class LoaderService(Service):
         self._error = ""
         self._error_code = FAILED
         self._identity: tuple[dict[str, Any] | None] | None = None  # of the data, once the program has begun
-        self._statistics = Statistics()  # of the transforms; final as soon as there is an identity
+        self._statistics = LoaderStatistics()  # of the transforms; final as soon as there is an identity
         self._over = False  # the program has no more epochs
         self._closed = False
         self.endpoints = endpoints(
@@ -169,7 +169,7 @@ class LoaderService(Service):
         return Message({})
 
     def _resend(self, call: Request) -> Message:
-        self._sent.resend(Reference(*call.head["reference"]), call.head["worker"])
+        self._sent.resend(BatchName(*call.head["reference"]), call.head["worker"])
         return Message({})
 
     def _tell_identity(self, call: Request) -> Message:
@@ -261,15 +261,15 @@ class LoaderService(Service):
         return self._closed
 
     @property
-    def statistics(self) -> Statistics | None:
+    def statistics(self) -> LoaderStatistics | None:
         """What trainers were told of the transforms; None before the program begins."""
         return None if self._identity is None else self._statistics
 
-    def identify(self, identity: dict[str, Any] | None, statistics: Statistics | None = None) -> None:
+    def identify(self, identity: dict[str, Any] | None, statistics: LoaderStatistics | None = None) -> None:
         """Say what tells the data from other data, None if nothing does, and the transforms' statistics."""
         with self._changed:
             self._identity = (identity,)
-            self._statistics = statistics or Statistics()
+            self._statistics = statistics or LoaderStatistics()
             self._changed.notify_all()
 
     def begin(self) -> Start | None:
@@ -326,7 +326,7 @@ class LoaderService(Service):
             generation, names = self._generation, self._trainers[owner].ids
         item = None
         if wanted:  # outside of the lock: a worker may take its time
-            reference = Reference(generation, epoch, number)
+            reference = BatchName(generation, epoch, number)
             rest, worker = self._sent.put(reference, owner, batch, names)
             packed = pack(rest)
             head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.rows}

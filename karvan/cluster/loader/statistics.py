@@ -1,4 +1,4 @@
-"""Statistics of the fitted transforms of loaders: trainers save them, and all loaders have the same.
+"""LoaderStatistics of the fitted transforms of loaders: trainers save them, and all loaders have the same.
 
 A loader transforms batches in a process of its own, but the model of the trainers is of use only together
 with the statistics of that transform.
@@ -28,13 +28,13 @@ from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.transforms import KEY, has_state, name_of
-from karvan.cluster.loader_stream.loader_channel import Caller, Line
+from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel
 from karvan.features import FeatureEngine
 from karvan.train.state.transforms import replace_statistics
 from karvan.wire import Message
 
 
-class Statistics:
+class LoaderStatistics:
     """The states of a loader's transforms, ready to be sent."""
 
     def __init__(self, packed: Mapping[str, bytes] | None = None) -> None:
@@ -43,7 +43,7 @@ class Statistics:
         self.digest = digest_of(self.digests)
 
     @classmethod
-    def of(cls, transforms: Iterable[object]) -> Statistics:
+    def of(cls, transforms: Iterable[object]) -> LoaderStatistics:
         """Those of transforms that have some; an engine that was not fitted is an error."""
         packed: dict[str, bytes] = {}
         for transform in transforms:
@@ -70,7 +70,7 @@ def digest_of(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16] if digests else ""
 
 
-def ask_loaders(lines: Sequence[Line], caller: Caller) -> tuple[dict[str, Any], str]:
+def ask_loaders(lines: Sequence[LoaderChannel], caller: ChannelSettings) -> tuple[dict[str, Any], str]:
     """The states of the loaders' transforms by name, and their digest; an error if loaders differ."""
     answers = [
         line.ask_program("statistics", caller, {"whole": number == 0}) for number, line in enumerate(lines)

@@ -12,16 +12,16 @@ from functools import partial
 from typing import Any
 
 from karvan.clock import clock
-from karvan.cluster.loader_stream.position import Base, Known, base_of, loader_state
+from karvan.cluster.loader_stream.position import Known, StreamBase, base_of, loader_state
 from karvan.protocol.loader import LOADER_CALLS
-from karvan.wire import Message, Peer, RefusedError, Reply, Security, WireError
+from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
 
 _LEAVE_WITHIN = 2.0  # seconds
 _POSITIONS = 8  # of batches handed out, so that trainers that differ as much can begin where the last one is
 
 
 @dataclass(frozen=True)
-class Caller:
+class ChannelSettings:
     """What all lines of a trainer have in common."""
 
     rank: int
@@ -35,7 +35,7 @@ class Caller:
     security: Security
 
 
-class Line:
+class LoaderChannel:
     """Batches of loader number `loader`; all but calls happens under the stream's condition `changed`."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Line:
         loader: int,
         changed: threading.Condition,
         epoch: int = 0,
-        base: Base | None = None,
+        base: StreamBase | None = None,
         next_index: int = 0,
         positions: Iterable[Known] = (),
     ) -> None:
@@ -55,15 +55,15 @@ class Line:
         self.missing: list[int] = []  # trainers that the loader waits for
         self.error: Exception | None = None
         self._changed = changed
-        self._base = base or Base()
+        self._base = base or StreamBase()
         self._next = next_index  # behind the last batch that was handed out
         self._received = next_index
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
         self._run = secrets.token_hex(8)
         self._asked = 0
         self._left = False
-        self._caller: Caller | None = None
-        self._peers: dict[str, Peer] = {}
+        self._caller: ChannelSettings | None = None
+        self._peers: dict[str, Client] = {}
 
     @classmethod
     def of(
@@ -73,7 +73,7 @@ class Line:
         epoch: int,
         state: Mapping[str, Any],
         place: tuple[int, int, int],
-    ) -> Line:
+    ) -> LoaderChannel:
         """As a state says; `place` is the trainer's rank, of how many, and the number of loaders."""
         rank, world, loaders = place
         line = cls(
@@ -110,7 +110,7 @@ class Line:
         """Whether there is a batch or the end."""
         return bool(self.waiting) or self.end is not None
 
-    def ask(self, caller: Caller | None = None) -> None:
+    def ask(self, caller: ChannelSettings | None = None) -> None:
         """Have as many calls under way as there should be."""
         with self._changed:
             self._caller = caller or self._caller
@@ -151,18 +151,20 @@ class Line:
         """The epoch was taken to its end."""
         with self._changed:
             assert self.end is not None
-            self._base = Base(position=(0, self.end[1]))
+            self._base = StreamBase(position=(0, self.end[1]))
             self._next = self._received = 0
             self._positions.clear()
             self.epoch += 1
             self.end = None
 
-    def identity(self, caller: Caller) -> dict[str, Any] | None:
+    def identity(self, caller: ChannelSettings) -> dict[str, Any] | None:
         """What tells the loader's data from other data."""
         known = self.ask_program("identity", caller).head["identity"]
         return None if known is None else dict(known)
 
-    def ask_program(self, method: str, caller: Caller, head: Mapping[str, Any] | None = None) -> Message:
+    def ask_program(
+        self, method: str, caller: ChannelSettings, head: Mapping[str, Any] | None = None
+    ) -> Message:
         """The answer `method` of the loader, which has it once its program begins to send batches."""
         with self._changed:
             self._caller = caller
@@ -190,9 +192,9 @@ class Line:
         for peer in self._peers.values():
             peer.close()
 
-    def _peer(self, kind: str, caller: Caller) -> Peer:
+    def _peer(self, kind: str, caller: ChannelSettings) -> Client:
         if kind not in self._peers:
-            self._peers[kind] = Peer(
+            self._peers[kind] = Client(
                 self.name,
                 partial(caller.find, self.loader),
                 caller.security,
@@ -203,7 +205,7 @@ class Line:
             )
         return self._peers[kind]
 
-    def _hello(self, kind: str, caller: Caller) -> dict[str, Any]:
+    def _hello(self, kind: str, caller: ChannelSettings) -> dict[str, Any]:
         """What a loader has to know that meets this trainer for the first time."""
         who = {
             "kind": kind,
@@ -256,7 +258,7 @@ class Line:
             self.waiting.append(answer)
 
 
-def leave_all(lines: Iterable[Line]) -> None:
+def leave_all(lines: Iterable[LoaderChannel]) -> None:
     """Leave all loaders, at the same time."""
     leaving = [threading.Thread(target=line.leave, daemon=True) for line in lines]
     with contextlib.suppress(RuntimeError):  # no thread can be started any more when the process ends

@@ -21,7 +21,7 @@ Known = tuple[int, Any]  # index, and the source's position before it
 
 
 @dataclass(frozen=True)
-class Base:
+class StreamBase:
     """What had been taken of one loader's epoch when trainers began, whoever took it."""
 
     begin: int = 0
@@ -47,7 +47,7 @@ def state_of(
 
 
 def loader_state(
-    base: Base, positions: Iterable[Known], end: Known | None, next_of: Mapping[int, int]
+    base: StreamBase, positions: Iterable[Known], end: Known | None, next_of: Mapping[int, int]
 ) -> dict[str, Any]:
     """What a state says of one loader."""
     return {
@@ -59,10 +59,10 @@ def loader_state(
     }
 
 
-def base_of(loader: Mapping[str, Any]) -> Base:
+def base_of(loader: Mapping[str, Any]) -> StreamBase:
     """The base that a state says of one loader."""
     index, position = loader["positions"][0]
-    return Base(int(loader["begin"]), frozenset(map(int, loader["taken"])), (int(index), position))
+    return StreamBase(int(loader["begin"]), frozenset(map(int, loader["taken"])), (int(index), position))
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def check(state: Mapping[str, Any], loaders: int | None = None) -> None:
 
 def start_of_epoch(loaders: int) -> list[dict[str, Any]]:
     """What a state says of its loaders before any batch of an epoch."""
-    return [loader_state(Base(), (), None, {}) for _ in range(loaders)]
+    return [loader_state(StreamBase(), (), None, {}) for _ in range(loaders)]
 
 
 def _merged(given: list[Mapping[str, Any]], loader: int, loaders: int, trainers: int) -> dict[str, Any]:
@@ -125,4 +125,4 @@ def _merged(given: list[Mapping[str, Any]], loader: int, loaders: int, trainers:
     best = max((one for one in known if one[0] <= begin), key=lambda one: one[0])
     taken = frozenset(index for index in range(begin, last) if has(index))
     end = next((tuple(each["end"]) for each in given if each["end"] is not None), None)
-    return loader_state(Base(begin, taken, best), (), end, {})
+    return loader_state(StreamBase(begin, taken, best), (), end, {})

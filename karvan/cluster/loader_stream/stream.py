@@ -27,10 +27,10 @@ from karvan import distributed, ragged
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.id_forwarding import Reference
+from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.cluster.loader.statistics import ask_loaders
 from karvan.cluster.loader_stream import position
-from karvan.cluster.loader_stream.loader_channel import Caller, Line, leave_all
+from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
 from karvan.data.identity import Identity
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
 from karvan.ragged import REFERENCE, Batch
@@ -52,7 +52,7 @@ class LoadedBatch(Batch):
     epoch = 0
     number = 0
     meta: Any = None
-    reference: Reference | None = None
+    reference: BatchName | None = None
     worker: int | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LoadedBatch:
@@ -128,9 +128,9 @@ class LoaderStream:
         self._digest: str | None = None  # of the loaders' statistics, if they were asked
         self._epoch = 0
         self._finished = False  # whether the epoch was given to its end here, so that the next one follows
-        self._released: deque[ragged.Reference] = deque()  # whose ids nobody needs any more
+        self._released: deque[ragged.IdsReference] = deque()  # whose ids nobody needs any more
         self._changed = threading.Condition()
-        self._lines = [Line(loader, self._changed) for loader in range(loaders)]
+        self._lines = [LoaderChannel(loader, self._changed) for loader in range(loaders)]
         weakref.finalize(self, leave_all, self._lines).atexit = False  # connections end with the process
 
     @property
@@ -226,26 +226,26 @@ class LoaderStream:
         """Have the ids of a batch put to its embedding worker again, or to another one."""
         chosen = batch.worker if worker is None else worker
         if batch.reference is not None and chosen is not None:
-            self._resend(ragged.Reference(chosen, batch.reference.name, batch.rows))
+            self._resend(ragged.IdsReference(chosen, batch.reference.name, batch.rows))
 
     def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
         leave_all(self._lines)
         place = self._place()
         self._epoch, self._finished = epoch, finished
         self._lines[:] = [
-            Line.of(loader, self._changed, epoch, state, (*place, len(states)))
+            LoaderChannel.of(loader, self._changed, epoch, state, (*place, len(states)))
             for loader, state in enumerate(states)
         ]
 
-    def _done(self, references: Iterable[Reference]) -> None:
+    def _done(self, references: Iterable[BatchName]) -> None:
         by_loader: dict[int, list[list[int]]] = {}
         for reference in references:
             by_loader.setdefault(reference.number % len(self._lines), []).append(list(reference))
         for loader, listed in by_loader.items():
             self._lines[loader].call("done", {"references": listed})
 
-    def _resend(self, wanted: ragged.Reference) -> None:
-        reference = Reference.named(wanted.name)
+    def _resend(self, wanted: ragged.IdsReference) -> None:
+        reference = BatchName.named(wanted.name)
         line = self._lines[reference.number % len(self._lines)]
         line.call("resend", {"reference": list(reference), "worker": wanted.worker}).wait()
 
@@ -253,7 +253,7 @@ class LoaderStream:
         """Tell the loaders which ids they need not keep."""
         released = []
         while self._released:
-            released.append(Reference.named(self._released.popleft().name))
+            released.append(BatchName.named(self._released.popleft().name))
         if released:
             self._done(released)
 
@@ -269,18 +269,18 @@ class LoaderStream:
             raise ValueError(f"A stream expects a rank below its world, got {rank} of {world}.")
         return rank, world
 
-    def _caller(self) -> Caller:
+    def _caller(self) -> ChannelSettings:
         rank, world = self._place()
         security = Security.from_environment()
         if self._directory is None:
             self._directory = directory_from_environment(security=security)
         find = partial(_find, self._directory)
         generation = int(os.environ.get("KARVAN_GENERATION", "0") or 0)
-        return Caller(
+        return ChannelSettings(
             rank, world, len(self._lines), generation, self._ids, self._ahead, self._timeout, find, security
         )
 
-    def _by_number(self, caller: Caller) -> Iterator[Line]:
+    def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:
         rank, world, count = caller.rank, caller.world, len(self._lines)
         mine = [line for line in self._lines if (line.loader - rank) % math.gcd(count, world) == 0]
         first = min(line.first * count + line.loader for line in mine)
@@ -298,7 +298,7 @@ class LoaderStream:
         for line in self._lines:
             self._has_batch(line)  # the others have nothing for this trainer, but an end
 
-    def _by_arrival(self) -> Iterator[Line]:
+    def _by_arrival(self) -> Iterator[LoaderChannel]:
         def ready() -> bool:
             return any(line.waiting for line in self._lines) or all(line.end for line in self._lines)
 
@@ -310,13 +310,13 @@ class LoaderStream:
                 return
             yield min(waiting, key=lambda line: int(line.waiting[0].head["index"]))
 
-    def _has_batch(self, line: Line) -> bool:
+    def _has_batch(self, line: LoaderChannel) -> bool:
         """Wait for the next batch of a loader, or for its end."""
         with self._changed:
             self._wait([line], line.ready)
             return bool(line.waiting)
 
-    def _wait(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+    def _wait(self, lines: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
         if ready():
             return
         with ExitStack() as waits:
@@ -325,7 +325,7 @@ class LoaderStream:
                     waits.enter_context(activity.waiting(f"loader-{line.loader}"))
             self._wait_long(lines, ready)
 
-    def _wait_long(self, lines: Sequence[Line], ready: Callable[[], bool]) -> None:
+    def _wait_long(self, lines: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
         begun = clock.now()
         told = False
         while not ready():
@@ -338,7 +338,7 @@ class LoaderStream:
                 _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
             self._changed.wait(_WAKE)
 
-    def _handed_out(self, line: Line) -> LoadedBatch:
+    def _handed_out(self, line: LoaderChannel) -> LoadedBatch:
         answer = line.take()
         head = answer.head
         if self._digest is not None and head.get("statistics", "") != self._digest:
@@ -350,14 +350,14 @@ class LoaderStream:
             )
         entries: dict[str, Any] = dict(unpack(answer))
         if "reference" in head:
-            name, worker = Reference(*head["reference"]).name, int(head["worker"])
-            entries[REFERENCE] = ragged.Reference(worker, name, int(head["rows"]))
+            name, worker = BatchName(*head["reference"]).name, int(head["worker"])
+            entries[REFERENCE] = ragged.IdsReference(worker, name, int(head["rows"]))
         batch = LoadedBatch.trusted(entries, int(head["rows"]))
         assert isinstance(batch, LoadedBatch)
         batch.epoch, batch.meta = self._epoch, head["meta"]
         batch.number = int(head["index"]) * len(self._lines) + line.loader
         if "reference" in head:
-            batch.reference, batch.worker = Reference(*head["reference"]), int(head["worker"])
+            batch.reference, batch.worker = BatchName(*head["reference"]), int(head["worker"])
             self._release()
         return batch
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Repeats(Generic[T]):
+class AnswerWindow(Generic[T]):
     """Answers by trainer and sequence number."""
 
     def __init__(self, window: int) -> None:

@@ -24,8 +24,8 @@ from karvan.checkpoint.format.hash_ranges import share_of
 from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, write_arrays
 from karvan.checkpoint.format.table_extras import own_extra, read_extras
 from karvan.checkpoint.io.pending_save import Writers
-from karvan.checkpoint.io.table_share import Source, put_table
-from karvan.checkpoint.io.throttle import Pace
+from karvan.checkpoint.io.table_share import ShareSource, put_table
+from karvan.checkpoint.io.throttle import Throttle
 from karvan.cluster.parameter_server.saved_share import Restored, SavedShare
 from karvan.store import Capture, MemoryStore, TableSpec
 
@@ -111,7 +111,7 @@ class Saving:
         held = self._open[number]
         if missing := [name for name in tables if name not in held.extras]:
             raise ValueError(f"expected tables that were captured, got '{missing[0]}'.")
-        pace, writers = Pace(), Writers()
+        pace, writers = Throttle(), Writers()
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
             writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))
@@ -126,8 +126,8 @@ class Saving:
         finally:
             writers.end()
 
-    def _source(self, name: str, told: Mapping[str, Any], capture: Capture, extra: Any) -> Source:
-        return Source(
+    def _source(self, name: str, told: Mapping[str, Any], capture: Capture, extra: Any) -> ShareSource:
+        return ShareSource(
             self._specs[name],
             told["optimizer"],
             capture,
@@ -152,7 +152,7 @@ class Saving:
                     self._store.load_extra(name, extra)
 
 
-def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Pace) -> FileEntry:
+def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:
     """Write a file by this name, or, where a save before this one has left one, by another."""
     stem = name.removesuffix(".safetensors")
     for attempt in itertools.count(1):

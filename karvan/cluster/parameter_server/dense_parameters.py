@@ -40,7 +40,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from karvan.cluster.parameter_server.answer_window import Repeats
+from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.dense_state import check_state
 from karvan.dense.optimizer_spec import describe, make_optimizer, rate_of
 from karvan.dense.step_policies import Answer, AsyncPolicy, Policy
@@ -57,7 +57,7 @@ _log = logging.getLogger("karvan.cluster")
 
 
 @dataclass
-class Counts:
+class PushCounts:
     """Pushes by what became of them; a repeat is nothing else besides."""
 
     accepted: int = 0
@@ -94,9 +94,9 @@ class DenseParameters:
 
     def __init__(self, policy: Policy | None = None, *, window: int = 128) -> None:
         self._policy = policy or AsyncPolicy()
-        self._repeats: Repeats[Answer] = Repeats(window)
+        self._repeats: AnswerWindow[Answer] = AnswerWindow(window)
         self._model: _Held | None = None
-        self._counts = Counts()
+        self._counts = PushCounts()
         self._lock = Lock()
 
     @property
@@ -111,7 +111,7 @@ class DenseParameters:
             return self._held().version
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PushCounts:
         """How many pushes there were since this process began."""
         with self._lock:
             return replace(self._counts)

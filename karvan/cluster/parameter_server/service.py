@@ -27,7 +27,7 @@ from karvan.cluster.parameter_server.server_folder import ServerFolder
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
-from karvan.cluster.role_process import Settings
+from karvan.cluster.role_process import RoleSettings
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO
 from karvan.store.exchange.row_owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
@@ -255,7 +255,7 @@ class ParameterServer(Service):
         )
 
 
-def make(settings: Settings) -> Service:
+def make(settings: RoleSettings) -> Service:
     """The server of a process; see `karvan/cluster/role_process.py`."""
     return ParameterServer(
         settings.index, settings.count, checkpoints=settings.checkpoints, generations=generations_of(settings)

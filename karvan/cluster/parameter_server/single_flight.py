@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Underway:
+class SingleFlight:
     """Who asks for work that is under way gets what it makes; what has been done is not remembered here."""
 
     def __init__(self) -> None:

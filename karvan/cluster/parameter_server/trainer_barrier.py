@@ -11,8 +11,8 @@ from karvan.activity import TRAINERS, activity
 T = TypeVar("T")
 
 
-class Rounds:
-    """Rounds by name, in each of which every trainer takes part once."""
+class TrainerBarrier:
+    """TrainerBarrier by name, in each of which every trainer takes part once."""
 
     def __init__(self, trainers: int, timeout: float) -> None:
         self._trainers = trainers

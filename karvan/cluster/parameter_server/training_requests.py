@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from karvan import _native
-from karvan.cluster.parameter_server.answer_window import Repeats
+from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.saved_share import Restored
 from karvan.cluster.parameter_server.server_tables import ServerTables
-from karvan.cluster.parameter_server.single_flight import Underway
-from karvan.cluster.parameter_server.trainer_barrier import Rounds
+from karvan.cluster.parameter_server.single_flight import SingleFlight
+from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.protocol.parameter_server import passes_of
 from karvan.store.base import Keys, Vectors
@@ -82,9 +82,9 @@ class Batches:
         self._trainers = int(hello["trainers"])
         self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
         self._by_key = hello.get("grad_reduce") == "key"
-        self._rounds = Rounds(self._trainers, _WAIT)
+        self._rounds = TrainerBarrier(self._trainers, _WAIT)
         self._lock = threading.Lock()
-        self._underway = Underway()
+        self._underway = SingleFlight()
         self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
         self.restored: Restored | None = None  # lookups before this process's time are lost then
         self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
@@ -92,8 +92,8 @@ class Batches:
         self.log = _native.LookupLog() if int(hello.get("staleness", 1)) > 1 else None
         self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
         window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
-        self._applied: Repeats[bool] = Repeats(window)  # pushes
-        self._over: Repeats[bool] = Repeats(window)  # lookups that trainers are done with
+        self._applied: AnswerWindow[bool] = AnswerWindow(window)  # pushes
+        self._over: AnswerWindow[bool] = AnswerWindow(window)  # lookups that trainers are done with
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0

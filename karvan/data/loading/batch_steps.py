@@ -22,7 +22,7 @@ Decode = Callable[[pa.RecordBatch], Batch]
 Transform = Callable[[Batch], Mapping[str, Entry]]
 
 
-class Steps:
+class BatchSteps:
     """`decode` and then `transform`, as far as they are row-wise on pieces, the rest on batches."""
 
     def __init__(self, decode: Decode, transform: Transform | None = None) -> None:

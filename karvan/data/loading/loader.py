@@ -18,13 +18,13 @@ from karvan.activity import activity
 from karvan.argument_checks import check_counts, check_integers
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
-from karvan.data.loading.batch_steps import Decode, Steps, Transform
-from karvan.data.loading.pipeline import Closed, Outcome, Pipeline
+from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
+from karvan.data.loading.pipeline import Closed, Pipeline, ReadOutcome
 from karvan.data.loading.position import Division, Place, Position, check_settings, state_of
 from karvan.data.loading.rank_shares import Shares, share_records, skip
-from karvan.data.loading.read_jobs import Job
+from karvan.data.loading.read_jobs import ReadJob
 from karvan.data.loading.share_jobs import jobs_of
-from karvan.data.loading.shuffle import Plan
+from karvan.data.loading.shuffle import ShufflePlan
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
 from karvan.data.source import Source
@@ -88,11 +88,11 @@ class Loader:
         world = connection.world if world is None else int(world)
         check_rank(rank, world)
         self._source = source
-        self._steps = Steps(decode, transform)
+        self._steps = BatchSteps(decode, transform)
         self._checks = ValueChecks(decode, transform)
         self._retry_seconds = check_retry_seconds(retry_seconds)
         self._retrying: RetryingSource | None = None  # of the current iteration
-        self._plan = Plan(
+        self._plan = ShufflePlan(
             retrying(source.parts, Patience(retry_seconds)),
             shuffle=shuffle,
             seed=seed,
@@ -221,7 +221,7 @@ class Loader:
         finally:
             pipeline.close()
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: ReadOutcome) -> None:
         for receipt in outcome.receipts:
             self._place = self._place.after(receipt)
             self._epoch = receipt.epoch
@@ -296,7 +296,7 @@ class Loader:
         """Give the data a name, which is its identity from here on."""
         self._identity = Identity.named(name, files_of(self._source))
 
-    def _jobs(self, shares: Shares, place: Place) -> Iterator[Job]:
+    def _jobs(self, shares: Shares, place: Place) -> Iterator[ReadJob]:
         """What is left for this rank; runs on the threads."""
         endless = self._until is None or self._steps_per_epoch is not None
         if endless and not self._batches(self._epoch_records):

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from karvan.data.errors import DataError
-from karvan.data.loading.batch_steps import Rows, Steps
+from karvan.data.loading.batch_steps import BatchSteps, Rows
 from karvan.data.loading.position import Receipt
-from karvan.data.loading.read_jobs import Job, Piece, Reading, grouped, regrouped, runs
+from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
 from karvan.data.loading.worker_threads import start
 from karvan.data.source import Source, Split
 from karvan.ragged import Batch
@@ -44,7 +44,7 @@ _WORTH_PREPARING = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReadOutcome:
     """A batch, or nothing at the end, with how many records it takes from which epochs."""
 
     batch: Batch | None
@@ -62,8 +62,8 @@ class Pipeline:
     def __init__(
         self,
         source: Source,
-        jobs: Iterator[Job],
-        steps: Steps,
+        jobs: Iterator[ReadJob],
+        steps: BatchSteps,
         *,
         batch_size: int,
         drop_remainder: bool,
@@ -86,7 +86,7 @@ class Pipeline:
         self._all_taken = False
         self._tickets = prefetch
         self._cut = 0
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, ReadOutcome] = {}
         self._handed = 0
         self._ended = False
         self._closed = False
@@ -98,14 +98,14 @@ class Pipeline:
             + [self._finish_loop] * (min(workers, prefetch) if steps.on_batches else 0)
         )
 
-    def next(self) -> Outcome:
+    def next(self) -> ReadOutcome:
         """The next batch, or an outcome without one at the end; raises what a thread has met in its place."""
         outcome = self._finished() if self._steps.on_batches else self._make(*self._cut_next())
         if outcome.error is not None:
             raise outcome.error
         return outcome
 
-    def _finished(self) -> Outcome:
+    def _finished(self) -> ReadOutcome:
         with self._changed:
             self._wait(lambda: self._handed in self._outcomes)
             outcome = self._outcomes.pop(self._handed)
@@ -163,10 +163,10 @@ class Pipeline:
     def _fill(self, reading: Reading) -> None:
         for records in grouped(self._records(list(reading.jobs)), min(_WORTH_PREPARING, self._buffer)):
             ready = not self._steps.on_pieces
-            self._put(reading, Piece(records, len(records), claimed=ready, ready=ready))
+            self._put(reading, ReadPiece(records, len(records), claimed=ready, ready=ready))
             del records  # they may have been used up before the next ones come
 
-    def _records(self, jobs: list[Job]) -> Iterator[pa.RecordBatch]:
+    def _records(self, jobs: list[ReadJob]) -> Iterator[pa.RecordBatch]:
         """The records of neighbouring jobs, in their order."""
         splits = jobs[0].splits
         if len(jobs) > 1:
@@ -198,7 +198,7 @@ class Pipeline:
             detail = f"expected {split.count} records, as there were when they were counted, but {came} came"
             raise DataError(detail, path=split.path, place=f"from record {split.first} on")
 
-    def _put(self, reading: Reading, piece: Piece) -> None:
+    def _put(self, reading: Reading, piece: ReadPiece) -> None:
         with self._changed:
             self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
             reading.pieces.append(piece)
@@ -221,7 +221,7 @@ class Pipeline:
         except Closed:
             pass
 
-    def _unprepared(self) -> Piece | None:
+    def _unprepared(self) -> ReadPiece | None:
         pieces = (piece for reading in self._readings for piece in reading.pieces)
         return next((piece for piece in pieces if not piece.claimed), None)
 
@@ -245,14 +245,14 @@ class Pipeline:
         except Closed:
             pass
 
-    def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> Outcome:
+    def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> ReadOutcome:
         batch: Batch | None = None
         if error is None and parts:
             try:
                 batch = self._steps.finish(parts)
             except BaseException as failure:
                 error = failure
-        return Outcome(batch, receipts, error)
+        return ReadOutcome(batch, receipts, error)
 
     def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
         """The rows of the next batch; none at the end; or the error that came instead."""

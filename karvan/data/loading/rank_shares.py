@@ -22,7 +22,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from karvan.data.loading.position import Division
-from karvan.data.loading.shuffle import Plan
+from karvan.data.loading.shuffle import ShufflePlan
 
 
 class Piece(NamedTuple):
@@ -89,7 +89,7 @@ def count(pieces: Iterable[Piece]) -> int:
 class Shares:
     """The share of one rank in every epoch, in a division that follows the `earlier` ones."""
 
-    def __init__(self, plan: Plan, earlier: Sequence[Division], rank: int, world: int) -> None:
+    def __init__(self, plan: ShufflePlan, earlier: Sequence[Division], rank: int, world: int) -> None:
         self._plan = plan
         self._earlier = earlier
         self._rank = rank

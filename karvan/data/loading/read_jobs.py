@@ -20,7 +20,7 @@ Order = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ReadJob:
     """Records of an epoch to hand out: all of the splits, or those of a block that `order` chooses."""
 
     epoch: int
@@ -39,7 +39,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class ReadPiece:
     """Records that were read together. They are prepared, then cut into batches."""
 
     rows: Rows
@@ -63,8 +63,8 @@ class Piece:
 class Reading:
     """Jobs that are read in one go, and what has been read of them but not been used."""
 
-    jobs: deque[Job]
-    pieces: deque[Piece] = field(default_factory=deque)
+    jobs: deque[ReadJob]
+    pieces: deque[ReadPiece] = field(default_factory=deque)
     buffered: int = 0
     """Records that wait."""
     finished: bool = False
@@ -94,7 +94,7 @@ class Reading:
             left -= handed
             rest = job.records - handed
             if rest:
-                self.jobs.appendleft(Job(job.epoch, (), rest, None, job.last))
+                self.jobs.appendleft(ReadJob(job.epoch, (), rest, None, job.last))
             last = job.last and not rest
             receipts.append(Receipt(job.epoch, handed, last))
         return count, rows, receipts, last
@@ -142,9 +142,9 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
         yield joined(held)
 
 
-def runs(jobs: Iterator[Job]) -> Iterator[deque[Job]]:
+def runs(jobs: Iterator[ReadJob]) -> Iterator[deque[ReadJob]]:
     """Jobs, those that are neighbours in a file together: their row groups are then decoded once."""
-    run: deque[Job] = deque()
+    run: deque[ReadJob] = deque()
     held = 0
     for job in jobs:
         if run and not (_follows(run[-1], job) and held + job.reads <= MOST_RECORDS_PER_READING):
@@ -156,7 +156,7 @@ def runs(jobs: Iterator[Job]) -> Iterator[deque[Job]]:
         yield run
 
 
-def _follows(before: Job, job: Job) -> bool:
+def _follows(before: ReadJob, job: ReadJob) -> bool:
     if len(before.splits) > 1 or len(job.splits) > 1 or before.epoch != job.epoch:
         return False
     end, start = before.splits[0], job.splits[0]

@@ -10,12 +10,12 @@ from operator import itemgetter
 import numpy as np
 
 from karvan.data.loading.rank_shares import Piece, count
-from karvan.data.loading.read_jobs import Job, Order
-from karvan.data.loading.shuffle import Block, Plan
+from karvan.data.loading.read_jobs import Order, ReadJob
+from karvan.data.loading.shuffle import Block, ShufflePlan
 from karvan.data.source import Split
 
 
-def jobs_of(plan: Plan, epoch: int, pieces: Sequence[Piece]) -> Iterator[Job]:
+def jobs_of(plan: ShufflePlan, epoch: int, pieces: Sequence[Piece]) -> Iterator[ReadJob]:
     """The jobs that hand out these pieces of an epoch, in order. Pieces of one block are read together."""
     blocks = plan.blocks(epoch)
     end = count(pieces)
@@ -25,15 +25,15 @@ def jobs_of(plan: Plan, epoch: int, pieces: Sequence[Piece]) -> Iterator[Job]:
             records = count(ranges)
             end -= records
             order = partial(_order, plan, epoch, block, ranges)
-            yield Job(epoch, block.splits, records, order, last=not end)
+            yield ReadJob(epoch, block.splits, records, order, last=not end)
             continue
         (split,) = block.splits  # of data that is not shuffled, a part of a block can be read by itself
         for _, first, stop in ranges:
             end -= stop - first
             part = Split(split.path, split.first + first, stop - first)
-            yield Job(epoch, (part,), part.count, last=not end)
+            yield ReadJob(epoch, (part,), part.count, last=not end)
 
 
-def _order(plan: Plan, epoch: int, block: Block, ranges: Sequence[Piece]) -> Order:
+def _order(plan: ShufflePlan, epoch: int, block: Block, ranges: Sequence[Piece]) -> Order:
     order = plan.order(epoch, block)
     return np.concatenate([order[first:end] for _, first, end in ranges])

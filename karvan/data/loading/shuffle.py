@@ -97,7 +97,7 @@ def check_shuffle(shuffle: Any) -> None:
         raise ValueError(f"{meaning}, but is {shuffle}.")
 
 
-class Plan:
+class ShufflePlan:
     """The order of a data set's records in every epoch, a pure function of the parts and these settings."""
 
     def __init__(

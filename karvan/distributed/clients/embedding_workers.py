@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
 from karvan.protocol.embedding_worker import WORKER_CALLS
-from karvan.wire import Array, Message, Peer, Security
+from karvan.wire import Array, Client, Message, Security
 
 if TYPE_CHECKING:
-    from karvan.ragged import Reference
+    from karvan.ragged import IdsReference
 
 Then: TypeAlias = Callable[[Message | Exception], None]
 
@@ -44,15 +44,15 @@ class Workers:
         timeout: float,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        self.resend: Callable[[Reference], None] | None = None
-        self.release: Callable[[Reference], None] | None = None
+        self.resend: Callable[[IdsReference], None] | None = None
+        self.release: Callable[[IdsReference], None] | None = None
         self._find = find
         self._security = security
         self._hello = hello
         self._timeout = timeout
         self._leave = leave  # who finds them
         self._lock = threading.Lock()
-        self._peers: dict[tuple[int, str], Peer] = {}
+        self._peers: dict[tuple[int, str], Client] = {}
         self._lines: dict[tuple[int, str], _Line] = {}
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Workers:
         arrays: Sequence[Array] = (),
         *,
         engine: Mapping[str, Any],
-        references: Sequence[Reference],
+        references: Sequence[IdsReference],
         then: Then = lambda answer: None,
     ) -> Future[Message]:
         """Call a worker, behind earlier calls; arrays must stay as they are until the answer is there.
@@ -107,7 +107,7 @@ class Workers:
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         engine: Mapping[str, Any],
-        references: Sequence[Reference],
+        references: Sequence[IdsReference],
     ) -> Message:
         peer = self._peer(worker, line)
         due = clock.now() + self._timeout
@@ -124,10 +124,10 @@ class Workers:
                 raise RuntimeError(text)
             self.resend(wanted)
 
-    def _peer(self, worker: int, line: str) -> Peer:
+    def _peer(self, worker: int, line: str) -> Client:
         with self._lock:
             if (worker, line) not in self._peers:
-                self._peers[worker, line] = Peer(
+                self._peers[worker, line] = Client(
                     f"embedding worker {worker}",
                     self._find[worker],
                     self._security,

@@ -10,7 +10,7 @@ from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
 from karvan.protocol.parameter_server import SERVER_CALLS
-from karvan.wire import Message, Peer, Security
+from karvan.wire import Client, Message, Security
 
 SERVER = "parameter-server"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
@@ -39,7 +39,7 @@ class Servers:
         self._hello = hello
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._peers: dict[tuple[str, int], Peer] = {}
+        self._peers: dict[tuple[str, int], Client] = {}
         self._stores = 0
         self._models = 0
 
@@ -61,7 +61,7 @@ class Servers:
         self._models += 1
         return self._models
 
-    def peer(self, server: int, line: str = "train") -> Peer:
+    def peer(self, server: int, line: str = "train") -> Client:
         """The peer for a kind of work, connected when it is first used.
 
         train: lookups and gradients, in order; push: the gradients that a worker sends; ask: questions; save:
@@ -70,7 +70,7 @@ class Servers:
         with self._lock:
             key = (line, server)
             if key not in self._peers:
-                self._peers[key] = Peer(
+                self._peers[key] = Client(
                     f"parameter server {server}",
                     partial(self._directory.find, SERVER, server, _FOUND_WITHIN),
                     self._security,

@@ -1,7 +1,7 @@
 """What a transform is, and how equal transforms of many features run as one call.
 
-A chain consists of `Step`s: frozen records of settings. Most are an `Op`, which can run; others stand for
-several. The engine hands all ops that are due at the same time to `run`, which groups those that can go
+A chain consists of `ChainStep`s: frozen records of settings. Most are an `Op`, which can run; others stand
+for several. The engine hands all ops that are due at the same time to `run`, which groups those that can go
 together and gives each group to its class: element ops see the values of all entries as one tensor, row ops
 one entry with the rows of all.
 """
@@ -27,7 +27,7 @@ _WORTH_JOINING = 16_384
 Number = int | float
 
 
-class Step(ABC):
+class ChainStep(ABC):
     """A step of a chain. Subclasses are frozen dataclasses; equal settings make equal steps."""
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class Step(ABC):
         """The ops that it consists of, one for each entry it makes of an entry."""
 
 
-class Op(Step):
+class Op(ChainStep):
     """A step that makes one entry of its arguments."""
 
     def parts(self) -> Sequence[Op]:
@@ -67,7 +67,7 @@ class Op(Step):
         """Run steps of equal keys at once."""
 
 
-class Job(NamedTuple):
+class OpCall(NamedTuple):
     """One step of one feature with its arguments; the feature's name is for errors."""
 
     feature: str
@@ -75,7 +75,7 @@ class Job(NamedTuple):
     arguments: tuple[Entry, ...]
 
 
-def run(jobs: Sequence[Job]) -> list[Entry]:
+def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
     whole, jobs = jobs, [_without_missing(job) for job in jobs]
@@ -97,14 +97,14 @@ def run(jobs: Sequence[Job]) -> list[Entry]:
     return [entry for entry in results if entry is not None]
 
 
-def _run_alone(job: Job) -> Entry:
+def _run_alone(job: OpCall) -> Entry:
     try:
         return job.op.run_group([job.op], [job.arguments])[0]
     except ValueError as error:
         raise ValueError(f"Feature '{job.feature}', {job.op.name}: {error}") from None
 
 
-def _without_missing(job: Job) -> Job:
+def _without_missing(job: OpCall) -> OpCall:
     if len(job.arguments) > 1 or job.op.takes_missing:
         return job
     values = present(job.arguments[0])

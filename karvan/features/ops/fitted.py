@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any, Self
 
 from karvan.features.ops.base import Op
-from karvan.features.running_moments import Statistics
+from karvan.features.running_moments import RunningStatistics
 
 
 class FittedOp(Op):
@@ -18,11 +18,11 @@ class FittedOp(Op):
         """Whether it has them."""
 
     @abstractmethod
-    def statistics(self) -> Statistics:
+    def statistics(self) -> RunningStatistics:
         """What counts the data that it needs; empty."""
 
     @abstractmethod
-    def fitted(self, found: Statistics) -> Self:
+    def fitted(self, found: RunningStatistics) -> Self:
         """The same step with what was found; a ValueError if that is not enough."""
 
     @abstractmethod

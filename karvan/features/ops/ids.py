@@ -12,7 +12,7 @@ from torch import Tensor
 
 from karvan import ids
 from karvan.batch_slicing import as_offsets, values_of
-from karvan.features.ops.base import ElementOp, Number, Op, Step, expect_ids
+from karvan.features.ops.base import ChainStep, ElementOp, Number, Op, expect_ids
 from karvan.features.ops.layout import describe
 from karvan.ragged import Entry, NestedRagged, Ragged
 
@@ -85,7 +85,7 @@ class Prefix(IdOp):
 
 
 @dataclass(frozen=True)
-class MultiHash(Step):
+class MultiHash(ChainStep):
     """Each id as several small ids, each for a table of its own (RecIS `IDMultiHash`)."""
 
     buckets: tuple[int, ...]

@@ -15,7 +15,7 @@ from karvan.batch_slicing import values_of
 from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, kept
 from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.layout import describe, flat_values, with_values
-from karvan.features.running_moments import Moments, Statistics
+from karvan.features.running_moments import Moments, RunningStatistics
 from karvan.ragged import Entry, OptionalRagged, Ragged
 
 _WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
@@ -182,7 +182,7 @@ class Normalise(NumberOp, FittedOp):
         """See `FittedOp.statistics`."""
         return Moments()
 
-    def fitted(self, found: Statistics) -> Normalise:
+    def fitted(self, found: RunningStatistics) -> Normalise:
         """See `FittedOp.fitted`."""
         assert isinstance(found, Moments)
         if not found.count:
@@ -200,7 +200,7 @@ class Normalise(NumberOp, FittedOp):
         return Normalise(*state.tolist())
 
     def settings(self) -> Hashable:
-        """Statistics may differ."""
+        """RunningStatistics may differ."""
         return None
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:

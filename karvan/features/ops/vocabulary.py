@@ -15,7 +15,7 @@ from karvan import ids
 from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.hashing import StringOp
 from karvan.features.ops.layout import describe, is_text
-from karvan.features.running_moments import Statistics, WordCounts
+from karvan.features.running_moments import RunningStatistics, WordCounts
 from karvan.ragged import Entry, Ragged
 
 
@@ -69,7 +69,7 @@ class Vocabulary(StringOp, FittedOp):
         """See `FittedOp.statistics`."""
         return WordCounts()
 
-    def fitted(self, found: Statistics) -> Vocabulary:
+    def fitted(self, found: RunningStatistics) -> Vocabulary:
         """See `FittedOp.fitted`."""
         assert isinstance(found, WordCounts)
         words = found.most_frequent(self.max_words, self.min_count)

@@ -11,7 +11,7 @@ from pathlib import Path
 _MOST = 3  # failures from the same checkpoint
 
 
-class Attempts:
+class CrashLoopDetector:
     """Counts failures of trainers since the newest checkpoint in a folder, if there is one."""
 
     def __init__(self, checkpoints: Path | None) -> None:

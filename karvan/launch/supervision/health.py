@@ -15,7 +15,7 @@ from typing import Protocol
 from karvan.activity import ActivityReport
 from karvan.clock import clock
 from karvan.launch.engines.base import Handle
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
 from karvan.launch.supervision.stalls import Activities, find_stalls
 
@@ -55,7 +55,7 @@ class HealthCheck:
         self,
         members: ManagedProcesses,
         source: HealthSource,
-        logs: Logs,
+        logs: MergedLogs,
         *,
         every: float,
         settle: float,

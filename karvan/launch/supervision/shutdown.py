@@ -10,7 +10,7 @@ import signal
 
 from karvan.clock import clock
 from karvan.discovery.roles import START_ORDER, TRAINER, Role
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
 from karvan.launch.supervision.processes import ManagedProcesses, kill
 
@@ -20,7 +20,7 @@ _GRACE_OF_OTHERS = 10.0  # trainers have a checkpoint to save, nobody else does
 class Shutdown:
     """Stops the processes of a job; trainers have `grace` seconds for a checkpoint."""
 
-    def __init__(self, members: ManagedProcesses, events: EventQueue, logs: Logs, grace: float) -> None:
+    def __init__(self, members: ManagedProcesses, events: EventQueue, logs: MergedLogs, grace: float) -> None:
         self._members = members
         self._events = events
         self._logs = logs

@@ -37,10 +37,10 @@ from karvan.clock import clock
 from karvan.discovery.roles import LOADER, SERVER, START_ORDER, TRAINER
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import Commands, commands_of
 from karvan.launch.role_environment import environment_of
-from karvan.launch.supervision.crash_loop import Attempts
+from karvan.launch.supervision.crash_loop import CrashLoopDetector
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
 from karvan.launch.supervision.health import HealthCheck, HealthSource
 from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
@@ -56,7 +56,7 @@ _OF_SIGNALS = 128  # exit codes from here on, and negative ones, are of processe
 _NOT_RETRIED = (USAGE, DAMAGED)
 
 
-class Registry(HealthSource, Protocol):
+class RegistryView(HealthSource, Protocol):
     """Where roles find each other, and who tells which of them are well."""
 
     @property
@@ -71,7 +71,7 @@ class Registry(HealthSource, Protocol):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """How a job has ended: its exit code, and why if it failed."""
 
     code: int
@@ -89,13 +89,13 @@ class Timing:
 
 
 @dataclass
-class Job:
+class Supervisor:
     """A job; `run` runs it to its end."""
 
     spec: JobSpec
     engine: Engine
-    registry: Registry
-    logs: Logs
+    registry: RegistryView
+    logs: MergedLogs
     commands: Commands | None = None
     timing: Timing = Timing()
     owner: str = ""  # the id of the lease of its checkpoint folder
@@ -116,9 +116,9 @@ class Job:
             stall_timeout=spec.stall_timeout,
         )
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
-        self._attempts = Attempts(spec.checkpoints)
+        self._attempts = CrashLoopDetector(spec.checkpoints)
         self._verdict = Verdict()
-        self._outcome: Outcome | None = None
+        self._outcome: JobOutcome | None = None
         self._rollback: float | None = None  # when it is due
 
     def interrupt(self, number: int) -> None:
@@ -129,7 +129,7 @@ class Job:
         """Stop all processes and this one until it is continued. As above."""
         self._events.suspend()
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Start everything, keep it going, stop it in order."""
         try:
             self._start(self._members)
@@ -153,7 +153,7 @@ class Job:
                 self._judge(member, event.code)
         elif event is not None:
             self.logs.tell("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
-            self._outcome = Outcome(128 + event.signal)
+            self._outcome = JobOutcome(128 + event.signal)
 
     def _judge(self, member: ManagedProcess, code: int) -> None:
         """React to the end of a process; of several trainers, to that of the one that says why."""
@@ -167,7 +167,7 @@ class Job:
         if code == 0 and member.role in (TRAINER, LOADER):
             self.logs.tell(f"{member.name} is done.")
             if all(trainer.code == 0 for trainer in self._members.of(TRAINER)):
-                self._outcome = Outcome(0)
+                self._outcome = JobOutcome(0)
         elif self._rollback is not None and member.role in (TRAINER, SERVER):
             pass  # the rollback starts it again
         elif code in _NOT_RETRIED:
@@ -198,7 +198,7 @@ class Job:
             text = "\n".join(
                 [f"{text} {'It said:' if reason.is_error else 'Its last lines:'}", *reason.lines]
             )
-        self._outcome = Outcome(code, text)
+        self._outcome = JobOutcome(code, text)
         if member.role in (TRAINER, SERVER):  # without it the trainers have nothing left to save
             kill(self._members.of(TRAINER))
 

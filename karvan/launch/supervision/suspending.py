@@ -17,7 +17,7 @@ import signal
 import threading
 
 from karvan.clock import clock
-from karvan.launch.merged_logs import Logs
+from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.processes import ManagedProcesses
 
 _TELL_WITHIN = 1.0  # seconds; whoever reads our output may be stopped already, as `tee` is by the same Ctrl-Z
@@ -26,7 +26,7 @@ _TELL_WITHIN = 1.0  # seconds; whoever reads our output may be stopped already, 
 class Suspension:
     """Suspends a job, and notices when its supervisor was asleep, which is told from `notice` seconds on."""
 
-    def __init__(self, members: ManagedProcesses, logs: Logs, notice: float) -> None:
+    def __init__(self, members: ManagedProcesses, logs: MergedLogs, notice: float) -> None:
         self._members = members
         self._logs = logs
         self._notice = notice

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from karvan import _native, output_buffers
-from karvan.store.base import Keys, Plan, Program, Push, Rule, Vectors
+from karvan.store.base import Keys, LookupPlan, LookupProgram, Push, Rule, Vectors
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import Numbers, features, floats
 from karvan.store.memory import MemoryStore
@@ -27,8 +27,8 @@ Summed: TypeAlias = _native.Gradients | dict[str, Push]
 class Answered:
     """A lookup for some ranks, until its gradients come."""
 
-    program: Program
-    plan: Plan
+    program: LookupProgram
+    plan: LookupPlan
     tables: Sequence[str]
     dims: list[int]
     asked: Numbers
@@ -41,7 +41,7 @@ class Owner:
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
-        self._programs: dict[tuple[str, ...], dict[int, Program]] = {}  # by tables and number of ranks
+        self._programs: dict[tuple[str, ...], dict[int, LookupProgram]] = {}  # by tables and number of ranks
 
     def lookup(
         self,
@@ -116,10 +116,10 @@ class Owner:
         }
         self.store.apply(pushes, rules, steps)
 
-    def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> Program:
+    def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> LookupProgram:
         known = self._programs.setdefault(tuple(tables), {})
         if ranks not in known:
-            known[ranks] = Program(
+            known[ranks] = LookupProgram(
                 [
                     (f"{table} for rank {rank}", table, "cells", "sum", 1, dim)
                     for rank in range(ranks)

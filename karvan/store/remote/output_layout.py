@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Laid(NamedTuple):
+class OutputLayout(NamedTuple):
     """A feature's output: its rows, the ids in all of them, cells of a row, and where rows begin.
 
     offsets: None where each row has one id.

@@ -1,16 +1,16 @@
-"""`Lookup`: a batch that is looked up elsewhere, perhaps ahead of its forward."""
+"""`PendingLookup`: a batch that is looked up elsewhere, perhaps ahead of its forward."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from karvan.store.base import Program
+from karvan.store.base import LookupProgram
 
 
-class Lookup(ABC):
+class PendingLookup(ABC):
     """What it is for, and how far it is; `Pull` asks parameter servers, `Claim` an embedding worker."""
 
-    def __init__(self, program: Program, *, training: bool, step: int, now: float) -> None:
+    def __init__(self, program: LookupProgram, *, training: bool, step: int, now: float) -> None:
         self.program = program
         self.training = training
         self.step = step

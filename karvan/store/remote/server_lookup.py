@@ -1,4 +1,4 @@
-"""`Pull`: a batch whose keys are looked up at parameter servers."""
+"""`ServerLookup`: a batch whose keys are looked up at parameter servers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from karvan import _native, output_buffers
-from karvan.store.base import Program
+from karvan.store.base import LookupProgram
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import cut, floats, words
 from karvan.store.exchange.wire_format import from_wire
-from karvan.store.remote.pending_lookup import Lookup
+from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.wire import Reply
 from karvan.wire.schema.calls import expect_array
 
@@ -26,20 +26,20 @@ class Puller(Protocol):
     def dim(self, table: str) -> int:
         """The floats of a vector."""
 
-    def send_pull(self, pull: Pull) -> list[Reply]:
+    def send_pull(self, pull: ServerLookup) -> list[Reply]:
         """Ask the servers."""
 
     def forget(self, number: int) -> None:
         """A lookup whose gradients have been sent, or will not be."""
 
 
-class Pull(Lookup):
+class ServerLookup(PendingLookup):
     """A batch whose keys are to be looked up, or are."""
 
     def __init__(
         self,
         store: Puller,
-        program: Program,
+        program: LookupProgram,
         plan: _native.Plan,
         *,
         training: bool,
@@ -64,12 +64,12 @@ class Pull(Lookup):
         self.replies = self._store.send_pull(self)
 
     def ready(self) -> tuple[bool, float]:
-        """See `Lookup.ready`."""
+        """See `PendingLookup.ready`."""
         waiting = not all(reply.done for reply in self.replies)
         return waiting, max(reply.begun + reply.seconds for reply in self.replies)
 
     def finish(self) -> None:
-        """See `Lookup.finish`."""
+        """See `PendingLookup.finish`."""
         sizes = floats(self.wanted, self.dims)
         vectors = output_buffers.empty(sum(sizes))
         flat, at = vectors.numpy(), 0

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from karvan.store.remote.pending_lookup import Lookup
+from karvan.store.remote.pending_lookup import PendingLookup
 
 T = TypeVar("T")
 
 _EARLY = 8  # steps in a row for which lookups were there too early, until they run less far ahead
 
 
-class Window:
+class StalenessWindow:
     """At most `bound` batches of this trainer are between lookup and acknowledged gradient."""
 
     def __init__(self, bound: int) -> None:
@@ -31,7 +31,7 @@ class Window:
         self._lead = min(2, bound)  # how many may be out now
         self._early = 0
         self._changed = threading.Condition()
-        self._line: deque[weakref.ref[Lookup]] = deque()
+        self._line: deque[weakref.ref[PendingLookup]] = deque()
         self._out: set[int] = set()  # lookups without an acknowledged gradient
         self._sent: set[int] = set()  # those of them whose gradient is on its way
         self._gone: deque[int] = deque()  # lookups that nobody holds any more
@@ -45,14 +45,14 @@ class Window:
         """How many have begun so far."""
         return self._number
 
-    def offer(self, lookup: Lookup) -> None:
+    def offer(self, lookup: PendingLookup) -> None:
         """Begin it as soon as there is room, behind those that were offered before."""
         with self._changed:
             self._line.append(weakref.ref(lookup))
             self._collect()
             self._advance()
 
-    def need(self, lookup: Lookup) -> None:
+    def need(self, lookup: PendingLookup) -> None:
         """Begin it unless it has, once the gradients that are on their way leave room."""
         with self._changed:
             while not lookup.begun:
@@ -124,7 +124,7 @@ class Window:
             if lookup is not None and not lookup.begun:
                 self._begin(lookup)
 
-    def _begin(self, lookup: Lookup) -> None:
+    def _begin(self, lookup: PendingLookup) -> None:
         self._number += 1
         lookup.begin(self._number)
         self._out.add(self._number)

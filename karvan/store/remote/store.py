@@ -7,8 +7,8 @@ staleness allows (`Window`); with a bound of 1 a lookup begins when the gradient
 been applied, and results are those of a store in memory, bit for bit.
 
 Where embedding workers keep the ids of a batch, they do the lookup in the trainer's name, and sum its
-gradients by key (`Claim`). Numbers of batches and pushes are the trainer's, so a worker that replaces another
-can ask for the same once more: servers do each once.
+gradients by key (`WorkerLookup`). Numbers of batches and pushes are the trainer's, so a worker that replaces
+another can ask for the same once more: servers do each once.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from karvan import _native, distributed
-from karvan.ragged import Reference
-from karvan.store.base import Agreed, Plan, Prepared, Program, Rule
+from karvan.ragged import IdsReference
+from karvan.store.base import Agreed, LookupPlan, LookupProgram, Prepared, Rule
 from karvan.store.exchange.wire_format import rule_to_json, to_wire
-from karvan.store.remote.server_lookup import Pull
+from karvan.store.remote.server_lookup import ServerLookup
 from karvan.store.remote.staleness_window import Countdown, taken
 from karvan.store.remote.tables import RemoteTables
-from karvan.store.remote.worker_lookup import Claim, Sent, watch
+from karvan.store.remote.worker_lookup import Sent, WorkerLookup, watch
 from karvan.wire import Message, Reply
 
 _USED = 2048  # lookups without a push that a capture names; more than a step has passes
@@ -62,7 +62,7 @@ class RemoteStore(RemoteTables):
         self._looked_up = time.monotonic()  # when the last training lookup was
         self._done_at: dict[int, deque[int]] = defaultdict(deque)  # … that workers made
         self._gone_at: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
-        self._watched: weakref.WeakSet[Reference] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
         self.keys_asked = 0  # distinct keys of batches so far
         # Seconds from a call to its answer, of the last ones.
         self.seconds: dict[str, deque[float]] = {"pull": deque(maxlen=4096), "push": deque(maxlen=4096)}
@@ -79,8 +79,8 @@ class RemoteStore(RemoteTables):
 
     def prepare(
         self,
-        program: Program,
-        inputs: list[int] | Reference,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -98,21 +98,21 @@ class RemoteStore(RemoteTables):
 
     def forward(
         self,
-        program: Program,
-        inputs: list[int] | Reference | Prepared,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference | Prepared,
         *,
         training: bool,
         step: int,
         now: float,
-    ) -> Plan:
+    ) -> LookupPlan:
         """See `Store.forward`."""
         self.window.check()
         self._send_withdrawn()
-        lookup: Pull | Claim
-        if isinstance(inputs, Pull | Claim):
+        lookup: ServerLookup | WorkerLookup
+        if isinstance(inputs, ServerLookup | WorkerLookup):
             lookup = inputs
             if not lookup.fits(training, step, now):
-                again = inputs.plan if isinstance(inputs, Pull) else inputs.reference
+                again = inputs.plan if isinstance(inputs, ServerLookup) else inputs.reference
                 lookup = self._lookup(program, again, training, step, now)
         else:
             lookup = self._lookup(program, inputs, training, step, now)
@@ -124,9 +124,9 @@ class RemoteStore(RemoteTables):
             self._watch(lookup)
             self._note_use(lookup.number)
         lookup.finish()
-        if isinstance(lookup, Pull):
+        if isinstance(lookup, ServerLookup):
             self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
-        return Plan(lookup.plan if isinstance(lookup, Pull) else None, {}, lookup)
+        return LookupPlan(lookup.plan if isinstance(lookup, ServerLookup) else None, {}, lookup)
 
     def _note_use(self, number: int) -> None:
         """A forward uses a lookup: it counts in captures, whether it gets a push or not."""
@@ -137,7 +137,7 @@ class RemoteStore(RemoteTables):
         ):  # of engines that get no gradients; servers have heard that these are done
             self._used.difference_update(sorted(self._used)[:_USED])
 
-    def _begin_evaluation(self, lookup: Pull | Claim) -> None:
+    def _begin_evaluation(self, lookup: ServerLookup | WorkerLookup) -> None:
         """Begin a lookup that sees all gradients of this trainer."""
         if self._workers is not None:  # otherwise they are in one line
             self.window.drain()
@@ -145,28 +145,28 @@ class RemoteStore(RemoteTables):
 
     def _lookup(
         self,
-        program: Program,
-        inputs: list[int] | Reference | _native.Plan,
+        program: LookupProgram,
+        inputs: list[int] | IdsReference | _native.Plan,
         training: bool,
         step: int,
         now: float,
         *,
         ahead: bool = False,
-    ) -> Pull | Claim:
-        if isinstance(inputs, Reference):
+    ) -> ServerLookup | WorkerLookup:
+        if isinstance(inputs, IdsReference):
             workers = len(self._workers or ())
             if inputs.worker >= workers:
                 raise ValueError(f"Expected a reference to one of {workers} embedding workers, got {inputs}.")
             if inputs not in self._watched:
                 self._watched.add(inputs)
                 watch(inputs, self._forget_ids)
-            return Claim(self, program, inputs, training=training, step=step, now=now)
+            return WorkerLookup(self, program, inputs, training=training, step=step, now=now)
         if isinstance(inputs, list):
             make = _native.prepare if ahead else _native.Plan
             inputs = make(program.native, inputs)
-        return Pull(self, program, inputs, training=training, step=step, now=now)
+        return ServerLookup(self, program, inputs, training=training, step=step, now=now)
 
-    def _watch(self, lookup: Pull | Claim) -> None:
+    def _watch(self, lookup: ServerLookup | WorkerLookup) -> None:
         """Tell the window whether a lookup that ran ahead was there in time."""
         now = time.monotonic()
         step, self._looked_up = now - self._looked_up, now
@@ -174,8 +174,8 @@ class RemoteStore(RemoteTables):
             waited, ready = lookup.ready()
             self.window.used(waited, (now - ready) / step)
 
-    def send_pull(self, pull: Pull) -> list[Reply]:
-        """Ask the servers; for `Pull`."""
+    def send_pull(self, pull: ServerLookup) -> list[Reply]:
+        """Ask the servers; for `ServerLookup`."""
         if pull.training:
             self._ahead.add(pull.number)
         head = {
@@ -196,8 +196,8 @@ class RemoteStore(RemoteTables):
             for server in range(self.count)
         ]
 
-    def send_claim(self, claim: Claim) -> Future[Message]:
-        """Ask a worker; for `Claim`."""
+    def send_claim(self, claim: WorkerLookup) -> Future[Message]:
+        """Ask a worker; for `WorkerLookup`."""
         assert self._workers is not None
         if claim.training:
             self._ahead.add(claim.number)
@@ -224,15 +224,15 @@ class RemoteStore(RemoteTables):
         for server, life in answer.head["begun_anew"] if isinstance(answer, Message) else ():
             self._servers.note_loss(server, life)
 
-    def reduce(self, plan: Plan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
         """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
         assert plan.native is not None
         mine = plan.native.reduce(list(addresses), list(strides))
         return self._agreed(mine, mine.finite(), mine.touched(), plan.away.route.complete(mine))
 
-    def hold(self, plan: Plan, gradients: Sequence[Tensor | None]) -> Own:
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Own:
         """See `Store.hold`; a worker will sum them by key."""
-        claim: Claim = plan.away
+        claim: WorkerLookup = plan.away
         return self._agreed(
             claim.pack(gradients),
             claim.finite(gradients),
@@ -253,8 +253,8 @@ class RemoteStore(RemoteTables):
 
     def update(
         self,
-        program: Program,
-        gradients: Sequence[tuple[Plan, Own]],
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Own]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
@@ -268,7 +268,7 @@ class RemoteStore(RemoteTables):
                 kept[table] = rule_to_json(rules[table])
             elif table in rules:
                 skipped.append(table)
-        lookups: list[Pull | Claim] = [plan.away for plan, _ in gradients]
+        lookups: list[ServerLookup | WorkerLookup] = [plan.away for plan, _ in gradients]
         numbers = [lookup.number for lookup in lookups]
         self._used.difference_update(numbers)
         self._sequence += 1
@@ -284,9 +284,9 @@ class RemoteStore(RemoteTables):
         }
         places: dict[int | None, list[int]] = {}  # of the passes, by the worker that has the ids
         for place, lookup in enumerate(lookups):
-            places.setdefault(lookup.reference.worker if isinstance(lookup, Claim) else None, []).append(
-                place
-            )
+            places.setdefault(
+                lookup.reference.worker if isinstance(lookup, WorkerLookup) else None, []
+            ).append(place)
         made = [own.made for _, own in gradients]
         calls = sum(self.count if worker is None else 1 for worker in places)
         pending = Countdown(calls, partial(self._applied, lookups), self.window.fail)
@@ -297,7 +297,7 @@ class RemoteStore(RemoteTables):
             else:
                 self._push_by(worker, {**head, "mine": mine}, lookups, made, pending)
 
-    def _applied(self, lookups: Sequence[Pull | Claim]) -> None:
+    def _applied(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
         """The gradients of these have been applied; they are held until then."""
         self.window.end([lookup.number for lookup in lookups])
 
@@ -351,7 +351,7 @@ class RemoteStore(RemoteTables):
         self._hear(answer)
         pending.one(answer if isinstance(answer, Exception) else None)
 
-    def _engine(self, claim: Claim) -> dict[str, Any]:
+    def _engine(self, claim: WorkerLookup) -> dict[str, Any]:
         return {
             "engine": claim.program.name,
             "features": claim.program.told,
@@ -391,7 +391,7 @@ class RemoteStore(RemoteTables):
             if worker is not None:
                 self._done_at[worker].append(number)
 
-    def _forget_ids(self, reference: Reference) -> None:
+    def _forget_ids(self, reference: IdsReference) -> None:
         assert self._workers is not None
         self._gone_at[reference.worker].append(reference.name)
         if self._workers.release is not None:

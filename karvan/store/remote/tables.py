@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from karvan import distributed
 from karvan.outages import is_temporary
-from karvan.store.base import Ahead, AwayStore, Counts, Found, Keys, Push, Rows, Rule, TableSpec
+from karvan.store.base import Counts, Found, Keys, Push, Rows, Rule, SharedStore, StalenessStats, TableSpec
 from karvan.store.capture import Capture
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
-from karvan.store.remote.staleness_window import Countdown, Window, taken
+from karvan.store.remote.staleness_window import Countdown, StalenessWindow, taken
 from karvan.wire import Message, Reply, WireError
 from karvan.wire.schema.calls import expect_array
 
@@ -36,7 +36,7 @@ _STATS = (
 )
 
 
-class RemoteTables(AwayStore):
+class RemoteTables(SharedStore):
     """Tables that are spread over parameter servers."""
 
     def __init__(self, connection: distributed.Connection) -> None:
@@ -44,7 +44,7 @@ class RemoteTables(AwayStore):
         self._connection = connection
         self._servers = connection.servers
         self.count = len(self._servers)
-        self.window = Window(connection.settings.staleness)
+        self.window = StalenessWindow(connection.settings.staleness)
         self._dims: dict[str, int] = {}
         self._mine = range(connection.rank, self.count, connection.world)
         self._store = self._servers.new_store()
@@ -61,9 +61,9 @@ class RemoteTables(AwayStore):
         return self._dims[table]
 
     @property
-    def ahead(self) -> Ahead:
+    def ahead(self) -> StalenessStats:
         """See `Store.ahead`."""
-        return Ahead(self.window.lookups, self.window.total, self.window.most)
+        return StalenessStats(self.window.lookups, self.window.total, self.window.most)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -291,14 +291,14 @@ class RemoteTables(AwayStore):
         has neither had a push nor been used (`_used`).
         """
         self.settle()
-        lane = self._connection.here
+        channel = self._connection.here
         # Gradients of all trainers are there, then. A lookup without a gradient may be done with, and servers
         # need not have heard of it yet.
-        said = lane.gather_json([self._sequence, sorted(self._used)])
+        said = channel.gather_json([self._sequence, sorted(self._used)])
         self._used.clear()
         self._sequences = [sequence for sequence, _ in said]
         told: dict[str, Any] = {}
-        if lane.rank == 0:
+        if channel.rank == 0:
             number = secrets.randbits(52)
             head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
             head |= {"store": self._store, "used": [used for _, used in said]}
@@ -310,7 +310,7 @@ class RemoteTables(AwayStore):
             except Exception as error:  # to be raised on all
                 self.close_capture(number)  # of the servers that have it
                 told["error"] = [type(error).__name__, str(error), is_temporary(error)]
-        told = lane.gather_json(told)[0]
+        told = channel.gather_json(told)[0]
         if "error" in told:
             kind, text, temporary = told["error"]
             if temporary:
@@ -325,7 +325,7 @@ class RemoteTables(AwayStore):
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
     ) -> list[dict[str, Any]]:
-        """See `AwayStore.save_away`."""
+        """See `SharedStore.save_away`."""
         assert isinstance(capture, _Captured)
         head = {
             "capture": capture.number,
@@ -343,7 +343,7 @@ class RemoteTables(AwayStore):
         return [reply.wait().head["shares"] for reply in replies]
 
     def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """See `AwayStore.fill_away`."""
+        """See `SharedStore.fill_away`."""
         self.window.drain()
         head = {"path": path, "tables": {name: dict(told) for name, told in tables.items()}}
         replies = [
@@ -371,11 +371,11 @@ class _Captured(Capture):
 
     def part(self, table: str, part: int) -> Rows:
         """See `Capture.part`."""
-        raise TypeError("Servers write what was captured; see AwayStore.save_away.")
+        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
 
     def erased(self, table: str) -> Keys:
         """See `Capture.erased`."""
-        raise TypeError("Servers write what was captured; see AwayStore.save_away.")
+        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
 
     def close(self) -> None:
         """See `Capture.close`."""

@@ -1,4 +1,4 @@
-"""`Claim`: a batch whose ids an embedding worker keeps; it looks them up, and takes their gradients.
+"""`WorkerLookup`: a batch whose ids an embedding worker keeps; it looks them up, and takes their gradients.
 
 The worker gives the outputs of all features, one behind the other in one array, and how they are laid out.
 Gradients of these outputs return the same way. Whether they are finite is seen here, before they are sent, by
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from karvan import _native, output_buffers
-from karvan.ragged import Reference
-from karvan.store.base import Program
+from karvan.ragged import IdsReference
+from karvan.store.base import LookupProgram
 from karvan.store.exchange.wire_format import from_wire, to_wire
-from karvan.store.remote.output_layout import Laid
-from karvan.store.remote.pending_lookup import Lookup
+from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.wire import Array, Message, RefusedError
 from karvan.wire.schema.calls import expect_array
 
@@ -33,7 +33,7 @@ class Claimer(Protocol):
 
     wire: str
 
-    def send_claim(self, claim: Claim) -> Future[Message]:
+    def send_claim(self, claim: WorkerLookup) -> Future[Message]:
         """Ask the worker."""
 
     def forget_claim(self, worker: int, number: int) -> None:
@@ -47,14 +47,14 @@ class Sent(NamedTuple):
     given: list[int]
 
 
-class Claim(Lookup):
+class WorkerLookup(PendingLookup):
     """A batch that is to be claimed, or is."""
 
     def __init__(
         self,
         store: Claimer,
-        program: Program,
-        reference: Reference,
+        program: LookupProgram,
+        reference: IdsReference,
         *,
         training: bool,
         step: int,
@@ -66,7 +66,7 @@ class Claim(Lookup):
         self._answer: Future[Message] | None = None
         self._there: list[float] = []  # when the answer came
         self._outs: list[Tensor] = []
-        self.laid: list[Laid] = []
+        self.laid: list[OutputLayout] = []
 
     def _ask(self) -> None:
         self._answer = self._store.send_claim(self)
@@ -74,11 +74,11 @@ class Claim(Lookup):
         self._answer.add_done_callback(lambda _: there.append(time.monotonic()))
 
     def ready(self) -> tuple[bool, float]:
-        """See `Lookup.ready`."""
+        """See `PendingLookup.ready`."""
         return not self._there, self._there[0] if self._there else 0.0
 
     def finish(self) -> None:
-        """See `Lookup.finish`."""
+        """See `PendingLookup.finish`."""
         assert self._answer is not None
         answer, self._answer = self._answer.result(), None
         vectors, offsets = answer.arrays
@@ -92,7 +92,7 @@ class Claim(Lookup):
             if has_offsets:
                 begins = torch.from_numpy(offsets[at_offset : at_offset + rows + 1].copy())
                 at_offset += rows + 1
-            laid = Laid(rows, ids, length, begins)
+            laid = OutputLayout(rows, ids, length, begins)
             out = output_buffers.empty(_cells(feature[2], laid), feature[5])
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
@@ -107,7 +107,7 @@ class Claim(Lookup):
             raise RefusedError(f"expected {len(self.program.features)} features, got {len(laid)}.")
         size = at = 0
         for feature, (rows, ids, length, has_offsets) in zip(self.program.features, laid, strict=True):
-            size += _cells(feature[2], Laid(rows, ids, length, None)) * feature[5]
+            size += _cells(feature[2], OutputLayout(rows, ids, length, None)) * feature[5]
             if has_offsets:
                 begins = offsets[at : at + rows + 1]
                 at += rows + 1
@@ -117,7 +117,7 @@ class Claim(Lookup):
         expect_array(vectors, "vectors", "float32" if self._store.wire == "float32" else "uint16", size)
         expect_array(offsets, "offsets", "int64", at)
 
-    def take(self) -> list[tuple[Tensor, Laid]]:
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """See `AwayLookup.take`."""
         outs, self._outs = self._outs, []
         return list(zip(outs, self.laid, strict=True))
@@ -139,7 +139,7 @@ class Claim(Lookup):
     def _by_table(
         self,
         gradients: Sequence[Tensor | None],
-        one: Callable[[str, Laid, Tensor], bool],
+        one: Callable[[str, OutputLayout, Tensor], bool],
         of: Callable[[list[bool]], bool],
     ) -> list[bool]:
         found: dict[str, list[bool]] = {table: [] for table in self.program.tables}
@@ -153,19 +153,19 @@ class Claim(Lookup):
             self._store.forget_claim(self.reference.worker, self.number)
 
 
-def watch(reference: Reference, gone: Callable[[Reference], None]) -> None:
+def watch(reference: IdsReference, gone: Callable[[IdsReference], None]) -> None:
     """Call `gone` with one like it, once nobody holds the reference any more."""
-    like = Reference(reference.worker, reference.name, reference.rows)
+    like = IdsReference(reference.worker, reference.name, reference.rows)
     weakref.finalize(reference, gone, like).atexit = False
 
 
-def _cells(mode: str, laid: Laid) -> int:
+def _cells(mode: str, laid: OutputLayout) -> int:
     if mode == "pooled":
         return laid.rows
     return laid.ids if mode == "cells" else laid.rows * laid.length
 
 
-def _finite(mode: str, laid: Laid, gradient: Tensor) -> bool:
+def _finite(mode: str, laid: OutputLayout, gradient: Tensor) -> bool:
     flat = gradient.contiguous()
     if _native.all_finite([flat.data_ptr()], [flat.numel()]):
         return True

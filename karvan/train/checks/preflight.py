@@ -15,7 +15,7 @@ from karvan import distributed
 from karvan.distributed import Connection
 from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
 from karvan.train.losses import ColumnLoss, Sum
-from karvan.train.step.optimizer_step import Update, engines_of
+from karvan.train.step.optimizer_step import OptimizerStep, engines_of
 from karvan.train.stopping.signals import check_not_terminated
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _check_metrics(trainer: Trainer, goal: Goal) -> None:
                 )
 
 
-def check_trained(model: nn.Module, update: Update, frozen: Frozen, connection: Connection) -> None:
+def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, connection: Connection) -> None:
     """All of the model is trained or said to be frozen, and its rows are where training expects them."""
     now = distributed.current()
     if not _same(connection, now):
@@ -117,7 +117,7 @@ def check_connection(model: nn.Module, connection: Connection) -> None:
         )
 
 
-def _check_tables(model: nn.Module, update: Update, frozen: Frozen) -> None:
+def _check_tables(model: nn.Module, update: OptimizerStep, frozen: Frozen) -> None:
     updated = {id(table) for table in update.tables}
     said = {id(table) for table in frozen.tables}
     missing = [
@@ -140,7 +140,7 @@ def _check_tables(model: nn.Module, update: Update, frozen: Frozen) -> None:
     )
 
 
-def _check_parameters(model: nn.Module, update: Update, frozen: Frozen) -> None:
+def _check_parameters(model: nn.Module, update: OptimizerStep, frozen: Frozen) -> None:
     updated = {id(parameter) for parameter in update.parameters()}
     missing = [
         name

@@ -13,22 +13,22 @@ from karvan import checkpoint as checkpoints
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
 from karvan.data.identity import Identity
-from karvan.dense.local import DenseHere
+from karvan.dense.local import LocalDense
 from karvan.distributed import Connection
 from karvan.train.contexts.context_saves import ContextSaves
-from karvan.train.feed.epoch import Course
-from karvan.train.reporting.results import Counts, Window
+from karvan.train.feed.epoch import Epoch
+from karvan.train.reporting.results import ReportWindow, TrainingCounts
 from karvan.train.state import dataset, train_state
-from karvan.train.state.finished_data import Trained, with_newest
+from karvan.train.state.finished_data import FinishedData, with_newest
 from karvan.train.state.gathering import summed
 from karvan.train.state.randomness import set_random_state
 from karvan.train.state.saving import Snapshot
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.optimizer_step import Update, engines_of
+from karvan.train.step.optimizer_step import OptimizerStep, engines_of
 from karvan.train.step.precision import Precision
 
 
-class Kept:
+class ContextState:
     """The state of training in a hand-written loop; `TrainContext` derives from it."""
 
     def __init__(
@@ -36,8 +36,8 @@ class Kept:
         model: nn.Module,
         connection: Connection,
         precision: Precision,
-        update: Update,
-        dense: DenseHere,
+        update: OptimizerStep,
+        dense: LocalDense,
         transforms: Transforms,
         saves: ContextSaves,
     ) -> None:
@@ -47,14 +47,14 @@ class Kept:
         self.update = update
         self.dense = dense
         self.transforms = transforms
-        self.counts = Counts()
-        self._course: Course | None = None  # of the loader that was used last
+        self.counts = TrainingCounts()
+        self._course: Epoch | None = None  # of the loader that was used last
         self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
         self._loaded: Checkpoint | None = None  # what that is of
         self._identity: Identity | None = None  # of the data of that loader
         self._data_name: str | None = None  # that `load` was given for it
-        self._past: tuple[Trained, ...] = ()  # data that was trained to its end before
-        self._before: Trained | None = None  # how that of `_identity` was, if it is one of them
+        self._past: tuple[FinishedData, ...] = ()  # data that was trained to its end before
+        self._before: FinishedData | None = None  # how that of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
         self._drop_unfinished = False  # as `load` was told
         self._saves = saves
@@ -120,7 +120,7 @@ class Kept:
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
         whole = {
-            **train_state.take_trained(self, {"metrics": {}, "window": Window().state_dict()}),
+            **train_state.take_trained(self, {"metrics": {}, "window": ReportWindow().state_dict()}),
             **data,
             **self.transforms.state(),
             "scheduler": {"schedulers": []},
@@ -196,7 +196,7 @@ class Kept:
             return
         epochs = self.counts.epoch - epoch
         if known is not None and not known.grows and epochs > 0 and self.counts.batches == 0:
-            newest = Trained(known.id, known.label, self.step, epochs, self.step - step)
+            newest = FinishedData(known.id, known.label, self.step, epochs, self.step - step)
             self._past = with_newest(self._past, newest)
         self._data_begin = (self.counts.epoch, self.step)
 
@@ -214,8 +214,8 @@ class Kept:
         names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
         if unknown := [name for name in names if name not in handles]:
             raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
-        lane = self.connection.main
-        lane.barrier()  # nobody is in a step any more
+        channel = self.connection.main
+        channel.barrier()  # nobody is in a step any more
         for name in names:
             handles[name].clear()
-        lane.barrier()
+        channel.barrier()

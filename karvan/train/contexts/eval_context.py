@@ -19,10 +19,10 @@ from karvan.distributed import Connection
 from karvan.label_columns import required_values
 from karvan.train.checks.common_mistakes import check_data
 from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of, precision_named
-from karvan.train.contexts.step_passes import Loader
+from karvan.train.contexts.step_passes import ContextLoader
 from karvan.train.evaluation import evaluating
 from karvan.train.feed.feed import Feed, ahead_of, feed, same
-from karvan.train.feed.rank_rounds import Rounds
+from karvan.train.feed.rank_rounds import RankRounds
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.device_placement import Placement, device_of, exact_device, make_placement
@@ -123,11 +123,11 @@ class EvalContext:
             if found is not None:
                 found.__exit__(kind, error, trace)
 
-    def loader(self, data: Iterable[Any]) -> Loader:
+    def loader(self, data: Iterable[Any]) -> ContextLoader:
         """The batches of data, taken and prepared ahead."""
         self._require("loader")
         check_data("loader", data)
-        return Loader(lambda: self._batches(data))
+        return ContextLoader(lambda: self._batches(data))
 
     def _batches(self, data: Iterable[Any]) -> Iterator[Any]:
         self._require("A loader")
@@ -139,7 +139,7 @@ class EvalContext:
         run.transforms.use(data)
         run.transforms.match_loaders()
         place = partial(run.placement.place, training=False)
-        rounds = Rounds(run.connection, "evaluate")
+        rounds = RankRounds(run.connection, "evaluate")
         required = required_values(data, names_of(self._label))
         with required, feed(data, place, ahead=run.ahead, rounds=rounds) as batches:
             self._feed = batches

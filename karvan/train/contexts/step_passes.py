@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from karvan.train.feed.batch_source import Fed
-from karvan.train.feed.epoch import Course
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.feed.epoch import Epoch
 
 
 @dataclass
-class Step:
+class ContextStep:
     """The batches that make a step, how much each counts, and how many have gone through it.
 
     course is None where the batch is none of a loader's.
     """
 
-    group: list[Fed]
+    group: list[FedBatch]
     weights: list[float]
     whole: float
-    course: Course | None = None
+    course: Epoch | None = None
     done: int = 0
 
 
@@ -28,7 +28,7 @@ class Step:
 class Pass:
     """One of a step's batches, by its place, and the model's output for it."""
 
-    step: Step
+    step: ContextStep
     place: int
     output: Any = None
 
@@ -48,7 +48,7 @@ class Pass:
         return self.place == len(self.step.group) - 1
 
 
-class Loader:
+class ContextLoader:
     """Data in a context; `ctx.loader(data)` makes it, and each iteration begins anew."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:

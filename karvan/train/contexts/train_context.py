@@ -30,24 +30,24 @@ from karvan.train.checks.common_mistakes import check_data
 from karvan.train.checks.frozen import Frozen, Patterns
 from karvan.train.checks.preflight import check_trained
 from karvan.train.contexts.context_saves import ContextSaves
-from karvan.train.contexts.context_state import Kept
+from karvan.train.contexts.context_state import ContextState
 from karvan.train.contexts.eval_context import EvalContext, running
 from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
-from karvan.train.contexts.step_passes import Loader, Pass, Step
-from karvan.train.feed.batch_source import Fed
-from karvan.train.feed.epoch import Course
+from karvan.train.contexts.step_passes import ContextLoader, ContextStep, Pass
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.feed.epoch import Epoch
 from karvan.train.feed.feed import same
 from karvan.train.losses import nothing_of, total
 from karvan.train.state import dataset
 from karvan.train.state.randomness import random_state
-from karvan.train.step.accumulation import Passes
+from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.nonfinite import Skips, nonfinite_text
 from karvan.train.step.optimizer_step import (
     DenseOptimizer,
-    Update,
-    UpdateSettings,
+    OptimizerStep,
+    OptimizerStepSettings,
     engines_of,
     make_dense,
     make_sparse,
@@ -57,7 +57,7 @@ from karvan.train.types import Losses, Positioned, rows_of
 _in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
 
 
-class TrainContext(Kept):
+class TrainContext(ContextState):
     """Trains a model in a loop of one's own.
 
     ```
@@ -113,10 +113,10 @@ class TrainContext(Kept):
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
         stepping = make_stepping(model, dense, engines_of(model), here, run.ahead)
-        update = Update(
+        update = OptimizerStep(
             dense,
             make_sparse(sparse_optimizer, model, self.frozen),
-            UpdateSettings(accumulate, clip_norm, clip_value),
+            OptimizerStepSettings(accumulate, clip_norm, clip_value),
             run.precision,
             stepping,
             self.frozen,
@@ -128,7 +128,7 @@ class TrainContext(Kept):
         self._label = label
         self._raises = nonfinite == "raise"
         together = here.world == 1 or here.settings.mode != "async"
-        self._passes = Passes(accumulate, None, here.rank, here.world, together)
+        self._passes = Accumulation(accumulate, None, here.rank, here.world, together)
         self._parallel = make_parallel(model, self.connection)
         self._moving = make_placement(self.model, self.device, same, [])
         for engine in engines_of(model):
@@ -139,7 +139,7 @@ class TrainContext(Kept):
         self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration over it, held by the loop
         self._turn: Pass | None = None  # the batch that the loader gave, until its forward
         self._pass: Pass | None = None  # the forward that waits for its backward
-        self._step: Step | None = None  # one of which some batches, but not all, have been trained
+        self._step: ContextStep | None = None  # one of which some batches, but not all, have been trained
 
     def __enter__(self) -> Self:
         if self.model in _in_use:
@@ -175,7 +175,7 @@ class TrainContext(Kept):
             if self._passes.together:  # so that all ranks come to the same
                 self._skips.end()
 
-    def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> Loader:
+    def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> ContextLoader:
         """The batches of data, taken and prepared ahead; every iteration is an epoch.
 
         After `load`, the first one goes on where the checkpoint was saved, if it is of the same data; see
@@ -184,7 +184,7 @@ class TrainContext(Kept):
         """
         self._require("loader")
         check_data("loader", data)
-        return Loader(lambda: self._iterate(data, data_name))
+        return ContextLoader(lambda: self._iterate(data, data_name))
 
     def _iterate(self, data: Iterable[Any], name: str | None) -> Iterator[Any]:
         self._require("A loader")
@@ -203,7 +203,7 @@ class TrainContext(Kept):
             required = required_values(data, names_of(self._label))
             with required, closing(course.groups()) as groups:
                 for group in groups:
-                    step = Step(group, *self._passes.weights(group), course)
+                    step = ContextStep(group, *self._passes.weights(group), course)
                     trained = False
                     for place, fed in enumerate(group):
                         self._running.placement.receive(fed.batch)
@@ -221,7 +221,7 @@ class TrainContext(Kept):
             if not trained:
                 course.move_back()
 
-    def _course_of(self, data: Iterable[Any], name: str | None) -> Course:
+    def _course_of(self, data: Iterable[Any], name: str | None) -> Epoch:
         self.transforms.use(data)
         self.transforms.match_loaders()
         self.transforms.require_fitted(self.model)
@@ -238,7 +238,7 @@ class TrainContext(Kept):
             self.counts.batches = 0
         run = self._running
         self.transforms.require_equal(run.connection.main, self.model)
-        made = Course(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
+        made = Epoch(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
         self._data = data
         if self._saved is not None:
             made.load(self._saved, random_state(), self._drop_unfinished)
@@ -286,10 +286,10 @@ class TrainContext(Kept):
                 f"accumulate={self._passes.accumulate} is for batches of ctx.loader, which knows those of a "
                 "step, got another one."
             )
-        lane = self.connection.main
-        every = rows if lane.world == 1 else int(lane.sum(torch.tensor([rows]))[0])
-        group = [Fed(moved, None, rows, every)]
-        return Pass(Step(group, *self._passes.weights(group)), 0), moved
+        channel = self.connection.main
+        every = rows if channel.world == 1 else int(channel.sum(torch.tensor([rows]))[0])
+        group = [FedBatch(moved, None, rows, every)]
+        return Pass(ContextStep(group, *self._passes.weights(group)), 0), moved
 
     def backward(self, loss: Losses) -> bool:
         """Go backward from a loss, a mean over the batch, and make the step if it is complete.
@@ -330,7 +330,7 @@ class TrainContext(Kept):
             self._skip(step, whole)
         return taken
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: ContextStep) -> None:
         if step.course is not None:
             step.course.trained(step.group, step.course.samples(step.group))
         else:
@@ -338,13 +338,13 @@ class TrainContext(Kept):
             self.counts.step += 1
             self.counts.samples += sum(fed.all_rows for fed in step.group)
 
-    def _skip(self, step: Step, loss: Tensor) -> None:
+    def _skip(self, step: ContextStep, loss: Tensor) -> None:
         self.counts.skipped += 1
         what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
         batches = [fed.batch for fed in step.group]
         if self._raises and not self.precision.always_checks:  # with fp16, one now and then is too large
             raise FloatingPointError(
-                f"Step {self.step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
+                f"ContextStep {self.step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
             )
         self._skips.skip(self.step, batches, what)
 
@@ -375,7 +375,7 @@ class TrainContext(Kept):
             )
 
 
-def _incomplete(step: Step) -> RuntimeError:
+def _incomplete(step: ContextStep) -> RuntimeError:
     return RuntimeError(
         f"Of a step's {len(step.group)} batches {step.done} were trained: expected forward and backward for "
         "each of them."

@@ -15,7 +15,7 @@ _log = logging.getLogger("karvan.train")
 
 
 @dataclass(frozen=True)
-class Fed:
+class FedBatch:
     """A batch that is ready, and the data's position behind it: None if data has no positions.
 
     Where several ranks train, `rows` are those of the batch, `all_rows` and `all_batches` those of all ranks
@@ -30,7 +30,7 @@ class Fed:
     save: bool = False
 
 
-class Taker:
+class BatchSource:
     """Takes the batches of a process that is alone; `SharedTaker` derives from it."""
 
     alone = True
@@ -40,7 +40,7 @@ class Taker:
     def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> None:
         self._taken = _take(data, place, skip)
 
-    def next(self, stop: str | None = None) -> Fed | None:
+    def next(self, stop: str | None = None) -> FedBatch | None:
         """The next batch; None at the end, or if `stop` says why there should be none."""
         return None if stop else next(self._taken, None)
 
@@ -81,7 +81,7 @@ def move_back(data: Any, position: Any) -> None:
         _log.warning("Batches that were taken ahead stay taken: %s", error)
 
 
-def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Generator[Fed, None, None]:
+def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Generator[FedBatch, None, None]:
     batches = iter(data)
     try:
         skipped = sum(1 for _ in islice(batches, skip))
@@ -92,6 +92,6 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
             )
         for batch in batches:
             position = position_of(data)
-            yield Fed(place(batch), position)
+            yield FedBatch(place(batch), position)
     finally:
         getattr(batches, "close", lambda: None)()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.ragged import Batch, NestedRagged, Ragged, Reference
+from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 
 
 def describe(batch: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
         return {"kind": "ragged", "values": _like(entry.values), "offsets": offsets, "weights": weights}
     if isinstance(entry, NestedRagged):
         return {"kind": "nested", "values": _like(entry.values)}
-    if isinstance(entry, Reference):
+    if isinstance(entry, IdsReference):
         return {"kind": "reference"}
     raise TypeError(
         f"Column '{name}': expected a Tensor, Ragged or NestedRagged, of which a rank whose data has ended "
@@ -56,7 +56,7 @@ def _like(tensor: Tensor) -> dict[str, Any]:
 
 def _empty(column: Mapping[str, Any]) -> Any:
     if column["kind"] == "reference":
-        return Reference(0, "", 0)
+        return IdsReference(0, "", 0)
     values = _tensor(column["values"])
     if column["kind"] == "tensor":
         return values

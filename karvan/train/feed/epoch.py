@@ -1,4 +1,4 @@
-"""`Course`: the way of training through its data, step by step, and where it stands.
+"""`Epoch`: the way of training through its data, step by step, and where it stands.
 
 The position that a checkpoint keeps is that behind the last batch trained on, whatever was taken ahead. Data
 without a position is skipped forward by the batches of its epoch that were trained, in the order in which
@@ -15,14 +15,14 @@ from typing import Any
 
 from karvan.distributed import Connection
 from karvan.exit_codes import note_training
-from karvan.train.feed.batch_source import Fed, merged_position, move_back, position_of
+from karvan.train.feed.batch_source import FedBatch, merged_position, move_back, position_of
 from karvan.train.feed.feed import Feed, feed
-from karvan.train.feed.rank_rounds import Rounds, never
-from karvan.train.reporting.results import Counts
+from karvan.train.feed.rank_rounds import RankRounds, never
+from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.data_kind_change import starts_epoch
 from karvan.train.state.gathering import gather_state
 from karvan.train.state.randomness import random_state, set_random_state
-from karvan.train.step.accumulation import Passes
+from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.device_placement import Placement
 from karvan.train.types import Positioned, rows_of
 
@@ -38,7 +38,7 @@ def goes_on(reason: str | None) -> bool:
     return False
 
 
-class Course:
+class Epoch:
     """The groups of batches that make the steps of an epoch, of data that is trained on from time to time.
 
     stopped says why to take no more batches, if so; due when it is time to save; ends is told why all ranks
@@ -50,8 +50,8 @@ class Course:
         data: Iterable[Any],
         connection: Connection,
         placement: Placement,
-        passes: Passes,
-        counts: Counts,
+        passes: Accumulation,
+        counts: TrainingCounts,
         ahead: int,
         *,
         stopped: Callable[[], object] = never,
@@ -74,7 +74,7 @@ class Course:
         self._feed: Feed | None = None
         self.complete = False  # whether the data has come to its end
 
-    def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[Fed], None, None]:
+    def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
         counts, given = self._counts, False
         self.complete = False
@@ -109,7 +109,7 @@ class Course:
     def _begin_feed(self) -> Feed:
         self._placement.forget()  # what the feed before had taken ahead
         passes, begin = self._passes, self._counts.step + self._counts.passed
-        rounds = Rounds(
+        rounds = RankRounds(
             self._connection,
             "fit",
             lambda number: number % passes.count < passes.mine(begin + number // passes.count),
@@ -132,12 +132,12 @@ class Course:
             set_random_state(self._random_later)
             self._random_later = None
 
-    def samples(self, group: list[Fed]) -> int:
+    def samples(self, group: list[FedBatch]) -> int:
         """The rows of a step, those of all ranks."""
         alone = self._connection.world == 1
         return sum(rows_of(fed.batch) if alone else fed.all_rows for fed in group)
 
-    def trained(self, group: list[Fed], samples: int) -> None:
+    def trained(self, group: list[FedBatch], samples: int) -> None:
         """A step was made of these batches, or left out."""
         note_training()
         self._counts.step += 1

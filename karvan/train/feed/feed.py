@@ -22,8 +22,8 @@ from typing import Any
 from karvan.activity import activity
 from karvan.data.loading.worker_threads import start
 from karvan.distributed import Connection
-from karvan.train.feed.batch_source import Fed, Taker, move_back, position_of
-from karvan.train.feed.rank_rounds import Rounds, SharedTaker, never
+from karvan.train.feed.batch_source import BatchSource, FedBatch, move_back, position_of
+from karvan.train.feed.rank_rounds import RankRounds, SharedTaker, never
 
 _log = logging.getLogger("karvan.train")
 
@@ -50,7 +50,7 @@ def feed(
     ahead: int = 2,
     skip: int = 0,
     stopped: Callable[[], object] = never,
-    rounds: Rounds | None = None,
+    rounds: RankRounds | None = None,
 ) -> Feed:
     """The batches of `data` behind the first `skip`, until its end or until `stopped` says so.
 
@@ -60,16 +60,16 @@ def feed(
     """
     if rounds is not None and rounds.connection.world > 1:
         wait = rounds.connection.settings.timeout
-        taker: Taker = SharedTaker(data, place, rounds)
+        taker: BatchSource = SharedTaker(data, place, rounds)
     else:
-        wait, taker = _END, Taker(data, place, skip)
+        wait, taker = _END, BatchSource(data, place, skip)
     return AheadFeed(data, taker, stopped, ahead, wait) if ahead else Feed(data, taker, stopped)
 
 
-class Feed(Iterator[Fed]):
+class Feed(Iterator[FedBatch]):
     """Takes batches when they are asked for."""
 
-    def __init__(self, data: Any, taker: Taker, stopped: Callable[[], object]) -> None:
+    def __init__(self, data: Any, taker: BatchSource, stopped: Callable[[], object]) -> None:
         self._data = data
         self._taker = taker
         self._stopped = stopped
@@ -78,7 +78,7 @@ class Feed(Iterator[Fed]):
         self._abandoned = False
         self.reason: str | None = None  # why all ranks stop, known when the last batch was handed out
 
-    def __next__(self) -> Fed:
+    def __next__(self) -> FedBatch:
         stopped = self._stopped()
         fed = None if self._closed else self._taker.next(str(stopped) if stopped else None)
         if fed is None:
@@ -125,7 +125,7 @@ class AheadFeed(Feed):
     """Takes batches on a thread."""
 
     def __init__(
-        self, data: Any, taker: Taker, stopped: Callable[[], object], ahead: int, wait: float
+        self, data: Any, taker: BatchSource, stopped: Callable[[], object], ahead: int, wait: float
     ) -> None:
         super().__init__(data, taker, stopped)
         self._size = ahead
@@ -133,12 +133,12 @@ class AheadFeed(Feed):
         self._taken = 0
         self._given = 0
         self._changed = threading.Condition()
-        self._waiting: deque[Fed | BaseException] = deque()
+        self._waiting: deque[FedBatch | BaseException] = deque()
         self._complete = False  # nothing more will come
         self._stop: tuple[int, str] | None = None  # the first batch that may say so, and why to stop
         (self._thread,) = start([self._fill])
 
-    def __next__(self) -> Fed:
+    def __next__(self) -> FedBatch:
         with self._changed:
             while not (self._waiting or self._complete or self._closed or self._stops()):
                 self._changed.wait(_WAKE)  # a signal's handler cannot notify, so this one looks

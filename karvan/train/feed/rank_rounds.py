@@ -1,4 +1,4 @@
-"""Rounds: how ranks take their batches together.
+"""RankRounds: how ranks take their batches together.
 
 In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
 sum: how many rows and batches there are, how many ranks may have more, and who wants what.
@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from karvan.distributed import Connection, Lane, RankError
-from karvan.train.feed.batch_source import Fed, Taker, position_of
+from karvan.distributed import CollectiveChannel, Connection, RankError
+from karvan.train.feed.batch_source import BatchSource, FedBatch, position_of
 from karvan.train.feed.empty_batch import describe, empty
 from karvan.train.types import rows_of
 
@@ -40,11 +40,11 @@ def never() -> bool:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Who takes part, on which lane; in which rounds this rank takes a batch, when a checkpoint is due."""
+class RankRounds:
+    """Who takes part, on which channel; in which rounds this rank takes a batch, when a checkpoint is due."""
 
     connection: Connection
-    lane: str
+    channel: str
     turn: Callable[[int], bool] = always
     save: Callable[[], bool] = never
 
@@ -59,12 +59,12 @@ class _Agreement:
     saving: int
 
 
-class SharedTaker(Taker):
-    """Takes this rank's batches in rounds with the others; all of it happens on one lane."""
+class SharedTaker(BatchSource):
+    """Takes this rank's batches in rounds with the others; all of it happens on one channel."""
 
     alone = False
 
-    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], rounds: Rounds) -> None:
+    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], rounds: RankRounds) -> None:
         self._data = data
         self._place = place
         self._rounds = rounds
@@ -75,47 +75,47 @@ class SharedTaker(Taker):
         self._ended = False  # the data
         self._over = False  # the rounds
 
-    def next(self, stop: str | None = None) -> Fed | None:
-        """See `Taker.next`; a collective."""
+    def next(self, stop: str | None = None) -> FedBatch | None:
+        """See `BatchSource.next`; a collective."""
         if self._over:
             return None
-        with self._rounds.connection.on(self._rounds.lane) as lane:
+        with self._rounds.connection.on(self._rounds.channel) as channel:
             try:
                 batch = self._take()
                 rows = 0 if batch is None else rows_of(batch)
             except BaseException as error:
-                self._end(lane, error=f"{type(error).__name__}: {error}")
+                self._end(channel, error=f"{type(error).__name__}: {error}")
                 raise
             asks = batch is None and self._columns is None
-            agreed = self._agree(lane, rows, batch is not None, asks, bool(stop))
+            agreed = self._agree(channel, rows, batch is not None, asks, bool(stop))
             if agreed.ending:
-                self._tell(lane, reason=stop)
+                self._tell(channel, reason=stop)
                 return None
             if not agreed.may_have_more:
                 self._over = True
                 return None
             self._number += 1
             if not agreed.batches:
-                return Fed(None, self._position, all_batches=0)
+                return FedBatch(None, self._position, all_batches=0)
             if agreed.asking:
-                told = lane.gather_json(self._columns)
+                told = channel.gather_json(self._columns)
                 self._columns = self._columns or next(each for each in told if each is not None)
             placed = self._place(empty(self._columns or {}) if batch is None else batch)
-            return Fed(placed, self._position, rows, agreed.rows, agreed.batches, agreed.saving > 0)
+            return FedBatch(placed, self._position, rows, agreed.rows, agreed.batches, agreed.saving > 0)
 
     def leave(self) -> None:
-        """See `Taker.leave`; a collective with those that take a batch, or leave as well."""
+        """See `BatchSource.leave`; a collective with those that take a batch, or leave as well."""
         if not self._over:
-            with self._rounds.connection.on(self._rounds.lane) as lane:
-                self._end(lane)
+            with self._rounds.connection.on(self._rounds.channel) as channel:
+                self._end(channel)
 
     def fail(self, error: BaseException) -> None:
-        """See `Taker.fail`."""
+        """See `BatchSource.fail`."""
         if not self._over:
-            self._rounds.connection.fail(self._rounds.lane, error)
+            self._rounds.connection.fail(self._rounds.channel, error)
 
     def close(self) -> None:
-        """See `Taker.close`."""
+        """See `BatchSource.close`."""
         getattr(self._batches, "close", lambda: None)()
 
     def _take(self) -> Any:
@@ -131,20 +131,20 @@ class SharedTaker(Taker):
             self._columns = describe(batch)
         return batch
 
-    def _agree(self, lane: Lane, rows: int, has: bool, asks: bool, ends: bool) -> _Agreement:
-        saves = lane.rank == 0 and not ends and self._rounds.save()
+    def _agree(self, channel: CollectiveChannel, rows: int, has: bool, asks: bool, ends: bool) -> _Agreement:
+        saves = channel.rank == 0 and not ends and self._rounds.save()
         mine = torch.tensor([rows, has, not self._ended, asks, ends, saves], dtype=torch.int64)
-        return _Agreement(*lane.sum(mine).tolist())
+        return _Agreement(*channel.sum(mine).tolist())
 
-    def _end(self, lane: Lane, error: str | None = None) -> None:
-        self._agree(lane, 0, False, False, True)
-        self._tell(lane, error=error)
+    def _end(self, channel: CollectiveChannel, error: str | None = None) -> None:
+        self._agree(channel, 0, False, False, True)
+        self._tell(channel, error=error)
 
-    def _tell(self, lane: Lane, reason: str | None = None, error: str | None = None) -> None:
+    def _tell(self, channel: CollectiveChannel, reason: str | None = None, error: str | None = None) -> None:
         """Why the rounds end: a rank's error is one on all others."""
         self._over = self.cut = True
-        told = lane.gather_json({"reason": reason, "error": error})
+        told = channel.gather_json({"reason": reason, "error": error})
         for rank, each in enumerate(told):
-            if each["error"] and rank != lane.rank and not error:
+            if each["error"] and rank != channel.rank and not error:
                 raise RankError(f"Rank {rank} could not take its next batch: {each['error']}")
         self.reason = next((each["reason"] for each in told if each["reason"]), None)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from karvan.train.reporting.loggers.base import Log
-from karvan.train.reporting.loggers.jsonl import JsonLinesLog, read_entries
+from karvan.train.reporting.loggers.base import Logger
+from karvan.train.reporting.loggers.jsonl import JSONLinesLogger, read_entries
 from karvan.train.reporting.results import Report
 
 _log = logging.getLogger("karvan.train")
@@ -21,24 +21,24 @@ _log = logging.getLogger("karvan.train")
 FILE = "history.jsonl"
 
 
-class History(Log):
+class History(Logger):
     """The reports of a Trainer; `writes` says whether this rank writes the file."""
 
     def __init__(self, folder: Path | None, writes: bool) -> None:
         self._path = None if folder is None else folder / FILE
-        self._file = None if self._path is None or not writes else JsonLinesLog(self._path)
+        self._file = None if self._path is None or not writes else JSONLinesLogger(self._path)
         self._entries: list[dict[str, Any]] = []
         self._failing = False
 
     def open(self, step: int) -> None:
-        """See `Log.open`."""
+        """See `Logger.open`."""
         if self._file is not None:
             self._file.open(step)
         before = self._entries if self._path is None else read_entries(self._path)
         self._entries = [entry for entry in before if step and entry["step"] <= step]
 
     def write(self, report: Report) -> None:
-        """See `Log.write`; a file that cannot be written is a warning, because training does not need it."""
+        """See `Logger.write`; a file that cannot be written is a warning: training does not need it."""
         self._entries.append({**report.labels(), **report.values})
         if self._file is None:
             return
@@ -52,7 +52,7 @@ class History(Log):
             self._failing = False
 
     def close(self) -> None:
-        """See `Log.close`."""
+        """See `Logger.close`."""
         if self._file is not None:
             with suppress(OSError):  # a full disk, which was a warning
                 self._file.close()

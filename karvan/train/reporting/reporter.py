@@ -31,8 +31,8 @@ class Reporter:
     def training(self) -> None:
         """Losses since the last report, metrics since the epoch began, and speed; of all ranks."""
         trainer = self._trainer
-        lane = trainer.connection.main
-        if not (losses := trainer.window.means(lane)):
+        channel = trainer.connection.main
+        if not (losses := trainer.window.means(channel)):
             return
         (before, samples), self._last = self._last, (time.monotonic(), trainer.counts.samples)
         rates = {
@@ -41,7 +41,7 @@ class Reporter:
         }
         metrics = self.metrics()
         rows = self._rows()
-        held = summed(lane, {"rows": sum(rows.values()), "memory": memory_bytes(trainer.device), **rows})
+        held = summed(channel, {"rows": sum(rows.values()), "memory": memory_bytes(trainer.device), **rows})
         values = {
             "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
             **losses,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 from karvan.train.state.gathering import summed
 
 
@@ -89,7 +89,7 @@ class FitResult:
 
 
 @dataclass
-class Counts:
+class TrainingCounts:
     """How far training is. It is part of a checkpoint, so it holds nothing that depends on time."""
 
     step: int = 0
@@ -132,7 +132,7 @@ class Losses:
         return {name: total / self.weight for name, total in self._sums.items()}
 
 
-class Window:
+class ReportWindow:
     """The mean of each loss since the last report."""
 
     def __init__(self) -> None:
@@ -146,9 +146,9 @@ class Window:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
         self._count += 1
 
-    def means(self, lane: Lane) -> dict[str, float]:
+    def means(self, channel: CollectiveChannel) -> dict[str, float]:
         """The means over all ranks; nothing if nothing was counted."""
-        sums = summed(lane, {name: float(total) for name, total in self._sums.items()})
+        sums = summed(channel, {name: float(total) for name, total in self._sums.items()})
         return {name: total / self._count for name, total in sums.items()}
 
     def reset(self) -> None:

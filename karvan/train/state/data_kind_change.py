@@ -12,14 +12,16 @@ from typing import Any
 
 from karvan.data.loading.position_kind import kind_of, mismatch
 from karvan.train.feed.batch_source import position_of
-from karvan.train.reporting.results import Counts
+from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.dataset import UnfinishedError
 from karvan.train.types import Positioned
 
 _log = logging.getLogger("karvan.train")
 
 
-def starts_epoch(position: Any, data: Any, counts: Counts, drop_unfinished: bool, *, says: bool) -> bool:
+def starts_epoch(
+    position: Any, data: Any, counts: TrainingCounts, drop_unfinished: bool, *, says: bool
+) -> bool:
     """Whether data was moved to the start of its epoch, because the position is of another kind of data."""
     if position is None or not isinstance(data, Positioned):
         return False

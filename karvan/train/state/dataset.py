@@ -26,11 +26,11 @@ from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.format.state_tree import decode
 from karvan.data.identity import Identity
 from karvan.distributed import Connection
-from karvan.train.state.finished_data import Trained, find, with_newest
+from karvan.train.state.finished_data import FinishedData, find, with_newest
 
 if TYPE_CHECKING:
     from karvan.data import Window, Windows
-    from karvan.train.reporting.results import Counts
+    from karvan.train.reporting.results import TrainingCounts
     from karvan.train.stopping.goal import Goal
 
 _log = logging.getLogger("karvan.train")
@@ -76,15 +76,15 @@ class Record:
     step: int = 0
     steps: int = 0  # of this data
     early: bool = False  # whether it was `EarlyStopping` that ended it
-    past: tuple[Trained, ...] = ()  # what the run had trained to its end before this data
+    past: tuple[FinishedData, ...] = ()  # what the run had trained to its end before this data
 
     @property
-    def history(self) -> tuple[Trained, ...]:
+    def history(self) -> tuple[FinishedData, ...]:
         """What the run has trained to its end, this data included if it was."""
         known = self.identity
         if known is None or known.grows or not self.finished:
             return self.past
-        newest = Trained(known.id, known.label, self.step, self.epoch, self.steps, self.early)
+        newest = FinishedData(known.id, known.label, self.step, self.epoch, self.steps, self.early)
         return with_newest(self.past, newest)
 
     @property
@@ -99,7 +99,7 @@ def state_of(
     finished: bool,
     wanted: str = "",
     early: bool = False,
-    past: tuple[Trained, ...] = (),
+    past: tuple[FinishedData, ...] = (),
 ) -> dict[str, Any]:
     """What a checkpoint keeps of its data; see `Record`."""
     return {
@@ -129,7 +129,7 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
         int(counts["step"]),
         int(counts["step"]) - int(counts.get("start_step", 0)),
         bool(data.get("early", False)),
-        tuple(Trained.from_state(each) for each in data.get("past", ())),
+        tuple(FinishedData.from_state(each) for each in data.get("past", ())),
     )
 
 
@@ -154,7 +154,7 @@ def is_other(
     )
 
 
-def trained_before(record: Record | None, identity: Identity | None) -> Trained | None:
+def trained_before(record: Record | None, identity: Identity | None) -> FinishedData | None:
     """How a run has trained data before that of its newest checkpoint; a warning if it has."""
     before = None if record is None else find(record.history, identity)
     if before is not None:
@@ -167,7 +167,7 @@ def trained_before(record: Record | None, identity: Identity | None) -> Trained 
     return before
 
 
-def begin_data(counts: Counts, before: Trained | None = None) -> None:
+def begin_data(counts: TrainingCounts, before: FinishedData | None = None) -> None:
     """Count epochs and steps of other data from here, or from what was trained before; the step continues."""
     counts.epoch = 0 if before is None else before.epochs
     counts.batches = 0
@@ -179,7 +179,7 @@ def announcement(
     record: Record | None,
     identity: Identity | None,
     other: bool,
-    before: Trained | None = None,
+    before: FinishedData | None = None,
 ) -> str:
     """The line that says where a fit begins."""
     if before is not None:
@@ -195,7 +195,9 @@ def announcement(
     return f"Going on from {checkpoint.path} with new data: {identity.label}.{again}"
 
 
-def nothing_to_do(data: Any, identity: Identity | None, goal: Goal, before: Trained | None = None) -> str:
+def nothing_to_do(
+    data: Any, identity: Identity | None, goal: Goal, before: FinishedData | None = None
+) -> str:
     """The line that says why a fit trains nothing; a warning if that may not be what was wanted."""
     if identity is None:
         _log.warning(

@@ -93,13 +93,13 @@ class FailedSaves:
 
     def repeat(self, step: int, folder: Path, attempt: Callable[[], BaseException | None]) -> None:
         """Attempt the last save until it succeeds; after `retry_seconds` all ranks raise its error."""
-        lane = distributed.current().main
+        channel = distributed.current().main
         due = time.monotonic() + self.retry_seconds
         delay, warned = _FIRST_DELAY, False
         while (error := attempt()) is not None:
             if not is_outage(error):
                 raise error
-            left = lane.gather_json(due - time.monotonic())[0]
+            left = channel.gather_json(due - time.monotonic())[0]
             if left <= 0:
                 raise CheckpointError(
                     folder,
@@ -107,7 +107,7 @@ class FailedSaves:
                     f"seconds: {_sentence(error)} What was trained since is lost. {newest_text(folder)}",
                     temporary=True,
                 ) from error
-            if not warned and lane.rank == 0:
+            if not warned and channel.rank == 0:
                 warned = True
                 _log.warning(
                     "The last checkpoint, of step %d, was NOT saved: %s It is tried again for %g seconds. %s",

@@ -16,7 +16,7 @@ _MOST = 1000
 
 
 @dataclass(frozen=True)
-class Trained:
+class FinishedData:
     """How much of some data was trained, and the step at which that ended.
 
     early: `EarlyStopping` has ended it, so that there is nothing to do whatever is asked for.
@@ -34,7 +34,7 @@ class Trained:
         return dict(vars(self))
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Trained:
+    def from_state(cls, state: Mapping[str, Any]) -> FinishedData:
         """What `state` described."""
         return cls(**state)
 
@@ -46,12 +46,12 @@ class Trained:
         return f"{self.epochs} epoch{'' if self.epochs == 1 else 's'}"
 
 
-def with_newest(history: Iterable[Trained], newest: Trained) -> tuple[Trained, ...]:
+def with_newest(history: Iterable[FinishedData], newest: FinishedData) -> tuple[FinishedData, ...]:
     """The history with one more at its end, in place of an older one of the same data."""
     return (*(each for each in history if each.id != newest.id), newest)[-_MOST:]
 
 
-def find(history: Iterable[Trained], identity: Identity | None) -> Trained | None:
+def find(history: Iterable[FinishedData], identity: Identity | None) -> FinishedData | None:
     """How some data was trained before, if it was."""
     if identity is None or identity.grows:
         return None

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from karvan.checkpoint.format.state_bytes import pack, unpack
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 from karvan.train.types import MetricLike
 
 
-def gather_state(lane: Lane, state: Any) -> list[Any]:
+def gather_state(channel: CollectiveChannel, state: Any) -> list[Any]:
     """The trees of all ranks, in their order: dicts, lists, numbers, text and tensors."""
-    return [state] if lane.world == 1 else [unpack(data) for data in lane.gather(pack(state))]
+    return [state] if channel.world == 1 else [unpack(data) for data in channel.gather(pack(state))]
 
 
-def merged(lane: Lane, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
+def merged(channel: CollectiveChannel, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
     """The metrics over the samples of all ranks."""
-    if lane.world == 1 or not metrics:
+    if channel.world == 1 or not metrics:
         return {name: metric.compute() for name, metric in metrics.items()}
-    states = gather_state(lane, {name: metric.state() for name, metric in metrics.items()})
+    states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
     return {
         name: joined(metric, [each[name] for each in states]).compute() for name, metric in metrics.items()
     }
@@ -40,10 +40,10 @@ def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
     return made
 
 
-def summed(lane: Lane, values: Mapping[str, float]) -> dict[str, float]:
+def summed(channel: CollectiveChannel, values: Mapping[str, float]) -> dict[str, float]:
     """Numbers by name, added up in the order of ranks; a rank may lack some."""
     sums: dict[str, float] = {}
-    for each in lane.gather_json(dict(values)):
+    for each in channel.gather_json(dict(values)):
         for name, value in each.items():
             sums[name] = sums.get(name, 0) + value
     return sums

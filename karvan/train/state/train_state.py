@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from karvan.distributed import Connection
-from karvan.train.reporting.results import Counts
+from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimizer
 from karvan.train.state.randomness import random_state
-from karvan.train.step.optimizer_step import Update
+from karvan.train.step.optimizer_step import OptimizerStep
 from karvan.train.step.precision import Precision
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
 
 
-class Trained(Protocol):
+class TrainingProcess(Protocol):
     """What all who train have: a Trainer and a TrainContext."""
 
     model: nn.Module
-    update: Update
+    update: OptimizerStep
     precision: Precision
-    counts: Counts
+    counts: TrainingCounts
     connection: Connection
 
 
@@ -42,7 +42,7 @@ def take(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def take_trained(trained: Trained, own: Mapping[str, Any]) -> dict[str, Any]:
+def take_trained(trained: TrainingProcess, own: Mapping[str, Any]) -> dict[str, Any]:
     """The state of what is trained, and by what; `own` is what else is another on every rank."""
     return {
         "model": _without_content(trained.model.state_dict()),
@@ -64,7 +64,9 @@ def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore_trained(trained: Trained, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+def restore_trained(
+    trained: TrainingProcess, state: Mapping[str, Any], *, new_settings: bool = False
+) -> None:
     """Go back to what `take_trained` gave, apart from the random generators.
 
     new_settings: optimizers keep the learning rates and other settings that the program has given.

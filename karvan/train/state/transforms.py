@@ -22,7 +22,7 @@ from torch import nn
 from karvan import distributed
 from karvan.checkpoint.format.state_bytes import pack
 from karvan.checkpoint.transforms import KEY, Transform, has_state, name_of
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 from karvan.features import FeatureEngine
 
 _log = logging.getLogger("karvan.train")
@@ -164,9 +164,9 @@ class Transforms:
             if isinstance(each, FeatureEngine):
                 each.require_fitted()
 
-    def require_equal(self, lane: Lane, model: nn.Module) -> None:
+    def require_equal(self, channel: CollectiveChannel, model: nn.Module) -> None:
         """Raise if ranks have other statistics than this one; a collective."""
-        if lane.world == 1:
+        if channel.world == 1:
             return
         engines = {
             name: module.state_dict()
@@ -174,9 +174,9 @@ class Transforms:
             if isinstance(module, FeatureEngine)
         }
         digest = hashlib.sha256(pack({**self.state(), "model": engines})).hexdigest()
-        gathered = lane.gather_json(digest)
+        gathered = channel.gather_json(digest)
         if others := [rank for rank, each in enumerate(gathered) if each != digest]:
             raise ValueError(
-                f"Features of rank {lane.rank} have other statistics than those of rank {others[0]}: "
+                f"Features of rank {channel.rank} have other statistics than those of rank {others[0]}: "
                 "expected fit after kv.connect, on all ranks, which merges them, or those of a checkpoint."
             )

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from karvan.argument_checks import check_integers
-from karvan.train.feed.batch_source import Fed
+from karvan.train.feed.batch_source import FedBatch
 
 
 @dataclass(frozen=True)
-class Passes:
+class Accumulation:
     """The passes of a step on one of `world` ranks.
 
     accumulate: every rank has so many batches in a step. global_accumulate: all ranks together have; in step
@@ -49,7 +49,7 @@ class Passes:
 
     @property
     def count(self) -> int:
-        """Passes of a step, the same on all ranks."""
+        """The passes of a step, the same on all ranks."""
         if self.global_accumulate is None:
             return self.accumulate
         return -(-self.global_accumulate // self.world)
@@ -70,7 +70,7 @@ class Passes:
         even, left = divmod(self.global_accumulate, self.world)
         return even + ((self.rank - step) % self.world < left)
 
-    def weights(self, group: Sequence[Fed]) -> tuple[list[float], float]:
+    def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
         """How much each pass of this rank counts, an empty one 0, and what those of all ranks sum up to."""
         if self.world == 1:
             return [1.0] * len(group), float(len(group))

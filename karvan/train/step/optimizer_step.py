@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from karvan.argument_checks import check_integers
-from karvan.dense.local import DenseHere
+from karvan.dense.local import LocalDense
 from karvan.dense.step_policies import Outcome
 from karvan.dense.tensor_checks import all_finite
 from karvan.embedding import EmbeddingEngine, TableHandle
@@ -21,7 +21,7 @@ from karvan.train.step.precision import Precision
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
+class OptimizerStepSettings:
     """How gradients become steps.
 
     accumulate: batches whose mean gradient makes a step. clip_value limits each element of the dense
@@ -44,7 +44,7 @@ class UpdateSettings:
                 raise ValueError(f"{name} must be above 0 or None, got {value}.")
 
 
-class Update:
+class OptimizerStep:
     """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
 
     Without any of them nothing can be trained; see `karvan/train/checks/preflight.py`, which says so when
@@ -55,9 +55,9 @@ class Update:
         self,
         dense: torch.optim.Optimizer | None,
         sparse: SparseOptimizer | None,
-        settings: UpdateSettings,
+        settings: OptimizerStepSettings,
         precision: Precision,
-        stepping: DenseHere | None = None,
+        stepping: LocalDense | None = None,
         frozen: Frozen | None = None,
     ) -> None:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -69,7 +69,7 @@ class Update:
         self._sparse = sparse
         self._settings = settings
         self._precision = precision
-        self._stepping = stepping or DenseHere(dense)
+        self._stepping = stepping or LocalDense(dense)
         self._frozen = frozen
         self._checks = settings.skip_nonfinite or precision.always_checks
 

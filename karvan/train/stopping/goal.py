@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.argument_checks import check_integers
-from karvan.train.reporting.results import Counts
-from karvan.train.step.accumulation import Passes
+from karvan.train.reporting.results import TrainingCounts
+from karvan.train.step.accumulation import Accumulation
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Goal:
         if self.epochs is None and self.train_steps is None:
             object.__setattr__(self, "epochs", 1)
 
-    def reached(self, counts: Counts) -> bool:
+    def reached(self, counts: TrainingCounts) -> bool:
         """Whether nothing more is to be trained."""
         return (self.epochs is not None and counts.epoch >= self.epochs) or (
             self.train_steps is not None and counts.step - counts.start_step >= self.train_steps
@@ -47,11 +47,11 @@ class Goal:
         given = {"epoch": self.epochs, "step": self.train_steps}
         return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
 
-    def evaluates_after_step(self, counts: Counts) -> bool:
+    def evaluates_after_step(self, counts: TrainingCounts) -> bool:
         """Whether an evaluation is due."""
         return self.eval_every is not None and counts.step % self.eval_every == 0
 
-    def steps(self, data: Iterable[Any], passes: Passes, counts: Counts) -> int | None:
+    def steps(self, data: Iterable[Any], passes: Accumulation, counts: TrainingCounts) -> int | None:
         """The step at which training ends, if that can be known; ranks are taken to have equal data."""
         length = _length(data)
         limit = None if self.train_steps is None else counts.start_step + self.train_steps

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-from karvan.distributed import Lane
+from karvan.distributed import CollectiveChannel
 
 _REASONS = {signal.SIGINT: "interrupt", signal.SIGTERM: "terminate"}
 
@@ -39,9 +39,9 @@ def reset_termination() -> None:
     _Termination.received = False
 
 
-def check_not_terminated(lane: Lane) -> None:
+def check_not_terminated(channel: CollectiveChannel) -> None:
     """Raise a TerminatedError if a SIGTERM has ended the training of this program, on any rank."""
-    if any(lane.gather_json(_Termination.received)):
+    if any(channel.gather_json(_Termination.received)):
         note_termination()
         raise TerminatedError(
             "SIGTERM has ended the training of this program, so nothing more is trained: the fit that it "

@@ -1,8 +1,8 @@
-"""Logs: the numbers of a run in files."""
+"""LoggerGroup: the numbers of a run in files."""
 
-from karvan.train.reporting.loggers.base import Log, Logs
-from karvan.train.reporting.loggers.csv import CsvLog
-from karvan.train.reporting.loggers.jsonl import JsonLinesLog
-from karvan.train.reporting.loggers.tensorboard import TensorBoardLog
+from karvan.train.reporting.loggers.base import Logger, LoggerGroup
+from karvan.train.reporting.loggers.csv import CSVLogger
+from karvan.train.reporting.loggers.jsonl import JSONLinesLogger
+from karvan.train.reporting.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["CsvLog", "JsonLinesLog", "Log", "Logs", "TensorBoardLog"]
+__all__ = ["CSVLogger", "JSONLinesLogger", "Logger", "LoggerGroup", "TensorBoardLogger"]

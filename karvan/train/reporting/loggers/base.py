@@ -1,4 +1,4 @@
-"""`Log`: where reports go."""
+"""`Logger`: where reports go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from karvan.train.reporting.results import Report
 _log = logging.getLogger("karvan.train")
 
 
-class Log(ABC):
+class Logger(ABC):
     """Takes reports between `open` and `close`; a fit opens it and closes it."""
 
     def __str__(self) -> str:
@@ -33,23 +33,25 @@ class Log(ABC):
         """The fit is over; everything is on disk."""
 
 
-class Logs(Log):
+class LoggerGroup(Logger):
     """Several logs as one, or none."""
 
-    def __init__(self, logs: Iterable[Log]) -> None:
+    def __init__(self, logs: Iterable[Logger]) -> None:
         self._logs = list(logs)
-        self._failing: set[Log] = set()  # the user knows
+        self._failing: set[Logger] = set()  # the user knows
         for log in self._logs:
-            if not isinstance(log, Log):
-                raise TypeError(f"logs must be Logs such as CsvLog(path), got {type(log).__name__}.")
+            if not isinstance(log, Logger):
+                raise TypeError(
+                    f"logs must be LoggerGroup such as CSVLogger(path), got {type(log).__name__}."
+                )
 
     def open(self, step: int) -> None:
-        """See `Log.open`."""
+        """See `Logger.open`."""
         for log in self._logs:
             log.open(step)
 
     def write(self, report: Report) -> None:
-        """See `Log.write`; one that cannot be written is a warning, because training does not need it."""
+        """See `Logger.write`; one that cannot be written is a warning, because training does not need it."""
         for log in self._logs:
             try:
                 log.write(report)
@@ -59,14 +61,14 @@ class Logs(Log):
                 self._failing.discard(log)
 
     def close(self) -> None:
-        """See `Log.close`."""
+        """See `Logger.close`."""
         for log in self._logs:
             try:
                 log.close()
             except OSError as error:
                 self._warn(log, f"could not be closed: {error}")
 
-    def _warn(self, log: Log, text: str) -> None:
+    def _warn(self, log: Logger, text: str) -> None:
         if log not in self._failing:
             _log.warning("%s %s", log, text)
         self._failing.add(log)

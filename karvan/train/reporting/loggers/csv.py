@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from karvan.train.reporting.loggers.base import Log, complete_lines, replace_lines
+from karvan.train.reporting.loggers.base import Logger, complete_lines, replace_lines
 from karvan.train.reporting.results import Report
 
 _FIRST = ("kind", "step", "epoch")
 
 
-class CsvLog(Log):
+class CSVLogger(Logger):
     """Reports as CSV."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -23,13 +23,13 @@ class CsvLog(Log):
         self._columns: list[str] = list(_FIRST)
 
     def open(self, step: int) -> None:
-        """See `Log.open`."""
+        """See `Logger.open`."""
         rows = list(csv.DictReader(complete_lines(self._path))) if step else []
         self._columns = list(rows[0]) if rows else list(_FIRST)
         self._rewrite([row for row in rows if int(row["step"]) <= step])
 
     def write(self, report: Report) -> None:
-        """See `Log.write`."""
+        """See `Logger.write`."""
         row = {**report.labels(), **report.values}
         if new := [name for name in row if name not in self._columns]:
             rows = list(csv.DictReader(complete_lines(self._path)))
@@ -39,7 +39,7 @@ class CsvLog(Log):
             file.writelines(f"{line}\n" for line in self._lines([row]))
 
     def close(self) -> None:
-        """See `Log.close`; every row is on disk already."""
+        """See `Logger.close`; every row is on disk already."""
 
     def _rewrite(self, rows: Sequence[dict[str, Any]]) -> None:
         header = dict(zip(self._columns, self._columns, strict=True))

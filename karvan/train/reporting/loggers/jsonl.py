@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from karvan.train.reporting.loggers.base import Log, complete_lines, replace_lines
+from karvan.train.reporting.loggers.base import Logger, complete_lines, replace_lines
 from karvan.train.reporting.results import Report
 
 
-class JsonLinesLog(Log):
+class JSONLinesLogger(Logger):
     """Reports as JSON lines."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -20,19 +20,19 @@ class JsonLinesLog(Log):
         self._file: IO[str] | None = None
 
     def open(self, step: int) -> None:
-        """See `Log.open`."""
+        """See `Logger.open`."""
         entries = read_entries(self._path) if step else []
         replace_lines(self._path, [json.dumps(entry) for entry in entries if entry["step"] <= step])
         self._file = self._path.open("a")
 
     def write(self, report: Report) -> None:
-        """See `Log.write`."""
+        """See `Logger.write`."""
         assert self._file is not None
         values = {name: value if math.isfinite(value) else None for name, value in report.values.items()}
         print(json.dumps({**report.labels(), **values}), file=self._file, flush=True)
 
     def close(self) -> None:
-        """See `Log.close`."""
+        """See `Logger.close`."""
         if self._file is not None:
             self._file.close()
             self._file = None

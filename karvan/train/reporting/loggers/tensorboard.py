@@ -5,33 +5,35 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from karvan.train.reporting.loggers.base import Log
+from karvan.train.reporting.loggers.base import Logger
 from karvan.train.reporting.results import Report
 
 
-class TensorBoardLog(Log):
+class TensorBoardLogger(Logger):
     """Reports as scalars named train/loss, eval/auc, … in a folder that `tensorboard --logdir` reads."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoardLog needs tensorboard: pip install 'karvan[monitor]'.") from error
+            raise ImportError(
+                "TensorBoardLogger needs tensorboard: pip install 'karvan[monitor]'."
+            ) from error
         self._make: Any = SummaryWriter
         self._folder = os.fspath(folder)
         self._writer: Any = None
 
     def open(self, step: int) -> None:
-        """See `Log.open`; TensorBoard is told to hide what was logged of later steps."""
+        """See `Logger.open`; TensorBoard is told to hide what was logged of later steps."""
         self._writer = self._make(self._folder, purge_step=step + 1 if step else None)
 
     def write(self, report: Report) -> None:
-        """See `Log.write`."""
+        """See `Logger.write`."""
         for name, value in report.values.items():
             self._writer.add_scalar(f"{report.kind}/{name}", value, report.step)
 
     def close(self) -> None:
-        """See `Log.close`."""
+        """See `Logger.close`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

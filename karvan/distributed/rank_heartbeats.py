@@ -6,17 +6,17 @@ import time
 
 import torch
 
-from karvan.distributed.collectives import Lane
+from karvan.distributed.collectives import CollectiveChannel
 
 
-class Rounds:
-    """Signs of life while ranks work for minutes, so that none waits for another longer than a lane allows.
+class RankHeartbeats:
+    """Heartbeats of ranks that work for minutes, so that no rank waits longer than a channel allows.
 
     All ranks take part in each round; the work is done when all say so.
     """
 
-    def __init__(self, lane: Lane, timeout: float) -> None:
-        self._lane = lane
+    def __init__(self, channel: CollectiveChannel, timeout: float) -> None:
+        self._channel = channel
         self._every = min(30.0, timeout / 4)
         self._last = time.monotonic()
         self._broken = False
@@ -28,12 +28,12 @@ class Rounds:
 
     def finish(self) -> None:
         """Wait until all ranks have done their work, well or not."""
-        while not self._broken and self._round(1) < self._lane.world:
+        while not self._broken and self._round(1) < self._channel.world:
             pass
 
     def _round(self, done: int) -> int:
         self._broken = True
-        total = int(self._lane.sum(torch.tensor([done])).item())
+        total = int(self._channel.sum(torch.tensor([done])).item())
         self._broken = False
         self._last = time.monotonic()
         return total
