@@ -101,28 +101,6 @@ def count_scores(
     Adds samples to a histogram (3, bins + 2) of scores by their logits; all arrays are float64, weights may be 0.
     """
 
-class ColumnChunk:
-    """
-    A column of a row group: where its pages are, what they hold, and the addresses of room for its values and, if they may be null, for their bits.
-    """
-
-    def __init__(
-        self,
-        begin: int,
-        size: int,
-        rows: int,
-        width: int,
-        snappy: bool,
-        optional: bool,
-        values: int,
-        validity: int,
-    ) -> None: ...
-
-def decode_chunks(bytes: NDArray[numpy.uint8], chunks: Sequence[ColumnChunk], threads: int) -> list[int]:
-    """
-    Decode column chunks of Parquet on up to that many threads. Returns the number of nulls in each, or -1 for one that another reader must decode; the bits are written if there are nulls.
-    """
-
 class LookupLog:
     """Training lookups whose batches have not been trained yet."""
 

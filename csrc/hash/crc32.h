@@ -1,4 +1,4 @@
-// CRC-32 as in gzip: polynomial 0x04C11DB7 with reflected bits. Parquet's pages and our checkpoints have it.
+// CRC-32 as in gzip: polynomial 0x04C11DB7 with reflected bits. Our checkpoints have it.
 #pragma once
 #include <cstdint>
 #include <span>

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns.declarations import Column, Fixed, infer
+from karvan.data.columns.declarations import Column, Fixed, infer_field
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
@@ -104,6 +104,6 @@ def _is_source(data: object) -> bool:
 
 
 def _inferred(schema: pa.Schema, name: str) -> Column:
-    if name not in schema.names:
+    if schema.get_field_index(name) < 0:
         raise DataError(f"There is no such column; there are: {listed(name, schema.names)}", column=name)
-    return infer(pa.schema([schema.field(name)]))[0]
+    return infer_field(schema.field(name))

@@ -118,10 +118,11 @@ def infer(schema: pa.Schema) -> list[Column]:
 
     A column in which every value is null, so that it has no type, becomes a `Fixed` of NaN.
     """
-    return [_infer(field) for field in schema]
+    return [infer_field(field) for field in schema]
 
 
-def _infer(field: pa.Field) -> Column:
+def infer_field(field: pa.Field) -> Column:
+    """The column for one field; see `infer`."""
     levels, leaf = unnest(field.type)
     if types.is_fixed_size_list(field.type) and is_number(field.type.value_type) and field.type.list_size:
         return Fixed(field.name, length=field.type.list_size)

@@ -63,7 +63,7 @@ class Decoder:
 
     def check(self, schema: pa.Schema) -> None:
         """Raise `DataError` unless records of this schema have all columns, of types that can be read."""
-        _plan(self.columns, self.labels, schema)
+        self._plan = schema, _plan(self.columns, self.labels, schema)
 
     def __call__(self, records: pa.RecordBatch) -> Batch:
         """The batch of these records."""

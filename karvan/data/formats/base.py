@@ -13,7 +13,7 @@ they begin in up to their end, so they should be about as long as groups are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -89,15 +89,20 @@ class FileSource(ABC):
         if unknown:
             with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
                 list(pool.map(inspect, unknown))
+        different: dict[str, pa.Schema] = {}  # mostly all files have the schema of the first
         for path in paths:
+            schema = self._layouts[path].schema
+            if any(schema.equals(known) for known in different.values()):
+                continue
+            different[path] = schema
             with located(path):
                 for name in names:
-                    _field(self._layouts[path].schema, name, path)
-        return pa.schema([(name, self._type(name)) for name in names])
+                    _field(schema, name, path)
+        return pa.schema([(name, self._type(name, different)) for name in names])
 
-    def _type(self, name: str) -> pa.DataType:
-        """The type of a column over all files, whose layouts are known."""
-        found = ((path, self._layouts[path].schema.field(name).type) for path in self._files.paths)
+    def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
+        """The type of a column over files of these schemas."""
+        found = ((path, schema.field(name).type) for path, schema in schemas.items())
         return common_type(name, found, self._declared.get(name))
 
     def declare_numbers(self, name: str, floating: bool) -> None:

@@ -1,16 +1,18 @@
-"""Parquet files. Groups are row groups; page checksums are verified where the file has them."""
+"""Parquet files. Groups are row groups; page checksums are verified where the file has them.
+
+pyarrow decodes a whole row group at a time, its columns on all cores: a loader's readers work side by side
+only where the next file begins, so mostly all of them wait for one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet as pq
 
 from karvan.data.formats.base import FileSource, Layout
-from karvan.data.formats.parquet_flat import FlatColumns
 
 _WHOLE = 64 << 20  # row groups up to this size are decoded at once, which is fastest
 _ROWS = 131_072  # of larger ones, which may not fit into memory, so many records
@@ -35,30 +37,19 @@ class ParquetSource(FileSource):
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         with self._open(path) as file:
-            flat = FlatColumns(file, layout.detail, layout.schema, columns)
-
-            @cache  # mostly it is not needed, and it is not cheap
-            def parquet() -> pq.ParquetFile:
-                return pq.ParquetFile(file, metadata=layout.detail, page_checksum_verification=True)
-
+            parquet = _reader(file, layout, pre_buffer=True)
             for number in range(group, len(layout.starts) - 1):
                 pieces: Iterable[pa.RecordBatch]
                 if layout.detail.row_group(number).total_byte_size > _WHOLE:
-                    pieces = parquet().iter_batches(_ROWS, [number], columns)
+                    pieces = _reader(file, layout, pre_buffer=False).iter_batches(_ROWS, [number], columns)
                 else:
-                    arrays = flat.read(number)
-                    others = [name for name in columns if name not in arrays]
-                    rest = parquet().read_row_group(number, others) if others else None
-                    pieces = _joined(columns, arrays, rest)
+                    pieces = parquet.read_row_group(number, columns).to_batches()
                 for batch in pieces:
                     yield number, batch
 
 
-def _joined(
-    names: Sequence[str], arrays: dict[str, pa.Array], rest: pa.Table | None
-) -> Sequence[pa.RecordBatch]:
-    if rest is None:
-        return [pa.RecordBatch.from_arrays([arrays[name] for name in names], names)]
-    columns = [arrays[name] if name in arrays else rest.column(name) for name in names]
-    batches: list[pa.RecordBatch] = pa.Table.from_arrays(columns, names).to_batches()
-    return batches
+def _reader(file: pa.NativeFile, layout: Layout, pre_buffer: bool) -> pq.ParquetFile:
+    """A reader of an open file; `pre_buffer` fetches all columns of a row group first, in few large reads."""
+    return pq.ParquetFile(
+        file, metadata=layout.detail, pre_buffer=pre_buffer, page_checksum_verification=True
+    )

@@ -125,7 +125,7 @@ class CsvSource(FileSource):
                 self._types |= self._infer_types(path, unknown)
         return self._schema_of(names)
 
-    def _type(self, name: str) -> pa.DataType:
+    def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
         return self._types.get(name, pa.null())
 
     def _groups(
@@ -260,7 +260,7 @@ class CsvSource(FileSource):
             null_values=self._nulls,
             strings_can_be_null=True,
             # Many programs write a null that is alone in its line as quotes with nothing between them.
-            quoted_strings_can_be_null=len(names) == 1 and not is_text(self._type(names[0])),
+            quoted_strings_can_be_null=len(names) == 1 and not is_text(self._types.get(names[0], pa.null())),
             include_columns=list(columns),
         )
 
