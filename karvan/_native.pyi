@@ -50,11 +50,8 @@ def hash_stack(values: NDArray[numpy.int64], rounds: int, size: int, out: NDArra
 def crc32(data: NDArray[numpy.uint8] | memoryview | bytes, before: int = 0) -> int:
     """CRC-32 as in gzip, of data after bytes whose checksum is `before`."""
 
-def mix(key: int) -> int:
-    """The hash of an unsigned key."""
-
-def unmix(hash: int) -> int:
-    """The key whose mix is hash."""
+def mix(keys: NDArray[numpy.int64], out: NDArray[numpy.uint64]) -> None:
+    """out[i] becomes the hash of keys[i]; see hash/mix.h."""
 
 def initialise(
     kind: str,
@@ -136,8 +133,6 @@ class Table:
     @property
     def dim(self) -> int: ...
     @property
-    def state_floats(self) -> int: ...
-    @property
     def rows(self) -> int: ...
     @property
     def bytes(self) -> int: ...
@@ -159,7 +154,6 @@ class Table:
     def erase(self, keys: NDArray[numpy.int64]) -> int: ...
     def clear(self) -> None: ...
     def evicted_since(self, version: int) -> NDArray[numpy.int64]: ...
-    def forget_evictions(self, version: int) -> None: ...
     def snapshot(
         self, part: int = 0, parts: int = 1
     ) -> tuple[
@@ -279,7 +273,6 @@ class Rule:
     def bound(self) -> float: ...
     @bound.setter
     def bound(self, arg: float, /) -> None: ...
-    def state_floats(self, dim: int) -> int: ...
 
 class Program:
     """
@@ -382,9 +375,6 @@ def kernel_names() -> list[str]:
 def kernels() -> str:
     """The kernels in use."""
 
-def choose_kernels(name: str) -> None:
-    """Uses other kernels; the results stay the same."""
-
 class Board:
     """
     Messages between the processes of one machine, through memory that they share.
@@ -414,9 +404,3 @@ class Buffer:
     """
 
     def __init__(self, bytes: int) -> None: ...
-
-def pooled_bytes() -> int:
-    """Bytes the pool holds for reuse."""
-
-def release_pooled_bytes() -> None:
-    """Gives the pool's bytes back to the system."""

@@ -67,6 +67,15 @@ def farm64(key: int) -> int:
     return (y ^ y >> 47) * mul & MASK64
 
 
+def mix(key: int) -> int:
+    """The hash of a key, from the definition in csrc/hash/mix.h."""
+    key &= MASK64
+    for _ in range(2):
+        key ^= key >> 32
+        key = key * 0xD6E8FEB86659FD93 & MASK64
+    return key ^ key >> 32
+
+
 def hash_stack(key: int, rounds: int, size: int) -> list[int]:
     """The `rounds` keys that stand for one id."""
     hashes = list(itertools.accumulate(range(rounds), lambda h, _: farm64(h), initial=key))[1:]

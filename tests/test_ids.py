@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reference as ref
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from karvan import _native, ids
+from karvan.store.exchange.key_sharding import hashes_of
 
 MASK = (1 << 64) - 1
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -283,7 +286,12 @@ def test_native_functions_never_write_to_a_converted_copy():
         _native.hash_bytes("md5", values, offsets, np.zeros(1, np.int64))
 
 
-@given(st.integers(0, MASK))
-def test_unmix_inverts_mix(key):
-    assert _native.unmix(_native.mix(key)) == key
-    assert _native.mix(_native.unmix(key)) == key
+@given(hnp.arrays(np.int64, st.integers(0, 300), elements=INT64))
+def test_hashes_of_keys_are_those_of_the_definition(keys):
+    assert hashes_of(keys).tolist() == [ref.mix(key) for key in keys.tolist()]
+    assert hashes_of(keys[::-2]).tolist() == [ref.mix(key) for key in keys[::-2].tolist()]
+
+
+def test_hashes_of_keys_are_written_where_there_is_room_for_them():
+    with pytest.raises(ValueError, match="out must have 3 entries, but has 2"):
+        _native.mix(np.arange(3), np.zeros(2, np.uint64))

@@ -25,6 +25,7 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Keys = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using KeysOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using HashesOut = nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using VectorsOut = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // Taking and giving back the interpreter's lock costs about as much as hashing this many values.
@@ -114,6 +115,16 @@ void hash_stack(Keys values, int rounds, int64_t size, KeysOut out) {
   });
 }
 
+void mix_keys(Keys keys, HashesOut out) {
+  expect_size("out", out.size(), keys.size());
+  const int64_t* key = keys.data();
+  uint64_t* hashes = out.data();
+  const size_t count = keys.size();
+  run(count, [=] {
+    for (size_t i = 0; i < count; ++i) hashes[i] = mix(static_cast<uint64_t>(key[i]));
+  });
+}
+
 void fill(std::string_view kind, float a, float b, float lo, float hi, uint64_t seed, std::string_view table,
           Keys keys, VectorsOut out) {
   const Initialiser init = make_initialiser(kind, a, b, lo, hi);
@@ -155,8 +166,7 @@ void bind_hashing(nb::module_& m) {
         return karvan::crc32({data.data(), data.size()}, before);
       },
       "data"_a, "before"_a = 0, "CRC-32 as in gzip, of data after bytes whose checksum is `before`.");
-  m.def("mix", [](uint64_t key) { return karvan::mix(key); }, "key"_a, "The hash of an unsigned key.");
-  m.def("unmix", [](uint64_t hash) { return karvan::unmix(hash); }, "hash"_a, "The key whose mix is hash.");
+  m.def("mix", &mix_keys, "keys"_a.noconvert(), "out"_a.noconvert(), "out[i] becomes the hash of keys[i]; see hash/mix.h.");
   m.def("initialise", &fill, "kind"_a, "a"_a, "b"_a, "lo"_a, "hi"_a, "seed"_a, "table"_a,
         "keys"_a.noconvert(), "out"_a.noconvert(),
         "out[i] becomes the initial vector of keys[i] in the table; see table/init.h.");

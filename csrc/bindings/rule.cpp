@@ -36,8 +36,7 @@ void bind_rule(nb::module_& m) {
       .def_rw("accumulate_last", &Rule::accumulate_last)
       .def_rw("clip_value", &Rule::clip_value)
       .def_rw("clip_norm", &Rule::clip_norm)
-      .def_rw("bound", &Rule::bound)
-      .def("state_floats", [](const Rule& r, uint32_t dim) { return state_floats(r.kind, dim); }, "dim"_a);
+      .def_rw("bound", &Rule::bound);
 }
 
 }  // namespace karvan::bindings

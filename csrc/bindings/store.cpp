@@ -251,7 +251,6 @@ void bind_table(nb::module_& m) {
       .def(nb::new_(&make_table), "name"_a, "dim"_a, "dtype"_a, "init"_a, "seed"_a, "admit"_a, "evict"_a, "shards"_a)
       .def_prop_ro("name", [](const Table& t) { return t.config().name; })
       .def_prop_ro("dim", [](const Table& t) { return t.layout().dim; })
-      .def_prop_ro("state_floats", [](const Table& t) { return t.layout().state; })
       .def_prop_ro("rows", [](const Table& t) { return operation([&] { return t.rows(); }); })
       .def_prop_ro("bytes", [](const Table& t) { return operation([&] { return t.bytes(); }); })
       .def_prop_ro("version", [](const Table& t) { return operation([&] { return t.version(); }); })
@@ -288,8 +287,6 @@ void bind_table(nb::module_& m) {
            "keys"_a)
       .def("clear", [](Table& t) { operation([&] { t.clear(); }); })
       .def("evicted_since", &evicted_since, "version"_a)
-      .def("forget_evictions", [](Table& t, uint64_t version) { operation([&] { t.forget_evictions(version); }); },
-           "version"_a)
       .def("snapshot",
            [](Table& t, uint32_t part, uint32_t parts) {
              RowLayout layout;

@@ -54,13 +54,6 @@ void bind_system(nb::module_& m) {
       },
       "The kernels this machine can run, best first.");
   m.def("kernels", [] { return std::string(kernels().name); }, "The kernels in use.");
-  m.def(
-      "choose_kernels",
-      [](const std::string& name) {
-        Exclusive exclusive;
-        if (!choose_kernels(name.c_str())) throw std::invalid_argument("This machine has no kernels '" + name + "'.");
-      },
-      "name"_a, "Uses other kernels; the results stay the same.");
   nb::class_<Board>(m, "Board", "Messages between the processes of one machine, through memory that they share.")
       .def(nb::init<uint32_t, uint32_t>(), "rank"_a, "ranks"_a)
       .def_prop_ro("place", [](const Board& b) { return std::pair{b.place().process, b.place().file}; },
@@ -89,8 +82,6 @@ void bind_system(nb::module_& m) {
   nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots),
                      "Uninitialised bytes from the pool, through the buffer protocol; they return to it with the object.")
       .def(nb::init<size_t>(), "bytes"_a);
-  m.def("pooled_bytes", &pooled_bytes, "Bytes the pool holds for reuse.");
-  m.def("release_pooled_bytes", &release_pooled_bytes, "Gives the pool's bytes back to the system.");
 }
 
 }  // namespace karvan::bindings

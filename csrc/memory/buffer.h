@@ -47,7 +47,8 @@ class Array {
 void lock_buffers();
 void unlock_buffers();
 
-size_t pooled_bytes();         // held by the pool and free to be used again
-void release_pooled_bytes();   // gives them back to the system
+// For tests.
+size_t pooled_bytes();        // held by the pool and free to be used again
+void release_pooled_bytes();  // gives them back to the system
 
 }  // namespace karvan

@@ -25,13 +25,6 @@ class EvictionLog {
   bool any_since(uint64_t version) const { return newest_ > version; }
   bool knows(uint64_t version) const { return version >= forgotten_; }
   uint64_t forgotten() const { return forgotten_; }
-  void forget(uint64_t version) {  // a full snapshot was taken: nobody will ask for a time before it
-    while (!log_.empty() && log_.front().version <= version) {
-      total_ -= log_.front().hashes.size();
-      log_.pop_front();
-    }
-    if (version > forgotten_) forgotten_ = version;
-  }
 
   template <class F>
   void each_since(uint64_t version, F&& f) const {

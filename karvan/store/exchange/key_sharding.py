@@ -7,19 +7,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from karvan import _native
+
 Keys: TypeAlias = NDArray[np.int64]
 Hashes: TypeAlias = NDArray[np.uint64]
 
 
 def hashes_of(keys: Keys) -> Hashes:
     """The mix of csrc/hash/mix.h, by whose ranges keys are shared out, between ranks and between files."""
-    hashes = keys.astype(np.uint64)
-    factor, half = np.uint64(0xD6E8FEB86659FD93), np.uint64(32)
-    hashes ^= hashes >> half
-    hashes *= factor
-    hashes ^= hashes >> half
-    hashes *= factor
-    hashes ^= hashes >> half
+    hashes = np.empty(len(keys), np.uint64)
+    _native.mix(np.ascontiguousarray(keys), hashes)
     return hashes
 
 
