@@ -18,7 +18,7 @@ from karvan.system_limits import limits
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
 # Package → what it is for, and how one gets it.
-_NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "safetensors", "rich", "typer", "pydantic", "PyYAML")
+_NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "rich", "typer", "pydantic", "PyYAML")
 _EXTRAS = {
     "tensorboard": ("logs for TensorBoard", "pip install 'karvan[monitor]'"),
     "confluent-kafka": ("reading from Kafka", "pip install 'karvan[kafka]'"),
