@@ -136,10 +136,6 @@ class AsyncDense:
             self._optimizer.step()
         return outcome
 
-    def give_up(self) -> None:
-        """Leave out a batch whose push was rejected; the next `step` is for another batch."""
-        self._sequence += 1
-
     def _push(self, gradients: Mapping[str, Tensor], rate: float) -> Outcome:
         sequence = self._sequence
 

@@ -52,9 +52,6 @@ class Addresses(Protocol):
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address "host:port"; a WireError if it is not there in time."""
 
-    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
-        """The addresses of the first `count` of a role."""
-
     def close(self) -> None:
         """Nobody is looked for any more."""
 
@@ -71,12 +68,24 @@ class Directory:
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and those that are there."""
         _check_role(role)
-        return self._wait(role, [index], timeout)[0]
-
-    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
-        """The addresses of the first `count` of a role; the time is for all of them together."""
-        _check_role(role)
-        return self._wait(role, range(count), timeout)
+        due = clock.now() + timeout
+        pause, last = _PAUSES
+        while True:
+            try:
+                members = self.members(max(0.1, due - clock.now()))
+            except WireError:
+                if clock.now() > due:
+                    raise
+                continue  # another thread's question came too late, and this one's connection went with it
+            for each in members:
+                if each.role == role and each.index == index and each.healthy:
+                    return each.address
+            if clock.now() + pause > due:
+                where = f"at the registry {self._registry} within {timeout:.0f} s"
+                found = "; ".join(map(str, members)) or "nobody"
+                raise WireError(f"Expected {role} {index} {where}, found {found}.")
+            time.sleep(pause)
+            pause = min(last, 2 * pause)
 
     def members(self, timeout: float = 10.0) -> list[Member]:
         """All that the registry knows."""
@@ -94,28 +103,6 @@ class Directory:
             peer, self._peer = self._peer, None
         if peer is not None:
             peer.close()
-
-    def _wait(self, role: str, indices: Sequence[int], timeout: float) -> list[str]:
-        due = clock.now() + timeout
-        pause, last = _PAUSES
-        while True:
-            try:
-                members = self.members(max(0.1, due - clock.now()))
-            except WireError:
-                if clock.now() > due:
-                    raise
-                continue  # another thread's question came too late, and this one's connection went with it
-            there = {each.index: each.address for each in members if each.role == role and each.healthy}
-            missing = [index for index in indices if index not in there]
-            if not missing:
-                return [there[index] for index in indices]
-            if clock.now() + pause > due:
-                wanted = f"{role} {', '.join(map(str, missing))}"
-                where = f"at the registry {self._registry} within {timeout:.0f} s"
-                found = "; ".join(map(str, members)) or "nobody"
-                raise WireError(f"Expected {wanted} {where}, found {found}.")
-            time.sleep(pause)
-            pause = min(last, 2 * pause)
 
     def _connected(self) -> Client:
         with self._lock:
@@ -149,22 +136,14 @@ class StaticDirectory:
     def find(self, role: str, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""
         _check_role(role)
-        return self._of(role, index + 1)[index]
-
-    def all(self, role: str, count: int, timeout: float = 60.0) -> list[str]:
-        """The addresses of the first `count` of a role."""
-        _check_role(role)
-        return self._of(role, count)[:count]
+        known = self._addresses.get(role, [])
+        if index >= len(known):
+            found = "; ".join(f"{role} {each} at {where}" for each, where in enumerate(known)) or "nobody"
+            raise WireError(f"Expected {role} {index} in the list of addresses, found {found}.")
+        return known[index]
 
     def close(self) -> None:
         """There is nothing to leave."""
-
-    def _of(self, role: str, count: int) -> list[str]:
-        known = self._addresses.get(role, [])
-        if len(known) < count:
-            found = "; ".join(f"{role} {index} at {where}" for index, where in enumerate(known)) or "nobody"
-            raise WireError(f"Expected {role} {count - 1} in the list of addresses, found {found}.")
-        return known
 
 
 def directory_from_environment(

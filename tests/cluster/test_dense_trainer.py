@@ -112,19 +112,6 @@ def test_a_push_that_some_servers_reject_is_applied_once_by_each():
     assert servers[0].counts.repeated == 1
 
 
-def test_a_batch_can_be_given_up():
-    servers = make_servers(2, SyncPolicy(grads_to_wait=1))
-    model, dense = _trainer(servers, "a")
-    servers[1].push_gradients({}, 0, trainer="b", sequence=0)
-    backward(model, batches(1)[0])
-    assert dense.step() == "rejected"
-    dense.give_up()
-    dense.before_step()
-    backward(model, batches(1)[0])
-    assert dense.step() == "accepted"
-    assert [server.counts.accepted for server in servers] == [2, 2]
-
-
 class Flaky:
     """A server whose first answer to each push is lost on its way back, or which is not reached at all."""
 

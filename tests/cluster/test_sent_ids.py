@@ -80,11 +80,13 @@ def test_a_stream_gets_references_and_has_ids_sent_again():
         ] * 3
         assert [each.reference for each in batches] == [reference for reference, _ in workers[0].had]
         assert batches[0].to("cpu").reference == batches[0].reference
-        one.resend(batches[2])
+        names = [kv.ragged.IdsReference(0, each.reference.name, each.rows) for each in batches]
+        one._resend(names[2])
         assert workers[0].had[3] == workers[0].had[2]
-        one.done(batches[:2])
+        one._released.extend(names[:2])
+        one._release()
         with pytest.raises(RefusedError, match="not done with"):
-            one.resend(batches[0])
-        one.resend(batches[2])
+            one._resend(names[0])
+        one._resend(names[2])
         one.close()
         service.close()

@@ -59,8 +59,9 @@ class Cluster:
         )
 
     def wait(self):
-        self.directory.all("parameter-server", self.servers, 180)
-        self.directory.all("embedding-worker", self.workers, 180)
+        for role, count in (("parameter-server", self.servers), ("embedding-worker", self.workers)):
+            for index in range(count):
+                self.directory.find(role, index, 180)
 
     def replace(self, index, role="embedding-worker"):
         """Kill a process in the middle of what it does; another one takes its place."""

@@ -218,16 +218,6 @@ class LoaderStream:
         states, self._digest = ask_loaders(self._lines, self._caller())
         return states
 
-    def done(self, batches: Iterable[LoadedBatch]) -> None:
-        """Say that the ids of these batches are not needed any more."""
-        self._done([batch.reference for batch in batches if batch.reference is not None])
-
-    def resend(self, batch: LoadedBatch, worker: int | None = None) -> None:
-        """Have the ids of a batch put to its embedding worker again, or to another one."""
-        chosen = batch.worker if worker is None else worker
-        if batch.reference is not None and chosen is not None:
-            self._resend(ragged.IdsReference(chosen, batch.reference.name, batch.rows))
-
     def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
         leave_all(self._lines)
         place = self._place()
