@@ -1,7 +1,7 @@
 """A trainer's side of dense parameters that are on servers: pull, compute gradients, push them.
 
     dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
-    dense.begin()
+    dense.join()
     for batch in batches:
         while True:
             dense.before_step()
@@ -10,8 +10,8 @@
                 break
 
 The optimizer is the user's; it steps on the servers, and here only its learning rate is looked at, which
-schedulers change. Parameters that need no gradient are pushed as well, so that all trainers begin with the
-same ones; buffers, such as the means of a batch norm, stay each trainer's own.
+schedulers change. Servers are given the model before trainers join (`DenseServerProxy.load_state`), with the
+parameters that need no gradient; buffers, such as the means of a batch norm, stay each trainer's own.
 
 All servers are given a push with the same sequence number. If one rejects it, or cannot be reached, the
 number stays: the next `step` is for the same batch, and servers that have taken it change nothing. A trainer
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from karvan.dense.optimizer_spec import describe, rate_of
+from karvan.dense.optimizer_spec import rate_of
 from karvan.dense.sharding import owner_of_parameter
 from karvan.dense.step_policies import Answer, Outcome, Staleness
 from karvan.dense.tensor_checks import Array, all_finite, dense_tensor
@@ -35,9 +35,6 @@ from karvan.dense.tensor_checks import Array, all_finite, dense_tensor
 
 class DenseServer(Protocol):
     """A server as a trainer sees it; `DenseParameters` is one, a connection to one is another."""
-
-    def push_model(self, parameters: Mapping[str, Array], optimizer: Mapping[str, Any]) -> int:
-        """Begin with these parameters, unless there are some."""
 
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
         """The version, and its parameters unless the caller has it."""
@@ -84,15 +81,6 @@ class AsyncDense:
         self._versions: list[int | None] = [None] * len(servers)
         self._sequence = 0
         self.staleness = Staleness()
-
-    def begin(self) -> None:
-        """Push the model, in case nobody has yet, and take over what the servers have."""
-        shares = self._shares(
-            {name: dense_tensor(name, each, copy=False) for name, each in self._parameters.items()}
-        )
-        description = describe(self._optimizer)
-        list(self._call(lambda server, share: server.push_model(share, description), self._servers, shares))
-        self.join()
 
     def join(self) -> None:
         """Take over what the servers have, and go on with the numbers that they expect."""
@@ -141,7 +129,7 @@ class AsyncDense:
 
         def push(server: DenseServer, share: Mapping[str, Tensor], version: int | None) -> Answer:
             if version is None:
-                raise RuntimeError("Gradients of parameters that were never pulled: expected begin() first.")
+                raise RuntimeError("Gradients of parameters that were never pulled: expected join() first.")
             return server.push_gradients(share, version, trainer=self._trainer, sequence=sequence, lr=rate)
 
         answers: list[Answer] = list(self._call(push, self._servers, self._shares(gradients), self._versions))

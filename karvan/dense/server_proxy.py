@@ -20,11 +20,6 @@ class DenseServerProxy:
         self._server = server
         self._model = model
 
-    def push_model(self, parameters: Mapping[str, Array], optimizer: Mapping[str, Any]) -> int:
-        """See `DenseParameters.push_model`."""
-        told = self._call("push_model", tensors_message(parameters, optimizer=dict(optimizer)))
-        return int(told.head["version"])
-
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
         """See `DenseParameters.pull`."""
         told = self._call("pull_dense", Message({"version": version}))

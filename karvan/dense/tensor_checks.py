@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,19 +37,6 @@ def expect_number(what: str, value: int) -> None:
         raise ValueError(f"{what} must be a number from 0 on, got {value!r}.")
 
 
-def expect_alike(has: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Both have the same names and shapes."""
-    expected = {name: list(each.shape) for name, each in has.items()}
-    received = {name: list(each.shape) for name, each in got.items()}
-    if expected == received:
-        return
-    wrong = sorted(name for name in {*expected, *received} if expected.get(name) != received.get(name))
-    raise ValueError(
-        f"Another model was pushed first. Expected {_shapes(expected, wrong)}; "
-        f"received {_shapes(received, wrong)}."
-    )
-
-
 def expect_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
     """Gradients are for parameters that there are, in their shapes."""
     for name, gradient in gradients.items():
@@ -60,11 +47,6 @@ def expect_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, T
                 f"The gradient for '{name}' must have shape {list(parameters[name].shape)}, "
                 f"got {list(gradient.shape)}."
             )
-
-
-def _shapes(shapes: Mapping[str, list[int]], names: Sequence[str]) -> str:
-    told = [f"'{name}' {shapes[name]}" if name in shapes else f"no '{name}'" for name in names[:8]]
-    return ", ".join(told) + (", …" if len(names) > 8 else "")
 
 
 def _names(parameters: Mapping[str, Any]) -> str:

@@ -76,13 +76,6 @@ def _check_tensors(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
 
 DENSE_CALLS = table_of(
     Call(
-        "push_model",
-        Fields({**_MODEL, **_TENSORS, "optimizer": OPTIMIZER}),
-        [_FLAT],
-        answer=Fields(_VERSION),
-        rule=_check_tensors,
-    ),
-    Call(
         "pull_dense",
         Fields({**_MODEL, "version": Nullable(NUMBER)}),
         answer=Fields(_VERSION, _TENSORS),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import torch
+from dense_helpers import new_state
 
 import karvan as kv
 from karvan import checkpoint
@@ -150,7 +151,6 @@ class ServerSubject(Subject):
             "check_folder": lambda: ({"folder": str(folder)}, []),
             "updates": lambda: ({"store": 1}, []),
             "describe": lambda: ({}, []),
-            "push_model": self._push_model,
             "pull_dense": lambda: ({**one, "version": None}, []),
             "push_dense": self._push_dense,
             "next_sequence": lambda: ({**one, "trainer": "a"}, []),
@@ -163,7 +163,10 @@ class ServerSubject(Subject):
         for name in DIMS:
             self.call("add_table", {"spec": _spec(name)})
         self.call("set_state", {"table": "t", "initial": [0.5] * 4, "fresh": True})
-        self.call("push_model", *self._push_model())
+        parameters = {"w": torch.ones(4, 4), "b": torch.ones(4)}
+        optimizer = {"name": "Adam", "options": {"lr": 0.1, "betas": [0.9, 0.99]}}
+        made = state_message(new_state(parameters, optimizer))
+        self.call("load_dense_state", {"model": 1, **made.head}, made.arrays)
         self.call("push_dense", *self._push_dense(version=0))
 
     def renew(self):
@@ -228,11 +231,6 @@ class ServerSubject(Subject):
     def _fill(self):
         told = {"u": {"keep": False, "initial": [], "extra": False}}
         return {"path": str(self._saved), "tables": told}, []
-
-    def _push_model(self):
-        made = tensors_message({"w": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)})
-        optimizer = {"name": "Adam", "options": {"lr": 0.1, "betas": [0.9, 0.99]}}
-        return {**made.head, "model": 1, "optimizer": optimizer}, made.arrays
 
     def _push_dense(self, version=1):
         made = tensors_message({"w": np.ones((4, 4), np.float32), "b": np.ones(4, np.float32)})

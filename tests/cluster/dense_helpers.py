@@ -31,8 +31,24 @@ MAKERS = {
 
 def one_server(policy=None, optimizer=SGD, **options):
     server = DenseParameters(policy, **options)
-    assert server.push_model({"w": torch.zeros(2)}, optimizer) == 0
+    start_with(server, {"w": torch.zeros(2)}, optimizer)
     return server
+
+
+def start_with(server, parameters, optimizer=SGD):
+    """Give a server a model, as rank 0 of a job does."""
+    server.load_state(new_state(parameters, optimizer))
+
+
+def new_state(parameters, optimizer):
+    return {
+        "version": 0,
+        "optimizer": optimizer,
+        "parameters": {name: each.detach() for name, each in parameters.items()},
+        "slots": {name: {} for name in parameters},
+        "waiting": [],
+        "answers": {},
+    }
 
 
 def push(server, value, version, trainer="a", sequence=0, **options):

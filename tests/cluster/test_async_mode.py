@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cluster_helpers import Processes, serving
+from dense_helpers import start_with
 
 import karvan as kv
 from karvan import distributed
@@ -286,28 +287,25 @@ class Lines:
         return self.one
 
 
-def test_the_first_model_stays_until_a_new_generation():
+def test_a_model_stays_until_a_new_generation():
     with contextlib.closing(Registry()) as registry, serving(1, registry=registry.address) as (address,):
         first, second = (
             DenseServerProxy(Lines(address), 0, 1),
             DenseServerProxy(Lines(address, trainer=1), 0, 1),
         )
-        assert first.push_model({"w": torch.zeros(2)}, SGD) == 0
+        start_with(first, {"w": torch.zeros(2)})
         assert first.push_gradients({"w": torch.ones(2)}, 0, trainer="a", sequence=0).version == 1
-        assert second.push_model({"w": torch.ones(2)}, SGD) == 1
         version, parameters = second.pull()
         assert (version, parameters["w"].tolist()) == (1, [-0.5, -0.5])
         assert second.pull(1) == (1, None)
         assert first.next_sequence("a") == 1
-        with pytest.raises(ValueError, match="Another model was pushed first"):
-            second.push_model({"w": torch.ones(3)}, SGD)
-        assert DenseServerProxy(Lines(address), 0, 2).push_model({"other": torch.ones(3)}, SGD) == 0
+        start_with(DenseServerProxy(Lines(address), 0, 2), {"other": torch.ones(3)})
         again = DenseServerProxy(Lines(address, run="another", dense={"grads_to_wait": 2}), 0, 1)
         assert again.push_gradients({"w": torch.ones(2)}, 1, trainer="a", sequence=1).version == 1
         assert again.flush() == 2
         registry.begin_generation(1)
         anew = DenseServerProxy(Lines(address, run="anew", generation=1), 0, 1)
-        with pytest.raises(RuntimeError, match="expected push_model first"):
+        with pytest.raises(RuntimeError, match="expected load_state first"):
             anew.pull()
         with pytest.raises(RefusedError, match="older"):
             again.pull()
@@ -323,27 +321,19 @@ def test_trainers_must_agree_on_what_makes_a_step():
 
 
 FLOATS = np.zeros(2, np.float32)
+PUSH = {"version": 0, "trainer": "a", "sequence": 0, "lr": None}
 MALFORMED = {
-    "no tensors": ("push_model", {"optimizer": SGD}, [], "with 'tensors'"),
-    "no array": ("push_model", {"optimizer": SGD, "tensors": [["w", [2]]]}, [], "expected 1 arrays"),
-    "another size": (
-        "push_model",
-        {"optimizer": SGD, "tensors": [["w", [3]]]},
-        [FLOATS],
-        "got float32",
-    ),
-    "no shape": ("push_model", {"optimizer": SGD, "tensors": [["w", [-1]]]}, [FLOATS], "got -1"),
-    "a name twice": (
-        *("push_model", {"optimizer": SGD, "tensors": [["w", [1]], ["w", [1]]]}),
-        *([FLOATS], "'w' twice"),
-    ),
-    "integers": ("push_model", {"optimizer": SGD, "tensors": [["w", [2]]]}, [FLOATS.astype(int)], "float32"),
-    "no optimizer": ("push_model", {"tensors": [["w", [2]]]}, [FLOATS], "optimizer"),
+    "no tensors": ("push_dense", PUSH, [], "with 'tensors'"),
+    "no array": ("push_dense", {**PUSH, "tensors": [["w", [2]]]}, [], "expected 1 arrays"),
+    "another size": ("push_dense", {**PUSH, "tensors": [["w", [3]]]}, [FLOATS], "got float32"),
+    "no shape": ("push_dense", {**PUSH, "tensors": [["w", [-1]]]}, [FLOATS], "got -1"),
+    "a name twice": ("push_dense", {**PUSH, "tensors": [["w", [1]], ["w", [1]]]}, [FLOATS], "'w' twice"),
+    "integers": ("push_dense", {**PUSH, "tensors": [["w", [2]]]}, [FLOATS.astype(int)], "float32"),
     "no model": ("pull_dense", {"model": -1, "version": None}, [], "expected model to be a whole number"),
     "no version": ("pull_dense", {"version": "new"}, [], "expected version to be a whole number"),
     "no trainer": (
         "push_dense",
-        {"version": 0, "sequence": 0, "lr": None, "trainer": 7, "tensors": [["w", [2]]]},
+        {**PUSH, "trainer": 7, "tensors": [["w", [2]]]},
         [FLOATS],
         "expected trainer to be text",
     ),
@@ -358,7 +348,7 @@ def test_malformed_calls_are_refused_and_change_nothing(name):
     with serving(1) as (address,):
         lines = Lines(address)
         dense = DenseServerProxy(lines, 0, 1)
-        dense.push_model({"w": torch.ones(2)}, SGD)
+        start_with(dense, {"w": torch.ones(2)})
         with pytest.raises(RefusedError, match=message):
             lines.one.call(method, {"model": 1, **head}, arrays)
         assert dense.pull()[1]["w"].tolist() == [1, 1]
@@ -367,7 +357,7 @@ def test_malformed_calls_are_refused_and_change_nothing(name):
 def test_a_state_that_cannot_be_used_is_refused():
     with serving(1) as (address,):
         dense = DenseServerProxy(Lines(address), 0, 1)
-        dense.push_model({"w": torch.ones(2)}, SGD)
+        start_with(dense, {"w": torch.ones(2)})
         state = dense.state()
         for wrong in ({"version": -1}, {"slots": {"v": {}}}, {"optimizer": {"name": "Mine", "options": {}}}):
             with pytest.raises(RefusedError, match="cannot be used"):

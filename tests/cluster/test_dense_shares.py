@@ -6,12 +6,12 @@ import pytest
 import torch
 from dense_helpers import (
     MAKERS,
-    SGD,
     make_model,
     make_servers,
     one_server,
     push,
     same,
+    start_with,
     through_a_checkpoint,
     values_of,
 )
@@ -58,7 +58,7 @@ def test_any_number_of_servers_goes_on_with_the_bits_of_one_that_was_never_stopp
     policy = SyncPolicy(wait) if wait > 1 else AsyncPolicy(staleness_modulation=True)
     straight, servers = DenseParameters(policy), make_servers(1, policy)
     for server in (straight, *servers):
-        server.push_model(dict(model.named_parameters()), describe(MAKERS[name](model.parameters())))
+        start_with(server, dict(model.named_parameters()), describe(MAKERS[name](model.parameters())))
     generator = torch.Generator().manual_seed(5)
     for sequence, count in enumerate((1, 2, 3, 1, 5, 1)):
         servers = _resharded(servers, count, policy)
@@ -109,7 +109,7 @@ def test_a_state_may_be_loaded_by_another_policy():
 def test_states_of_different_moments():
     servers = make_servers(2, SyncPolicy(2))
     for number, server in enumerate(servers):
-        server.push_model({str(number): torch.zeros(1)}, SGD)
+        start_with(server, {str(number): torch.zeros(1)})
     servers[0].push_gradients({}, 0, trainer="a", sequence=0)
     with pytest.raises(ValueError, match=r"not of one moment.*\('a', 0\)"):
         merge_states([server.state() for server in servers])

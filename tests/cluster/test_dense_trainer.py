@@ -4,10 +4,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from dense_helpers import MAKERS, backward, batches, make_model, make_servers, same
+from dense_helpers import MAKERS, backward, batches, make_model, make_servers, new_state, same
 
 from karvan.dense.client import AsyncDense
+from karvan.dense.optimizer_spec import describe
+from karvan.dense.sharding import split_state
 from karvan.dense.step_policies import SyncPolicy
+
+
+def join(dense, model, optimizer, servers):
+    """Join servers, which have the first trainer's model."""
+    if not servers[0].ready:
+        state = new_state(dict(model.named_parameters()), describe(optimizer))
+        for server, share in zip(servers, split_state(state, len(servers)), strict=True):
+            server.load_state(share)
+    dense.join()
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -16,8 +27,9 @@ def test_one_trainer_has_the_bits_of_a_plain_loop(name, servers):
     plain, model = make_model(), make_model()
     optimizers = [MAKERS[name](each.parameters()) for each in (plain, model)]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in optimizers]
-    dense = AsyncDense(model, optimizers[1], make_servers(servers), trainer="a")
-    dense.begin()
+    made = make_servers(servers)
+    dense = AsyncDense(model, optimizers[1], made, trainer="a")
+    join(dense, model, optimizers[1], made)
     for batch in batches(6):
         optimizers[0].zero_grad()
         backward(plain, batch)
@@ -39,7 +51,7 @@ def test_schedulers_and_hooks_see_steps_that_were_accepted(recwarn):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     servers = make_servers(1, SyncPolicy(1))
     dense = AsyncDense(model, optimizer, servers, trainer="a")
-    dense.begin()
+    join(dense, model, optimizer, servers)
     backward(model, batches(1)[0])
     assert dense.step() == "accepted"
     backward(model, batches(1)[0])
@@ -51,8 +63,9 @@ def test_schedulers_and_hooks_see_steps_that_were_accepted(recwarn):
 
 def _trainer(servers, name, seed=0, **options):
     model = make_model(seed)
-    dense = AsyncDense(model, torch.optim.SGD(model.parameters(), lr=0.1), servers, trainer=name, **options)
-    dense.begin()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense = AsyncDense(model, optimizer, servers, trainer=name, **options)
+    join(dense, model, optimizer, servers)
     return model, dense
 
 
@@ -64,7 +77,7 @@ def test_all_trainers_begin_with_the_first_ones_parameters_frozen_ones_too():
         other[0].requires_grad_(False)
         optimizer = torch.optim.SGD(other[2].parameters(), lr=0.1)
         dense = AsyncDense(other, optimizer, servers, trainer="b", call=pool.map)
-        dense.begin()
+        dense.join()
         same(model.named_parameters(), other.named_parameters())
         backward(other, batches(1)[0])
         assert dense.step() == "accepted"
@@ -138,7 +151,7 @@ def test_a_step_that_failed_can_be_called_again(reached):
     dense = AsyncDense(
         model, optimizers[1], [servers[0], Flaky(servers[1], reached), servers[2]], trainer="a"
     )
-    dense.begin()
+    join(dense, model, optimizers[1], servers)
     for batch in batches(3):
         optimizers[0].zero_grad()
         backward(plain, batch)
@@ -193,23 +206,17 @@ def test_wrong_trainers():
     with pytest.raises(ValueError, match="has 6 parameters, of which 6 are not the model's"):
         AsyncDense(make_model(), optimizer, make_servers(1), trainer="a")
     dense = AsyncDense(model, optimizer, make_servers(1), trainer="a")
-    with pytest.raises(RuntimeError, match=r"expected begin\(\) first"):
+    with pytest.raises(RuntimeError, match=r"expected join\(\) first"):
         dense.step()
-    servers = make_servers(2)
-    _trainer(servers, "a")
-    with pytest.raises(ValueError, match="Another model was pushed first"):
-        _trainer(servers[::-1], "b")
-    optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.2})
-    with pytest.raises(ValueError, match=r"'lr' is 0\.1 in group 0 and 0\.2"):
-        dense.begin()
 
 
 def test_a_learning_rate_for_each_group_is_refused_when_it_comes():
     model = make_model()
     groups = [{"params": list(each.parameters())} for each in model if len(list(each.parameters()))]
     optimizer = torch.optim.SGD(groups, lr=0.5)
-    dense = AsyncDense(model, optimizer, make_servers(1), trainer="a")
-    dense.begin()
+    servers = make_servers(1)
+    dense = AsyncDense(model, optimizer, servers, trainer="a")
+    join(dense, model, optimizer, servers)
     torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5, lambda _: 1.0])
     with pytest.raises(ValueError, match=r"share it, got 0\.25, 0\.5"):
         dense.step()

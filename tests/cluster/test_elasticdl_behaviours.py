@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dense_helpers import start_with
 from reference_helpers import MOVES, Line, first, ids, on_all, push, slow, weight_of
 
 import karvan as kv
@@ -22,7 +23,7 @@ from test_async_mode import assert_same
 def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(job):
     job(1, mode="async", staleness=1, grads_to_wait=2, tolerance=0)
     sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DenseServerProxy(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
+    start_with(DenseServerProxy(distributed.current().servers, 0, 7), {"weight": torch.zeros(1, 1)}, sgd)
     one, two = push(7, 1, 0, "a", 0), push(7, 4, 0, "b", 0)
     assert [(each.accepted, each.version, each.applied) for each in (one, two)] == [
         (True, 0, False),
@@ -65,7 +66,7 @@ def test_elasticdl_12_a_worker_computes_a_rejected_gradient_again(job, servers):
 def test_elasticdl_13_each_push_is_a_version_and_stale_ones_count_less(job):
     job(1, mode="async", staleness=1, lr_staleness=True)
     sgd = {"name": "SGD", "options": {"lr": 0.5}}
-    DenseServerProxy(distributed.current().servers, 0, 7).push_model({"weight": torch.zeros(1, 1)}, sgd)
+    start_with(DenseServerProxy(distributed.current().servers, 0, 7), {"weight": torch.zeros(1, 1)}, sgd)
     expected = 0.0
     for version, (seen, value) in enumerate([(0, 1), (0, 2), (0, 3), (1, 4), (4, 5), (0, 6)]):
         answer = push(7, value, seen, f"trainer {value}", 0)

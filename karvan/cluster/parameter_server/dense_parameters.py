@@ -1,6 +1,6 @@
 """Dense parameters on a server: trainers push gradients and pull what becomes of them, without waiting.
 
-    push_model(parameters, optimizer)    once, the first trainer's; version 0. Everybody else's change nothing
+    load_state(state)                    parameters, the optimizer and its state, of rank 0
     pull(version)                        what is newer than that version, if anything is
     push_gradients(gradients, version)   gradients of the parameters of that version: an Answer
 
@@ -29,7 +29,6 @@ later version than the server; pushes of such gradients are rejected, so they pu
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -48,12 +47,9 @@ from karvan.dense.tensor_checks import (
     Array,
     all_finite,
     dense_tensor,
-    expect_alike,
     expect_gradients,
     expect_number,
 )
-
-_log = logging.getLogger("karvan.cluster")
 
 
 @dataclass
@@ -78,7 +74,7 @@ class _Push:
 
 @dataclass
 class _Held:
-    """What a server has from the first push of a model on."""
+    """What a server has once it was given a model."""
 
     parameters: dict[str, Tensor]
     optimizer: Optimizer
@@ -115,24 +111,6 @@ class DenseParameters:
         """How many pushes there were since this process began."""
         with self._lock:
             return replace(self._counts)
-
-    def push_model(self, parameters: Mapping[str, Array], optimizer: Mapping[str, Any]) -> int:
-        """Begin with these parameters, unless there are some already, which must then be alike; the version.
-
-        optimizer is a description (`described.py`); the first one holds, as the parameters do.
-        """
-        own = {name: dense_tensor(name, parameters[name], copy=True) for name in sorted(parameters)}
-        made = make_optimizer(optimizer, list(own.values()))
-        with self._lock:
-            if self._model is None:
-                self._model = _Held(own, made)
-                return 0
-            held = self._model
-            expect_alike(held.parameters, own)
-            has, got = _but_rate(held.optimizer), _but_rate(made)
-            if has != got:
-                _log.warning("The dense parameters are trained by %s already, so %s is left out.", has, got)
-            return held.version
 
     def pull(self, version: int | None = None) -> tuple[int, dict[str, Tensor] | None]:
         """The version, and copies of its parameters unless it is the one the caller has."""
@@ -241,7 +219,7 @@ class DenseParameters:
 
     def _held(self) -> _Held:
         if self._model is None:
-            raise RuntimeError("No trainer has pushed a model to this server: expected push_model first.")
+            raise RuntimeError("No trainer has given this server a model: expected load_state first.")
         return self._model
 
     def _apply_full(self) -> bool:
@@ -287,13 +265,6 @@ def _mean(gradients: Sequence[Tensor], count: int) -> Tensor | None:
 def _set_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
-
-
-def _but_rate(optimizer: Optimizer) -> dict[str, Any]:
-    """The description without the learning rate, which pushes bring along."""
-    description = describe(optimizer)
-    options = {name: value for name, value in description["options"].items() if name != "lr"}
-    return {**description, "options": options}
 
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:

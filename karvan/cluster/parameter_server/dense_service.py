@@ -2,7 +2,6 @@
 
 | call | head and arrays | answer |
 |---|---|---|
-| push_model | optimizer; tensors | version |
 | pull_dense | version, or none | version; tensors, if they are newer |
 | push_dense | version, trainer, sequence, lr; tensors | what became of it |
 | next_sequence | trainer | sequence |
@@ -39,7 +38,6 @@ class DenseService:
         self._models: dict[int, DenseParameters] = {}
         self._lock = threading.Lock()
         self.methods: dict[str, Callable[[Request], Message]] = {
-            "push_model": self._push_model,
             "pull_dense": self._pull,
             "push_dense": self._push,
             "next_sequence": self._next_sequence,
@@ -84,9 +82,6 @@ class DenseService:
                     raise RefusedError(f"expected up to {_MOST_MODELS} models, got one more.")
                 self._models[number] = DenseParameters(policy_of(self._settings))
             return self._models[number]
-
-    def _push_model(self, call: Request) -> Message:
-        return Message({"version": self._model(call).push_model(tensors_of(call), call.head["optimizer"])})
 
     def _pull(self, call: Request) -> Message:
         version, parameters = self._model(call).pull(call.head["version"])
