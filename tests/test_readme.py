@@ -42,6 +42,7 @@ PROGRAMS = {
     "karvan",
     "[A-Z_]+=",
 }
+EXTENDING = [f"docs/extending/{page}.md" for page in ("reader", "optimizer", "store")]
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\s`]*) *(?P<rest>.*)$")
 _COMMAND = typer.main.get_command(app)
 
@@ -228,7 +229,7 @@ def test_the_commands_in_the_text_of_the_page_exist(page):
             assert used <= known | {"--help", "--debug"}, where
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/guide.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", *EXTENDING])
 def test_the_page_has_python_blocks(page):
     assert [block for block in _of(page, "python") if not block.rest]
 
@@ -238,6 +239,13 @@ def test_the_files_a_page_links_to_exist(page):
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_names_exist(page):
+    folders = r"(?:karvan|csrc|tests|tools|benchmarks|examples|docs)"
+    named = re.findall(rf"`({folders}/[\w/]+(?:/|\.\w+))[`:]", (ROOT / page).read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize(

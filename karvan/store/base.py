@@ -85,6 +85,12 @@ class TableSpec:
         part = int(value) * (holder + 1) // holders - int(value) * holder // holders
         return replace(self, evict=(kind, float(max(1, part)), every))
 
+    def initial_vectors(self, keys: Keys) -> Vectors:
+        """The vectors with which the rows of these keys start, before rounding to `dtype`."""
+        vectors = np.empty((len(keys), self.dim), dtype=np.float32)
+        _native.initialise(*self.init, self.seed, self.name, np.ascontiguousarray(keys), vectors)
+        return vectors
+
 
 class Rows(NamedTuple):
     """Whole rows, in the order of their keys' hashes: what snapshots hold and loads take."""

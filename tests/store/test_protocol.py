@@ -130,3 +130,12 @@ def test_the_rows_that_a_policy_allows_are_shared_out_whole(capacity):
             parts = [spec.share(holder, holders).evict[1] for holder in range(holders)]
             assert sum(parts) == max(capacity, holders)
             assert max(parts) - min(parts) <= 1
+
+
+@pytest.mark.parametrize("init", [kv.init.Uniform(-0.3, 0.3), kv.init.Normal(), kv.init.XavierUniform()])
+def test_a_spec_tells_the_vectors_with_which_rows_start(init):
+    engine = kv.EmbeddingEngine({"a": kv.Table(5, init=init)}, seed=-3)
+    keys = np.array([7, -1, 2**62, 0])
+    engine({"a": torch.from_numpy(keys)})
+    handle = engine.table("a")
+    assert (handle.spec.initial_vectors(keys) == handle.vectors(torch.from_numpy(keys)).numpy()).all()

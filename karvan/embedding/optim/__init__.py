@@ -5,5 +5,6 @@ from karvan.embedding.optim.adam import Adam, AdamW, AdamWTF
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.embedding.optim.ftrl import FTRL
 from karvan.embedding.optim.sgd import SGD
+from karvan.store import Rule
 
-__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "SparseOptimizer"]
+__all__ = ["FTRL", "SGD", "Adagrad", "Adam", "AdamW", "AdamWTF", "Rule", "SparseOptimizer"]

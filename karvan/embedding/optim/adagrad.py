@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from karvan import _native
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+from karvan.store import Rule
 
 _LEAST_FOR_LAST = 1e-6  # the first step of a row is then at most lr * 1000 * g
 
@@ -43,7 +43,8 @@ class Adagrad(SparseOptimizer):
         }
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
-    def _check_group(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:
+        """See `SparseOptimizer.check_group`."""
         if group["accumulate"] not in ("first", "last"):
             raise ValueError(f"accumulate must be 'first' or 'last', got '{group['accumulate']}'.")
         initial = group["initial_accumulator_value"]
@@ -61,16 +62,19 @@ class Adagrad(SparseOptimizer):
                 "one of them above 0."
             )
 
-    def _kind(self, group: Group) -> str:
+    def state_kind(self, group: Group) -> str:
+        """See `SparseOptimizer.state_kind`."""
         return "Adagrad by row" if group["row_wise"] else "Adagrad"
 
-    def _rule(self, group: Group, step: int) -> _native.Rule:
-        rule = _native.Rule("adagrad_row" if group["row_wise"] else "adagrad")
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
+        rule = Rule("adagrad_row" if group["row_wise"] else "adagrad")
         rule.beta1 = group["decay"]
         rule.eps = group["eps"]
         rule.weight_decay = group["weight_decay"]
         rule.accumulate_last = group["accumulate"] == "last"
         return rule
 
-    def _initial_state(self, group: Group, dim: int) -> list[float]:
+    def initial_state(self, group: Group, dim: int) -> list[float]:
+        """See `SparseOptimizer.initial_state`."""
         return [group["initial_accumulator_value"]] * (1 if group["row_wise"] else dim)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from karvan import _native
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+from karvan.store import Rule
 
 
 class Adam(SparseOptimizer):
@@ -30,28 +30,32 @@ class Adam(SparseOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
-    def _check_group(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:
+        """See `SparseOptimizer.check_group`."""
         if not group["eps"] > 0:
             raise ValueError(
                 f"Adam divides a gradient of 0 by eps, so it must be above 0, got {group['eps']}."
             )
 
-    def _rule(self, group: Group, step: int) -> _native.Rule:
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
         rule = self._moments("adam", group, step)
         rule.weight_decay = group["weight_decay"]
         return rule
 
-    def _moments(self, kind: str, group: Group, step: int) -> _native.Rule:
-        rule = _native.Rule(kind)
+    def _moments(self, kind: str, group: Group, step: int) -> Rule:
+        rule = Rule(kind)
         rule.beta1, rule.beta2 = group["betas"]
         rule.eps = group["eps"]
         rule.alpha = float(group["lr"]) * math.sqrt(1 - rule.beta2**step) / (1 - rule.beta1**step)
         return rule
 
-    def _kind(self, group: Group) -> str:
+    def state_kind(self, group: Group) -> str:
+        """See `SparseOptimizer.state_kind`."""
         return "Adam"  # the moments mean the same in all three
 
-    def _initial_state(self, group: Group, dim: int) -> list[float]:
+    def initial_state(self, group: Group, dim: int) -> list[float]:
+        """See `SparseOptimizer.initial_state`."""
         return [0.0] * (2 * dim)
 
 
@@ -81,7 +85,8 @@ class AdamW(Adam):
             weight_bound=weight_bound,
         )
 
-    def _rule(self, group: Group, step: int) -> _native.Rule:
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
         rule = self._moments("adamw", group, step)
         rule.shrink = 1 - self._decay(group)
         return rule

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from karvan import _native
 from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.table_handle import TableHandle
+from karvan.store import Rule
 
 Group: TypeAlias = dict[str, Any]
 Target: TypeAlias = EmbeddingEngine | nn.Module | TableHandle
@@ -30,12 +30,15 @@ class SparseOptimizer(torch.optim.Optimizer):
 
     clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound
     limits each element of the vector after the update.
+
+    A subclass implements `rule` and `initial_state`, and where needed `check_group` and `state_kind`; see
+    docs/extending/optimizer.md.
     """
 
     def __init__(self, params: Targets | None, defaults: dict[str, Any]) -> None:
         _check(defaults)
-        self._check_group(defaults)
-        self.defaults = defaults
+        self.check_group(defaults)
+        self.defaults = {**defaults, **{name: None for name in _POSITIVE if name not in defaults}}
         self._tables: dict[EmbeddingEngine, list[TableHandle]] = {}
         if params is not None:
             self.attach(params)
@@ -53,11 +56,11 @@ class SparseOptimizer(torch.optim.Optimizer):
             group["params"] = [handle.anchor for handle in owned]
         super().__init__(groups, self.defaults)
         for group in self.param_groups:
-            self._check_group(group)
+            self.check_group(group)
         for group in self.param_groups:
             for anchor in group["params"]:
                 handle = handles[anchor]
-                handle.set_optimizer(self._kind(group), self._initial_state(group, handle.dim))
+                handle.set_optimizer(self.state_kind(group), self.initial_state(group, handle.dim))
         for handle in handles.values():
             self._tables.setdefault(handle.engine, []).append(handle)
 
@@ -98,12 +101,12 @@ class SparseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
-        made: dict[tuple[int, int], _native.Rule] = {}  # tables of a group at the same step share a rule
+        made: dict[tuple[int, int], Rule] = {}  # tables of a group at the same step share a rule
         for engine, handles in self._tables.items():
             gradients = engine.take_gradients(handles)
             if not gradients:
                 continue
-            rules: dict[str, _native.Rule] = {}
+            rules: dict[str, Rule] = {}
             steps: dict[str, int] = {}
             touched = [any(bits) for bits in zip(*(g.touched() for _, g in gradients), strict=True)]
             finite = [all(bits) for bits in zip(*(g.finite() for _, g in gradients), strict=True)]
@@ -126,28 +129,31 @@ class SparseOptimizer(torch.optim.Optimizer):
         for engine, handles in self._tables.items():
             engine.take_gradients(handles)
 
-    def _full_rule(self, group: Group, step: int) -> _native.Rule:
-        rule = self._rule(group, step)
+    def _full_rule(self, group: Group, step: int) -> Rule:
+        rule = self.rule(group, step)
         rule.lr = float(group["lr"])
         rule.clip_value = group["clip_value"] or 0.0
         rule.clip_norm = group["clip_norm"] or 0.0
         rule.bound = group["weight_bound"] or 0.0
         return rule
 
-    def _check_group(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:
         """Raise a ValueError if settings that are right one by one cannot work together."""
 
-    def _kind(self, group: Group) -> str:
-        """What the rows' state means; rows keep theirs when an optimizer of the same kind takes over."""
+    def state_kind(self, group: Group) -> str:
+        """The name of what a row's state means; rows keep theirs if the next optimizer has the same name."""
         return type(self).__name__
 
     @abstractmethod
-    def _rule(self, group: Group, step: int) -> _native.Rule:
-        """The native rule for the group's numbers at the table's step, counted from 1."""
+    def rule(self, group: Group, step: int) -> Rule:
+        """The native rule for one step of the group's tables; `step` is that of the table, counted from 1.
+
+        The learning rate, clipping and bound are set afterwards.
+        """
 
     @abstractmethod
-    def _initial_state(self, group: Group, dim: int) -> list[float]:
-        """A new row's optimizer state."""
+    def initial_state(self, group: Group, dim: int) -> list[float]:
+        """The optimizer state of a new row, as many floats as the rule needs."""
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)

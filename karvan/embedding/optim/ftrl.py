@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from karvan import _native
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+from karvan.store import Rule
 
 
 class FTRL(SparseOptimizer):
@@ -34,7 +34,8 @@ class FTRL(SparseOptimizer):
         }
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
-    def _check_group(self, group: Group) -> None:
+    def check_group(self, group: Group) -> None:
+        """See `SparseOptimizer.check_group`."""
         if not group["lr"] > 0:
             raise ValueError(f"FTRL divides by lr, so it must be above 0, got {group['lr']}.")
         if not (group["beta"] > 0 or group["l2"] > 0 or group["initial_accumulator_value"] > 0):
@@ -43,16 +44,18 @@ class FTRL(SparseOptimizer):
                 "expected one of them above 0."
             )
 
-    def _rule(self, group: Group, step: int) -> _native.Rule:
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
         if not group["lr"] > 0:  # a scheduler may have changed it
             raise ValueError(
                 f"FTRL divides by lr, which is {group['lr']} now: expected a scheduler that stays above 0."
             )
-        rule = _native.Rule("ftrl")
+        rule = Rule("ftrl")
         rule.beta1 = group["beta"]
         rule.l1 = group["l1"]
         rule.l2 = group["l2"]
         return rule
 
-    def _initial_state(self, group: Group, dim: int) -> list[float]:
+    def initial_state(self, group: Group, dim: int) -> list[float]:
+        """See `SparseOptimizer.initial_state`."""
         return [0.0] * dim + [group["initial_accumulator_value"]] * dim

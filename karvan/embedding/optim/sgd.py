@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from karvan import _native
 from karvan.embedding.optim.base import Group, SparseOptimizer, Targets, limits
+from karvan.store import Rule
 
 
 class SGD(SparseOptimizer):
@@ -26,11 +26,13 @@ class SGD(SparseOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults | limits(clip_value, clip_norm, weight_bound))
 
-    def _rule(self, group: Group, step: int) -> _native.Rule:
-        rule = _native.Rule("momentum" if group["momentum"] else "sgd")
+    def rule(self, group: Group, step: int) -> Rule:
+        """See `SparseOptimizer.rule`."""
+        rule = Rule("momentum" if group["momentum"] else "sgd")
         rule.beta1 = group["momentum"]
         rule.weight_decay = group["weight_decay"]
         return rule
 
-    def _initial_state(self, group: Group, dim: int) -> list[float]:
+    def initial_state(self, group: Group, dim: int) -> list[float]:
+        """See `SparseOptimizer.initial_state`."""
         return [0.0] * dim if group["momentum"] else []
