@@ -4,9 +4,10 @@ Rows are Criteo-like: a label, 13 numbers, 26 ids. A pass reads all files once a
 with the features of a DLRM (numbers log1p'd, ids as they are). pyarrow's figure is the time to tables of the
 same files on all cores, without batches or features, the better of file by file and as one data set
 (`to_table`); the loaders of torch read the same files with pandas and with pyarrow, file by file, and make
-the same features. The training figure is that of a DLRM (`dlrm.py`)
-on some of the same batches, held in memory: a loader should never be what training waits for. All are
-interleaved in one run.
+the same features. Of TFRecord and RecordIO files the limit is the time to read their bytes and to compute the
+checksums that readers must check, on one thread. The training figure is that of a DLRM (`dlrm.py`) on some of
+the same batches, held in memory: a loader should never be what training waits for. All are interleaved in one
+run.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from common import Report, interleave, medians, parser
 from dlrm import training_pass
 
 import karvan as kv
+from karvan import _native
 from karvan.data.formats import criteo
 
 BATCH = 4096
 FILES = 4
 TRAINED = 12  # batches that are held in memory to train on
+RECORDS = ("tfrecord", "recordio")
 NUMBERS, IDS = list(criteo.INTEGERS), list(criteo.IDS)
 
 
@@ -47,12 +50,16 @@ def make_table(rows: int, seed: int) -> pa.Table:
 
 
 def write_files(folder: Path, rows: int) -> None:
-    """Write the same rows as Parquet and ORC, and fewer as Criteo's TSV, `FILES` files each."""
+    """Write the same rows as Parquet and ORC, and fewer as Criteo's TSV and as records, in `FILES` files."""
     for number in range(FILES):
         table = make_table(rows // FILES, number)
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=65536)
         pa_orc.write_table(table, folder / f"{number}.orc")
         part = table.slice(0, table.num_rows // 4)
+        with kv.data.TFRecordWriter(folder / f"{number}.tfrecord") as writer:
+            writer.write_rows(part)
+        with kv.data.RecordIOWriter(folder / f"{number}.recordio", "none") as writer:
+            writer.write_rows(part)
         hexadecimal = {name: [f"{value:08x}" for value in part[name].to_pylist()] for name in IDS}
         integers = {name: part[name].cast(pa.int64(), safe=False) for name in ["label", *NUMBERS]}
         options = pa_csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -99,6 +106,19 @@ def arrow_passes(folder: Path, kind: str) -> dict[str, Callable[[], None]]:
         f"pyarrow_{kind}": lambda: [single(path) for path in paths] and None,
         f"pyarrow_{kind}_dataset": lambda: ds.dataset(paths, format=form).to_table() and None,
     }
+
+
+def checksum_pass(folder: Path, kind: str) -> Callable[[], None]:
+    """Return a pass that reads the bytes of files of records and computes their checksums, no more."""
+    checksum = {"tfrecord": _native.masked_crc32c, "recordio": _native.crc32}[kind]
+
+    def run() -> None:
+        for path in sorted(folder.glob(f"*.{kind}")):
+            with path.open("rb") as file:
+                while block := file.read(1 << 21):
+                    checksum(block)
+
+    return run
 
 
 class Files(torch.utils.data.IterableDataset):
@@ -173,6 +193,12 @@ def main() -> None:
         candidates = {f"karvan_{kind}": karvan_pass(folder, kind) for kind in ("parquet", "orc", "tsv")}
         for kind in ("parquet", "orc", "tsv"):
             candidates |= arrow_passes(folder, kind)
+        for kind in RECORDS:
+            candidates[f"karvan_{kind}"] = karvan_pass(folder, kind)
+            candidates[f"checksums_{kind}"] = checksum_pass(folder, kind)
+        megabytes = {
+            kind: sum(path.stat().st_size for path in folder.glob(f"*.{kind}")) / 1e6 for kind in RECORDS
+        }
         candidates |= {
             "torch_loader_pandas": torch_pass(folder, with_pandas=True),
             "torch_loader_pyarrow": torch_pass(folder, with_pandas=False),
@@ -180,7 +206,8 @@ def main() -> None:
         held = list(islice(open_loader(folder, "parquet", features()), TRAINED))
         candidates["training"] = training_pass(held, NUMBERS, IDS)
         seconds = medians(interleave(candidates, rounds=3 if args.quick else 5, burst=2))
-    read = {name: rows // 4 if "tsv" in name else rows for name in seconds}
+    fewer = ("tsv", *RECORDS)
+    read = {name: rows // 4 if any(kind in name for kind in fewer) else rows for name in seconds}
     read["training"] = sum(batch.rows for batch in held)
     for name, each in seconds.items():
         report.add_timing(name, each, read[name])
@@ -191,8 +218,11 @@ def main() -> None:
         peer = min(seconds[f"pyarrow_{kind}"], seconds[f"pyarrow_{kind}_dataset"])
         report.ratios[f"{name}_vs_pyarrow"] = peer / seconds[f"karvan_{kind}"]
     report.ratios["parquet_vs_pandas_loader"] = seconds["torch_loader_pandas"] / seconds["karvan_parquet"]
+    for kind in RECORDS:
+        report.figures[f"{kind}_mb_per_s"] = megabytes[kind] / seconds[f"karvan_{kind}"]
+        report.ratios[f"{kind}_vs_checksums"] = seconds[f"checksums_{kind}"] / seconds[f"karvan_{kind}"]
     trained = read["training"] / seconds["training"]
-    for name, kind in kinds.items():
+    for name, kind in {**kinds, "tfrecord": "tfrecord", "recordio": "recordio"}.items():
         report.ratios[f"{name}_vs_training"] = read[f"karvan_{kind}"] / seconds[f"karvan_{kind}"] / trained
     report.finish()
     report.show()

@@ -98,6 +98,54 @@ def count_scores(
     Adds samples to a histogram (3, bins + 2) of scores by their logits; all arrays are float64, weights may be 0.
     """
 
+def masked_crc32c(data: NDArray[numpy.uint8] | bytes) -> int:
+    """CRC-32C, masked as TFRecord and Snappy's frames store it."""
+
+def find_tfrecords(
+    data: NDArray[numpy.uint8] | bytes, verify: bool
+) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], int, str]:
+    """The starts and lengths of the records, the byte after the last, and what is wrong there."""
+
+def find_chunk_records(
+    data: NDArray[numpy.uint8] | bytes, count: int
+) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], int, str]:
+    """The starts and lengths of the records, the byte after the last, and what is wrong there."""
+
+def frame_tfrecords(data: NDArray[numpy.uint8], offsets: NDArray[numpy.int64]) -> NDArray[numpy.uint8]:
+    """The records data[offsets[i]:offsets[i + 1]] in their frames."""
+
+def frame_chunk_records(data: NDArray[numpy.uint8], offsets: NDArray[numpy.int64]) -> NDArray[numpy.uint8]:
+    """The records data[offsets[i]:offsets[i + 1]] in their frames."""
+
+def decode_examples(
+    data: NDArray[numpy.uint8],
+    starts: NDArray[numpy.int64],
+    lengths: NDArray[numpy.int64],
+    names: Sequence[str],
+    kinds: Sequence[str],
+    all_named: bool,
+) -> tuple[
+    list[tuple[NDArray[numpy.uint8], NDArray[numpy.int32], NDArray[numpy.generic], NDArray[numpy.int32]]],
+    tuple[str, int, bytes, str] | None,
+]:
+    """Of each named feature: whether records have it, the offsets of their values, the values, and the offsets of bytes in them; and what is wrong: a word, the record, the feature, the kind that it has."""
+
+def summarise_examples(
+    data: NDArray[numpy.uint8], starts: NDArray[numpy.int64], lengths: NDArray[numpy.int64]
+) -> tuple[list[tuple[bytes, str, bool]], tuple[str, int, bytes, str] | None]:
+    """The features of the records: name, kind, and whether no record has several values; and what is wrong."""
+
+def encode_examples(
+    rows: int,
+    names: Sequence[str],
+    kinds: Sequence[str],
+    present: Sequence[NDArray[numpy.uint8]],
+    offsets: Sequence[NDArray[numpy.int32]],
+    values: Sequence[NDArray[numpy.uint8]],
+    byte_offsets: Sequence[NDArray[numpy.int32]],
+) -> tuple[NDArray[numpy.uint8], NDArray[numpy.int64]]:
+    """A tf.Example for each row, one after the other, and their bounds."""
+
 class LookupLog:
     """Training lookups whose batches have not been trained yet."""
 

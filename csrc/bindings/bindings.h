@@ -8,6 +8,7 @@ void bind_data(nanobind::module_& m);     // data.cpp: text to integers, logarit
 void bind_hashing(nanobind::module_& m);  // hashing.cpp: hashes, id helpers, initialisers
 void bind_lookups(nanobind::module_& m);  // lookups.cpp: lookups whose batches are not trained yet
 void bind_math(nanobind::module_& m);     // math.cpp: pairwise dot products
+void bind_records(nanobind::module_& m);  // records.cpp: TFRecord, RecordIO, tf.Example
 void bind_route(nanobind::module_& m);    // lookups.cpp: keys of a batch by owner
 void bind_rule(nanobind::module_& m);     // rule.cpp: the rules of optimizers
 void bind_store(nanobind::module_& m);    // store.cpp: tables and batch operations

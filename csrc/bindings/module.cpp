@@ -7,6 +7,7 @@ NB_MODULE(_native, m) {
   karvan::bindings::bind_data(m);
   karvan::bindings::bind_hashing(m);
   karvan::bindings::bind_math(m);
+  karvan::bindings::bind_records(m);
   karvan::bindings::bind_store(m);
   karvan::bindings::bind_system(m);
 }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "hash/crc32.h"
+#include "hash/crc32c.h"
 #include "hash/farm.h"
 #include "hash/mix.h"
 #include "hash/murmur.h"
@@ -129,4 +130,28 @@ TEST(crc32_is_the_same_by_instructions_and_by_tables_in_any_pieces) {
   CHECK_EQ(crc32(bytes), crc32_by_tables(bytes));
   const uint8_t digits[] = {'1', '2', '3', '4', '5', '6', '7', '8', '9'};
   CHECK_EQ(crc32(digits), 0xCBF43926u);
+}
+
+TEST(crc32c_is_the_same_by_instructions_and_by_tables_in_any_pieces) {
+  std::vector<uint8_t> bytes(3000);
+  uint64_t state = 1;
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>((state = mix(state + 1)) >> 32);
+  for (size_t size = 0; size < 400; ++size) {
+    const std::span<const uint8_t> part(bytes.data() + size % 7, size);
+    CHECK_EQ(crc32c(part), crc32c_by_tables(part));
+    CHECK_EQ(crc32c(part.subspan(size / 3), crc32c(part.first(size / 3))), crc32c_by_tables(part));
+  }
+  CHECK_EQ(crc32c(bytes), crc32c_by_tables(bytes));
+}
+
+// RFC 3720, appendix B.4: the checksums of iSCSI, which are the same.
+TEST(crc32c_has_the_values_of_rfc_3720) {
+  const std::vector<uint8_t> zeros(32, 0), ones(32, 0xFF);
+  CHECK_EQ(crc32c(zeros), 0x8A9136AAu);
+  CHECK_EQ(crc32c(ones), 0x62A8AB43u);
+  std::vector<uint8_t> up(32);
+  for (size_t i = 0; i < up.size(); ++i) up[i] = static_cast<uint8_t>(i);
+  CHECK_EQ(crc32c(up), 0x46DD794Eu);
+  const uint8_t digits[] = {'1', '2', '3', '4', '5', '6', '7', '8', '9'};
+  CHECK_EQ(crc32c(digits), 0xE3069283u);
 }

@@ -5,8 +5,9 @@ from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats import criteo
-from karvan.data.formats.open_files import open_files
-from karvan.data.formats.recordio import RecordWriter, read_records
+from karvan.data.formats.open_files import open_files, read_records
+from karvan.data.formats.records.recordio import RecordIOWriter
+from karvan.data.formats.records.tfrecord import TFRecordWriter
 from karvan.data.identity import Identity
 from karvan.data.in_memory import open_frame
 from karvan.data.loading.loader import Loader
@@ -28,10 +29,11 @@ __all__ = [
     "Loader",
     "Part",
     "Raw",
-    "RecordWriter",
+    "RecordIOWriter",
     "Source",
     "Split",
     "Stream",
+    "TFRecordWriter",
     "Varlen",
     "Window",
     "Windows",

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan.data.columns.declarations import Column, Fixed, infer_field
+from karvan.data.columns.declarations import Column, Fixed, Varlen, infer_field
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
@@ -68,6 +68,8 @@ def read(
     for column in columns or ():
         if isinstance(source, FileSource) and isinstance(column, Fixed) and column.dtype is not None:
             source.declare_numbers(column.name, column.dtype.is_floating_point)
+        if isinstance(source, FileSource) and isinstance(column, Varlen):
+            source.declare_list(column.name)
     schema = retrying(lambda: source.schema, Patience(retry_seconds))
     asked: Sequence[Column | str] = schema.names if columns is None else columns
     if isinstance(labels, str):

@@ -5,11 +5,13 @@ import torch
 from pyarrow import csv, ipc, orc
 from pyarrow import parquet as pq
 
-from karvan.data.formats.recordio import RecordWriter
+from karvan.data.formats.records.recordio import RecordIOWriter
+from karvan.data.formats.records.tfrecord import TFRecordWriter
 from karvan.data.source import Split
 from karvan.ragged import NestedRagged, Ragged
 
-FORMATS = ("parquet", "orc", "csv", "tsv", "arrow", "arrows", "recordio")
+RECORDS = ("tfrecord", "recordio")
+FORMATS = ("parquet", "orc", "csv", "tsv", "arrow", "arrows", *RECORDS)
 
 SCHEMA = pa.schema(
     [
@@ -23,6 +25,11 @@ SCHEMA = pa.schema(
         ("interests", pa.map_(pa.int64(), pa.float32())),
     ]
 )
+
+
+def schema_of(kind):
+    """What of the schema a format can hold: records of tf.Example have no lists of lists and no pairs."""
+    return pa.schema(list(SCHEMA)[:6]) if kind in RECORDS else SCHEMA
 
 
 def table(rows):
@@ -55,10 +62,11 @@ def write(data, path, group=100):
     elif kind in ("arrow", "arrows"):
         with (ipc.new_file if kind == "arrow" else ipc.new_stream)(path, data.schema) as writer:
             writer.write_table(data, max_chunksize=group)
-    elif kind == "recordio":
-        with RecordWriter(path, data.schema) as writer:
+    elif kind in RECORDS:
+        held = [name for name in data.schema.names if name not in ("sessions", "interests")]
+        with (TFRecordWriter if kind == "tfrecord" else RecordIOWriter)(path) as writer:
             for start in range(0, data.num_rows, group):
-                writer.write_rows(data.slice(start, group))
+                writer.write_rows(data.slice(start, group).select(held))
     else:
         in_cells = [
             _cells(column, field.type) for column, field in zip(data.columns, data.schema, strict=True)
@@ -83,8 +91,9 @@ def _cells(column, type_):
 
 
 def options(path):
-    """What a source must be told: CSV files do not know the types of their columns."""
-    return {"schema": SCHEMA} if path.suffix[1:] in ("csv", "tsv") else {}
+    """What a source must be told: CSV files and tf.Example do not know the types of their columns."""
+    kind = path.suffix[1:]
+    return {"schema": schema_of(kind)} if kind in ("csv", "tsv", *RECORDS) else {}
 
 
 def read_all(source, step=None):

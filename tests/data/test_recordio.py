@@ -1,37 +1,112 @@
-"""RecordIO: what is written is read, and every flipped bit is noticed."""
+"""RecordIO: what others write is read, what we write others read, and every flipped bit is noticed."""
 
 import json
+import struct
+import zlib
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from record_reference import (
+    MAGIC,
+    masked,
+    read_recordio,
+    read_snappy_frames,
+    write_example,
+    write_recordio,
+    write_snappy_frames,
+)
 from rows import read_all
 
 from karvan.data.errors import DataError
-from karvan.data.formats import recordio
-from karvan.data.formats.open_files import open_files
-from karvan.data.formats.recordio import RecordWriter, read_records
+from karvan.data.formats.open_files import open_files, read_records
+from karvan.data.formats.records import recordio
+from karvan.data.formats.records.recordio import RecordIOWriter
+from karvan.data.formats.records.snappy_frames import frame, unframe
+
+# One chunk of two records, b"abc" and b"", by hand from header.go and chunk.go of
+# github.com/wangkuiyi/recordio: magic, CRC-32 (0x440A3370, by zlib) of the data, compressor 0, 11 bytes,
+# 2 records; then lengths and records.
+GOLDEN = bytes.fromhex(
+    "04030201 70330a44 00000000 0b000000 02000000  03000000 616263 00000000".replace(" ", "")
+)
+COMPRESSIONS = ("none", "snappy", "gzip")
+RECORDS = st.lists(st.binary(max_size=40) | st.sampled_from([b"a" * 90]), min_size=1, max_size=30)
 
 
-def put(path, records):
-    with RecordWriter(path) as writer:
+def put(path, records, compression="snappy", **options):
+    with RecordIOWriter(path, compression, **options) as writer:
         for record in records:
             writer.write(record)
     return path
 
 
-@given(st.lists(st.binary(max_size=40), max_size=30), st.integers(1, 60), st.integers(1, 7))
-def test_byte_records_come_back_in_order_and_in_any_split(tmp_path_factory, records, run, step):
-    before, recordio._RUN = recordio._RUN, run
-    try:
-        path = put(tmp_path_factory.mktemp("rio") / "x.recordio", records)
-    finally:
-        recordio._RUN = before
-    assert list(read_records(path)) == records
-    source = open_files(path)
-    assert source.parts()[0].records == len(records)
-    assert read_all(source, step)["record"].to_pylist() == records
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("recordio")
+
+
+def test_golden_bytes_are_read_and_written(tmp_path):
+    path = tmp_path / "x.recordio"
+    path.write_bytes(GOLDEN)
+    assert list(read_records(path)) == [b"abc", b""]
+    assert put(tmp_path / "y.recordio", [b"abc", b""], "none").read_bytes() == GOLDEN
+
+
+@given(
+    st.lists(RECORDS, min_size=1, max_size=4),
+    st.sampled_from([0, 1, 2]),
+    st.integers(1, 300),
+    st.integers(1, 7),
+)
+def test_chunks_of_the_reference_come_in_order_and_in_any_split(folder, chunks, compressor, run, step):
+    path = folder / "reference.recordio"
+    path.write_bytes(write_recordio(chunks, compressor))
+    records = [record for chunk in chunks for record in chunk]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recordio, "RUN", run)
+        source = open_files(path, content="bytes")
+        assert source.parts()[0].records == len(records)
+        assert read_all(source, step)["record"].to_pylist() == records
+
+
+@given(RECORDS, st.sampled_from(COMPRESSIONS), st.integers(1, 200))
+def test_what_is_written_the_reference_reads(folder, records, compression, chunk_bytes):
+    path = put(folder / "ours.recordio", records, compression, chunk_bytes=chunk_bytes)
+    chunks = read_recordio(path.read_bytes())
+    assert [record for chunk in chunks for record in chunk] == records
+    assert all(len(chunk) == 1 or sum(map(len, chunk)) <= chunk_bytes for chunk in chunks)
+
+
+@given(st.binary(max_size=200), st.integers(0, 3))
+def test_frames_of_snappy_are_those_of_the_reference(data, times):
+    large = data * 400**times if times < 3 else data * 4000
+    assert read_snappy_frames(frame(large[:200_000])) == large[:200_000]
+    pieces = [large[at : at + 65536] for at in range(0, min(len(large), 200_000), 65536)]
+    assert unframe(write_snappy_frames(pieces)) == b"".join(pieces)
+    skipped = b"\xfe\x03\x00\x00abc"  # padding, which readers pass over
+    assert unframe(write_snappy_frames(pieces) + skipped) == b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (b"abc", "does not begin"),
+        (b"\xff\x06\0\0sNaPpY\x01\x09\0\0", "goes on beyond"),
+        (b"\xff\x06\0\0sNaPpY\x01\x02\0\0ab", "too short for its checksum"),
+        (b"\xff\x06\0\0sNaPpY\x01\x07\0\0\0\0\0\0abc", "does not fit its checksum"),
+        (b"\xff\x06\0\0sNaPpY\x02\x03\0\0abc", "unknown type 2"),
+        (b"\xff\x06\0\0sNaPpY\x00\x08\0\0" + struct.pack("<I", masked(b"")) + b"\xff\xff\x7f\0", "65,536"),
+        (
+            b"\xff\x06\0\0sNaPpY\x00\x07\0\0" + struct.pack("<I", masked(b"")) + b"\x05\xff\xff",
+            "block of Snappy",
+        ),
+    ],
+)
+def test_damaged_frames_of_snappy_are_errors(stream, message):
+    with pytest.raises(ValueError, match=message):
+        unframe(stream)
 
 
 def test_a_decoder_makes_columns_of_byte_records(tmp_path):
@@ -46,43 +121,77 @@ def test_a_decoder_makes_columns_of_byte_records(tmp_path):
         read_all(short)
 
 
-def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path):
-    rows = pa.table({"a": [1, 2, 3], "s": ["x", None, "yz"]})
-    bytes_file = put(tmp_path / "bytes.recordio", [b"abc", b"", b"defg"])
-    rows_file = tmp_path / "rows.recordio"
-    with RecordWriter(rows_file, rows.schema) as writer:
-        writer.write_rows(rows)
-    for path in (bytes_file, rows_file):
-        content = path.read_bytes()
-        for place in range(0, len(content), 1 if path is bytes_file else 7):
-            damaged = bytearray(content)
-            damaged[place] ^= 0x10
-            path.write_bytes(damaged)
-            with pytest.raises(DataError, match=path.name):
-                read_all(open_files(path))
-        for size in range(1, len(content), 11):
-            path.write_bytes(content[:size])
-            with pytest.raises(DataError, match=path.name):
-                read_all(open_files(path))
-
-
-def test_a_file_whose_writer_failed_is_refused(tmp_path):
+@pytest.mark.parametrize("compressor", [0, 1, 2])
+def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path, compressor):
     path = tmp_path / "x.recordio"
-    writer = RecordWriter(path)
-    writer.write(b"abc")
-    writer.__exit__(KeyError, KeyError(), None)
-    with pytest.raises(DataError, match=r"x\.recordio: .*(truncated|too short)"):
-        open_files(path).parts()
+    content = write_recordio([[b"abc", b""], [b"defg"]], compressor)
+    first = len(write_recordio([[b"abc", b""]], compressor))
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"x\.recordio"):
+            read_all(open_files(path, content="bytes"))
+    for size in range(1, len(content)):
+        path.write_bytes(content[:size])
+        if size == first:  # the format cannot say how many chunks there should be
+            assert read_all(open_files(path, content="bytes")).num_rows == 2
+            continue
+        with pytest.raises(DataError, match=r"x\.recordio"):
+            read_all(open_files(path, content="bytes"))
 
 
-def test_writers_take_only_what_they_were_opened_for(tmp_path):
-    table = pa.table({"a": [1]})
-    with RecordWriter(tmp_path / "b.recordio") as writer, pytest.raises(ValueError, match="takes bytes"):
-        writer.write_rows(table)
-    with RecordWriter(tmp_path / "r.recordio", table.schema) as writer:
-        with pytest.raises(ValueError, match="takes rows"):
-            writer.write(b"x")
-        with pytest.raises(ValueError, match="Expected rows with the schema"):
-            writer.write_rows(pa.table({"a": ["x"]}))
-    with pytest.raises(DataError, match="nothing to decode"):
-        open_files(tmp_path / "r.recordio", decode=lambda _: None).parts()
+def chunk(data, compressor=0, size=None, count=1, magic=MAGIC, crc=None):
+    crc = zlib.crc32(data) if crc is None else crc
+    return struct.pack("<IIIII", magic, crc, compressor, len(data) if size is None else size, count) + data
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (chunk(b"\0\0\0\0", magic=7), "Expected a chunk, which begins with 04030201, but it is 07000000"),
+        (chunk(b"\0\0\0\0", crc=1), "does not fit its checksum"),
+        (chunk(b"\0\0\0\0", compressor=3), "compressor must be 0, 1 or 2, but is 3"),
+        (chunk(b"\0\0\0\0", size=9), "cut off"),
+        (chunk(b"\0\0\0\0")[:11], "header of the chunk is cut off"),
+        (chunk(b"\0\0\0\0", count=2), "Expected 2 records that fill the chunk"),
+        (chunk(b"\0\0\0\0", count=1 << 31), "cannot hold 2147483648 records"),
+        (chunk(b"\x01\0\0\0"), "Expected 1 records that fill the chunk"),
+        (
+            chunk(b"\0\0\0\0", compressor=1),
+            "cannot be decompressed: The data does not begin as a Snappy stream",
+        ),
+        (chunk(b"\0\0\0\0", compressor=2), "cannot be decompressed: Not a gzipped file"),
+        # As PaddlePaddle's writer has it: count, checksum, compressor, size.
+        (struct.pack("<IIIII", MAGIC, 1, 0x89ABCDEF, 0, 4) + bytes(4), "PaddlePaddle"),
+    ],
+)
+@pytest.mark.parametrize("name", ["x.recordio", "x.recordio.gz"])
+def test_damage_names_file_record_and_chunk(tmp_path, second, message, name):
+    path = tmp_path / name
+    content = write_recordio([[b"abc", b"d"]], 0) + second
+    if name.endswith(".gz"):
+        compressor = zlib.compressobj(wbits=31)
+        content = compressor.compress(content) + compressor.flush()
+        if "cannot hold" in message:  # what is not indexed is seen when it is read
+            message = "Expected 2147483648 records"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}, record 2, chunk at byte 32: .*{message}"):
+        read_all(open_files(path, content="bytes"))
+
+
+def test_a_file_that_is_compressed_as_a_whole_is_read(tmp_path):
+    path = tmp_path / "x.recordio.gz"
+    with RecordIOWriter(path, chunk_bytes=30) as writer:
+        for number in range(50):
+            writer.write(write_example({"id": [number]}))
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert read_all(open_files(path), 7)["id"].to_pylist() == list(range(50))
+
+
+def test_writers_refuse_what_they_do_not_know(tmp_path):
+    with pytest.raises(ValueError, match="compression must be 'snappy', 'gzip' or 'none'"):
+        RecordIOWriter(tmp_path / "x.recordio", "zlib")
+    with pytest.raises(ValueError, match="chunk_bytes must be from 1"):
+        RecordIOWriter(tmp_path / "x.recordio", chunk_bytes=0)
+    assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from karvan.data.errors import DataError
 from karvan.data.retry import patience
 
 ROWS = 400
-FORMATS = ["parquet", "csv", "arrow", "orc"]
+FORMATS = ["parquet", "csv", "arrow", "orc", "tfrecord", "tfrecord.gz", "recordio"]
 
 
 def write(folder, format, files=3, **options):
@@ -32,6 +32,10 @@ def write(folder, format, files=3, **options):
             pq.write_table(table, path, row_group_size=20, **options)
         elif format == "csv":
             csv.write_csv(table, path)
+        elif format.startswith(("tfrecord", "recordio")):
+            make = kv.data.RecordIOWriter if format == "recordio" else kv.data.TFRecordWriter
+            with make(path) as writer:
+                writer.write_rows(table)
         elif format == "orc":
             from pyarrow import orc
 

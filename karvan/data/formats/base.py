@@ -1,9 +1,9 @@
 """`FileSource`: what all file formats share.
 
 A file is a sequence of *groups* whose records are counted in advance: row groups of Parquet, stripes of ORC,
-record batches of Arrow IPC, runs of lines of CSV, runs of records of RecordIO. A split is read by going to
-the group its first record lies in. Every group is held against its count, so that damaged files are errors
-and not silently shorter.
+record batches of Arrow IPC, runs of lines of CSV, runs of records of TFRecord and RecordIO. A split is read
+by going to the group its first record lies in. Every group is held against its count, so that damaged files
+are errors and not silently shorter.
 
 A split that ends inside of a group leaves its reader behind, and the split that follows goes on from there:
 reading a file in small splits, in order, decodes each group once. Splits in random order decode the group
@@ -66,6 +66,7 @@ class FileSource(ABC):
         self._layouts: dict[str, Layout] = {}
         self._schema: pa.Schema | None = None
         self._declared: dict[str, pa.DataType] = {}
+        self._declared_lists: set[str] = set()
         self._readers: dict[tuple[str, int], _Reader] = {}
         self._lock = Lock()
         self._inspecting = Lock()
@@ -79,18 +80,10 @@ class FileSource(ABC):
             return self._schema
 
     def _find_schema(self) -> pa.Schema:
-        paths = self._files.paths
         names = self.names
-        unknown = [path for path in paths if path not in self._layouts]
-
-        def inspect(path: str) -> None:  # what is known stays, even if another file cannot be reached
-            self._layouts[path] = self._inspect_file(path)
-
-        if unknown:
-            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
-                list(pool.map(inspect, unknown))
+        self._inspect_all()
         different: dict[str, pa.Schema] = {}  # mostly all files have the schema of the first
-        for path in paths:
+        for path in self._files.paths:
             schema = self._layouts[path].schema
             if any(schema.equals(known) for known in different.values()):
                 continue
@@ -100,6 +93,16 @@ class FileSource(ABC):
                     _field(schema, name, path)
         return pa.schema([(name, self._type(name, different)) for name in names])
 
+    def _inspect_all(self) -> None:
+        unknown = [path for path in self._files.paths if path not in self._layouts]
+
+        def inspect(path: str) -> None:  # what is known stays, even if another file cannot be reached
+            self._layouts[path] = self._inspect_file(path)
+
+        if unknown:
+            with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
+                list(pool.map(inspect, unknown))
+
     def _type(self, name: str, schemas: Mapping[str, pa.Schema]) -> pa.DataType:
         """The type of a column over files of these schemas."""
         found = ((path, schema.field(name).type) for path, schema in schemas.items())
@@ -108,6 +111,10 @@ class FileSource(ABC):
     def declare_numbers(self, name: str, floating: bool) -> None:
         """Say what a column becomes of which some files have integers and others floats."""
         self._declared[name] = pa.float64() if floating else pa.int64()
+
+    def declare_list(self, name: str) -> None:
+        """Say that a column has lists, for formats whose files do not say it."""
+        self._declared_lists.add(name)
 
     @property
     def names(self) -> list[str]:

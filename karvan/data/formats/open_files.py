@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pyarrow import fs
@@ -16,22 +17,26 @@ from karvan.data.formats.hive_partitions import PartitionedSource, partition_col
 from karvan.data.formats.orc.source import OrcSource
 from karvan.data.formats.parquet import ParquetSource
 from karvan.data.formats.paths import Files, PathLike, find
-from karvan.data.formats.recordio import RecordIOSource
+from karvan.data.formats.records.recordio import RecordIOSource
+from karvan.data.formats.records.tfrecord import TFRecordSource, is_tfrecord
+from karvan.data.source import Split
 
 _FORMATS = {
     "parquet": "parquet", "pq": "parquet", "orc": "orc",
     "arrow": "ipc", "arrows": "ipc", "ipc": "ipc", "feather": "ipc",
     "csv": "csv", "tsv": "tsv", "recordio": "recordio", "rio": "recordio",
+    "tfrecord": "tfrecord", "tfrecords": "tfrecord", "tfr": "tfrecord",
 }  # fmt: skip
 _MAGIC = {
     b"PAR1": "parquet",
     b"ORC": "orc",
     b"ARROW1": "ipc",
     b"\xff\xff\xff\xff": "ipc",
-    b"KVRECORD": "recordio",
+    b"\x04\x03\x02\x01": "recordio",
+    b"KVRECORD": "recordio",  # whose source says what to do
 }
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
-
+_SHARD = re.compile(r"-\d+-of-\d+$")  # as in clicks.tfrecord-00000-of-00016
 
 _SOURCES: dict[str, type[FileSource]] = {
     "parquet": ParquetSource,
@@ -40,6 +45,7 @@ _SOURCES: dict[str, type[FileSource]] = {
     "csv": CsvSource,
     "tsv": CsvSource,
     "recordio": RecordIOSource,
+    "tfrecord": TFRecordSource,
 }
 
 
@@ -55,9 +61,9 @@ def open_files(
     """The source of files: a path, folder, glob, URL, or several.
 
     The format is that of the first file's extension, or of its first bytes, unless given: "parquet", "orc",
-    "ipc", "csv", "tsv" or "recordio". Folders such as `day=2026-01-31` are columns, unless `partitions` is
-    False; see `hive_partitions.py`. `options` are those of the format's source (`CsvSource`,
-    `RecordIOSource`).
+    "ipc", "csv", "tsv", "tfrecord" or "recordio". Folders such as `day=2026-01-31` are columns, unless
+    `partitions` is False; see `hive_partitions.py`. `options` are those of the format's source (`CsvSource`,
+    `RecordSource`).
     """
     files = find(paths, filesystem)
     if format is None:
@@ -87,6 +93,16 @@ def open_files(
     return PartitionedSource(make(files, inside, **options), files, asked)
 
 
+def read_records(
+    paths: PathLike | Iterable[PathLike], format: str | None = None, filesystem: fs.FileSystem | None = None
+) -> Iterator[bytes]:
+    """All records of TFRecord or RecordIO files as they were written, in order."""
+    source = open_files(paths, format, filesystem=filesystem, partitions=False, content="bytes")
+    for part in source.parts():
+        for batch in source.read(Split(part.path, 0, part.records)):
+            yield from batch.column("record").to_pylist()
+
+
 def _check_options(format: str, make: type[FileSource], options: Mapping[str, Any]) -> None:
     parameters = inspect.signature(make).parameters.values()
     allowed = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
@@ -109,17 +125,20 @@ def _common_format(files: Files) -> str:
 
 
 def _format(filesystem: fs.FileSystem, path: str) -> str:
-    name = path.lower()
+    name = _SHARD.sub("", path.lower())
     for ending in _COMPRESSIONS:
         name = name.removesuffix(ending)
+    name = _SHARD.sub("", name)
     known = _FORMATS.get(name.rpartition(".")[2])
     if known is not None:
         return known
     with located(path), filesystem.open_input_stream(path, compression=None) as file:
-        start = file.read(8)
+        start = file.read(12)
     for magic, found in _MAGIC.items():
         if start.startswith(magic):
             return found
+    if is_tfrecord(start):
+        return "tfrecord"
     raise DataError(
         "Neither its name nor its first bytes say what the file is: pass format=, which may be "
         f"{', '.join(sorted(set(_FORMATS.values())))}.",

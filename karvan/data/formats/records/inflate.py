@@ -1,0 +1,70 @@
+"""Whole files that were compressed with gzip or zlib, read from their beginning."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Protocol
+
+import pyarrow as pa
+
+_BLOCK = 1 << 20
+_GZIP_OR_ZLIB = 47  # of zlib: the largest window, and the header says which of the two it is
+
+
+class ByteStream(Protocol):
+    """What can be read in order."""
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end."""
+
+
+def is_compressed(start: bytes) -> bool:
+    """Whether bytes that begin a file begin gzip (`1f 8b 08`) or zlib (a header that 31 divides)."""
+    if start[:3] == b"\x1f\x8b\x08":
+        return True
+    return (
+        len(start) >= 2
+        and start[0] & 15 == 8
+        and start[0] >> 4 <= 7
+        and start[0] * 256 % 31 == -start[1] % 31
+    )
+
+
+class InflatedFile:
+    """The bytes that a compressed file stands for. Cut off or damaged, it is an error."""
+
+    def __init__(self, file: pa.NativeFile) -> None:
+        self._file = file
+        self._member = zlib.decompressobj(_GZIP_OR_ZLIB)
+        self._input = b""
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; fewer only at the end."""
+        made: list[bytes] = []
+        left = size
+        while left:
+            piece = self._next(left)
+            if not piece:
+                break
+            made.append(piece)
+            left -= len(piece)
+        return made[0] if len(made) == 1 else b"".join(made)
+
+    def _next(self, most: int) -> bytes:
+        while True:
+            if not self._input:
+                self._input = self._file.read(_BLOCK)
+            if self._member.eof:
+                if not self._input:
+                    return b""
+                self._member = zlib.decompressobj(_GZIP_OR_ZLIB)  # gzip files may be joined
+            at_end = not self._input
+            try:
+                piece = self._member.decompress(self._input, most)
+            except zlib.error as error:
+                raise ValueError(f"The compressed data is damaged ({error}).") from error
+            self._input = self._member.unused_data if self._member.eof else self._member.unconsumed_tail
+            if piece:
+                return piece
+            if at_end and not self._member.eof:
+                raise ValueError("The compressed data is cut off: its end is missing.")

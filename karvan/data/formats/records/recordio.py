@@ -1,0 +1,186 @@
+"""RecordIO as ElasticDL has it: the files of github.com/wangkuiyi/recordio and its Python package.
+
+    file  = chunks
+    chunk = u32 0x01020304, u32 CRC-32 of the data as stored, u32 compressor (0 none, 1 Snappy, 2 gzip),
+            u32 size of the data as stored, u32 number of records, data
+    data  = for each record, once decompressed: u32 length, bytes
+
+All numbers are little-endian, and Snappy is its stream of frames (`snappy_frames.py`). The number of records
+has no checksum of its own; it must be the number that the data holds. An early Python writer and
+PaddlePaddle's in C++ use the same magic number with the fields in another order; such files are an error that
+says so.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import fs
+
+from karvan import _native
+from karvan.data.errors import DataError
+from karvan.data.formats.paths import PathLike
+from karvan.data.formats.records.inflate import ByteStream
+from karvan.data.formats.records.snappy_frames import frame, unframe
+from karvan.data.formats.records.source import RUN, Index, RecordSource
+from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
+from karvan.data.formats.records.writer import RecordFileWriter
+
+_MAGIC = b"\x04\x03\x02\x01"
+_HEAD = struct.Struct("<4sIIII")
+_COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
+_CHUNK = 1 << 20
+_OTHER_ORDER = (
+    "The header has the fields in the order of PaddlePaddle's C++ writer or of an early Python writer "
+    "(count, checksum, compressor, size), which is not read. Write the records with kv.data.RecordIOWriter."
+)
+
+
+@dataclass(frozen=True)
+class _Head:
+    checksum: int
+    compressor: int
+    size: int
+    records: int
+    place: str
+
+    @classmethod
+    def parse(cls, data: bytes, at: int, first: int) -> _Head:
+        place = f"record {first}, chunk at byte {at}"
+        if len(data) < _HEAD.size:
+            raise DataError("The header of the chunk is cut off.", place=place)
+        magic, checksum, compressor, size, records = _HEAD.unpack(data)
+        if magic != _MAGIC:
+            raise DataError(
+                f"Expected a chunk, which begins with {_MAGIC.hex()}, but it is {magic.hex()}: the file is "
+                "damaged.",
+                place=place,
+            )
+        if compressor > 2:
+            early = checksum < 1 << 24 and size <= 3  # a count and a compressor
+            detail = f"The compressor must be 0, 1 or 2, but is {compressor}: the file is damaged."
+            raise DataError(_OTHER_ORDER if early else detail, place=place)
+        return cls(checksum, compressor, size, records, place)
+
+
+class RecordIOSource(RecordSource):
+    """RecordIO files; see `RecordSource` for what the records may hold. Runs are made of whole chunks."""
+
+    format_name = "RecordIO"
+
+    def _is_plain(self, start: bytes) -> bool:
+        return start.startswith(_MAGIC)
+
+    def _find_runs(self, file: pa.NativeFile) -> Index:
+        size = file.size()
+        bounds, starts = [0], [0]
+        at = total = 0
+        while at < size:
+            file.seek(at)
+            head = _Head.parse(file.read(_HEAD.size), at, total)
+            if head.size > size - at - _HEAD.size:
+                raise DataError("The chunk is cut off: the file ends before it does.", place=head.place)
+            # A record takes four bytes at least, and no compressor makes less than a thousandth of them.
+            if head.records > max(head.size, 1) * 1100:
+                raise DataError(
+                    f"The chunk cannot hold {head.records} records: it is damaged.", place=head.place
+                )
+            at += _HEAD.size + head.size
+            total += head.records
+            if at - bounds[-1] >= RUN or at == size:
+                bounds.append(at)
+                starts.append(total)
+        return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
+
+    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
+        place = 0
+        parts: list[Payloads] = []
+        while place < len(data):
+            head = _Head.parse(data[place : place + _HEAD.size], at + place, first)
+            begin, place = place + _HEAD.size, place + _HEAD.size + head.size
+            parts.append(_records(head, data[begin:place], first))
+            first += head.records
+        return _joined(parts)
+
+    def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
+        at = first = 0
+        while data := stream.read(_HEAD.size):
+            head = _Head.parse(data, at, first)
+            stored = stream.read(head.size)
+            if len(stored) != head.size:
+                raise DataError("The chunk is cut off: the file ends before it does.", place=head.place)
+            yield _records(head, stored, first)
+            at += _HEAD.size + head.size
+            first += head.records
+
+
+class RecordIOWriter(RecordFileWriter):
+    """Writes a RecordIO file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
+
+    `compression` of each chunk is "snappy", "gzip" or "none". If the name ends in `.gz`, the whole file is
+    compressed as well, and can no longer be read in parts.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        compression: str = "snappy",
+        filesystem: fs.FileSystem | None = None,
+        *,
+        chunk_bytes: int = _CHUNK,
+    ) -> None:
+        if compression not in _COMPRESSORS:
+            raise ValueError(f"compression must be 'snappy', 'gzip' or 'none', but is {compression!r}.")
+        if not 1 <= chunk_bytes <= 1 << 30:
+            raise ValueError(f"chunk_bytes must be from 1 to 1 GiB, but is {chunk_bytes}.")
+        self._compression = compression
+        whole = "gzip" if str(path).lower().endswith(".gz") else None
+        super().__init__(path, filesystem, whole, chunk_bytes)
+
+    def _frame(self, data: Bytes, bounds: Places) -> bytes:
+        plain = bytes(_native.frame_chunk_records(data, bounds))
+        if self._compression == "snappy":
+            stored = frame(plain)
+        else:
+            stored = gzip.compress(plain, mtime=0) if self._compression == "gzip" else plain
+        compressor = _COMPRESSORS[self._compression]
+        return _HEAD.pack(_MAGIC, zlib.crc32(stored), compressor, len(stored), len(bounds) - 1) + stored
+
+
+def _records(head: _Head, stored: bytes, first: int) -> Payloads:
+    if zlib.crc32(stored) != head.checksum:
+        raise DataError("The chunk does not fit its checksum: the file is damaged.", place=head.place)
+    try:
+        data = _decompressed(head.compressor, stored)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise DataError(f"The chunk cannot be decompressed: {error}", place=head.place) from error
+    starts, lengths, _, fault = _native.find_chunk_records(data, head.records)
+    if fault:
+        raise DataError(
+            f"Expected {head.records} records that fill the chunk, but it holds others: the file is damaged.",
+            place=head.place,
+        )
+    return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
+
+
+def _decompressed(compressor: int, stored: bytes) -> bytes:
+    if compressor == _COMPRESSORS["snappy"]:
+        return unframe(stored)
+    return gzip.decompress(stored) if compressor == _COMPRESSORS["gzip"] else stored
+
+
+def _joined(parts: list[Payloads]) -> Payloads:
+    if len(parts) == 1:
+        return parts[0]
+    ends = np.cumsum([0, *(len(part.data) for part in parts)])
+    starts = [part.starts + shift for part, shift in zip(parts, ends.tolist(), strict=False)]
+    data = np.concatenate([part.data for part in parts])
+    return Payloads(
+        data, np.concatenate(starts), np.concatenate([part.lengths for part in parts]), parts[0].first
+    )

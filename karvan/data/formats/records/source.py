@@ -1,0 +1,210 @@
+"""`RecordSource`: what TFRecord and RecordIO share, files of byte records.
+
+Groups are runs of records of about 2 MB, which are found once, when a file is inspected, by the frames of the
+records. A file that was compressed as a whole (gzip, zlib) has no positions to start at, so it is one group,
+read through once to count, and always from its beginning.
+
+What a record holds, `content` says:
+
+- "example": a tf.Example (see `tf_example.py`). The columns are the features of the first records of all
+  files, with their types, as far as `schema` does not give them.
+- "bytes": anything. It is the one column `record`, unless `decode` makes rows of a list of records, as many
+  as there are records.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from karvan.data.columns.type_names import type_of
+from karvan.data.columns.type_widening import common_type
+from karvan.data.errors import DataError
+from karvan.data.formats.base import FileSource, Layout
+from karvan.data.formats.paths import Files
+from karvan.data.formats.records import tf_example as examples
+from karvan.data.formats.records.inflate import ByteStream, InflatedFile, is_compressed
+from karvan.data.formats.records.tf_example import Payloads, Places
+from karvan.data.streaming.record_batches import BYTES_SCHEMA, DecodeBytes, bytes_rows
+
+RUN = 2 << 20
+_SAMPLE = 1000  # records that say what features there are
+_OTHERS = {
+    b"PAR1": "Parquet",
+    b"ORC": "ORC",
+    b"ARROW1": "Arrow IPC",
+    b"\x04\x03\x02\x01": "RecordIO",
+    b"\x28\xb5\x2f\xfd": "zstd, which is not supported here: compress with gzip",
+    b"\xce\xd7\x23\x0a": "MXNet's RecordIO, which is not supported",
+}
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where runs begin: their first bytes and their first records, with the end added to both.
+
+    A file that is compressed as a whole has no bytes to begin at.
+    """
+
+    bounds: Places | None
+    starts: Places
+
+
+class RecordSource(FileSource):
+    """Files of byte records."""
+
+    group_name = "run"
+    format_name: ClassVar[str]
+
+    def __init__(
+        self,
+        files: Files,
+        columns: Sequence[str] | None = None,
+        *,
+        content: str | None = None,
+        schema: pa.Schema | Mapping[str, pa.DataType | str] | None = None,
+        decode: DecodeBytes | None = None,
+    ) -> None:
+        super().__init__(files, columns)
+        if content is None:
+            content = "example" if decode is None else "bytes"
+        if content not in ("example", "bytes"):
+            raise ValueError(f"content must be 'example' or 'bytes', but is {content!r}.")
+        if content == "bytes" and schema is not None:
+            raise ValueError(
+                "schema is for tf.Example records; of bytes, the columns are those that decode= makes."
+            )
+        if content == "example" and decode is not None:
+            raise ValueError("decode is for content='bytes'; tf.Example records are decoded by themselves.")
+        if isinstance(schema, pa.Schema):
+            schema = {field.name: field.type for field in schema}
+        self._given = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
+        for name, type_ in self._given.items():
+            examples.check_type(name, type_)
+        self._is_example = content == "example"
+        self._decode = decode
+
+    @property
+    def names(self) -> list[str]:
+        """The columns that are read."""
+        if self._columns is None and self._is_example:
+            return list(self.schema.names)
+        return super().names
+
+    def _find_schema(self) -> pa.Schema:
+        if not self._is_example:
+            return super()._find_schema()
+        self._inspect_all()
+        found: dict[str, list[tuple[str, pa.DataType]]] = {}
+        for path in self._files.paths:
+            for field in self._layouts[path].schema:
+                found.setdefault(field.name, []).append((path, field.type))
+        known = [*self._given, *sorted(name for name in found if name not in self._given)]
+        fields = []
+        for name in known if self._columns is None else self._columns:
+            if name not in known:
+                raise DataError(
+                    "The column is missing. The first records have: "
+                    f"{', '.join(known) or 'none'}. Of later ones, schema= gives the type.",
+                    path=self._files.paths[0],
+                    column=name,
+                )
+            fields.append((name, self._given.get(name) or self._found_type(name, found[name])))
+        return pa.schema(fields)
+
+    def _found_type(self, name: str, found: Sequence[tuple[str, pa.DataType]]) -> pa.DataType:
+        kinds = examples.merged([type_ for _, type_ in found], name in self._declared_lists)
+        return common_type(name, zip([path for path, _ in found], kinds, strict=True))
+
+    def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
+        start = file.read(12)
+        if self._is_plain(start):
+            index = self._find_runs(file)
+        elif is_compressed(start):
+            file.seek(0)
+            total = sum(len(records) for records in self._scan(InflatedFile(file)))
+            index = Index(None, np.array([0, total] if total else [0], np.int64))
+        else:
+            raise DataError(self._wrong(start), path=path)
+        layout = Layout(BYTES_SCHEMA, index.starts, index)
+        schema = self._content_schema(file, layout)
+        return Layout(schema, index.starts, index)
+
+    def _content_schema(self, file: pa.NativeFile, layout: Layout) -> pa.Schema:
+        if not self._is_example and self._decode is None:
+            return BYTES_SCHEMA
+        _, first = next(self._payloads(file, layout, 0), (0, None))
+        if self._is_example:
+            found = {} if first is None else examples.summarise(first.head(_SAMPLE))
+            return pa.schema(list(found.items()))
+        if first is None:
+            raise DataError("The file has no record from which decode= could tell the columns.")
+        assert self._decode is not None
+        return self._decode(first.head(1).to_list()).schema
+
+    def _groups(
+        self, path: str, layout: Layout, group: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        chosen = {name: self.schema.field(name).type for name in columns}
+        all_named = self._columns is None and len(chosen) == len(self.schema)
+        with self._open(path) as file:
+            for number, records in self._payloads(file, layout, group):
+                if self._is_example:
+                    yield number, examples.decode(records, chosen, all_named)
+                    continue
+                payloads = records.to_list()
+                batch = bytes_rows(payloads) if self._decode is None else self._decode(payloads)
+                if batch.num_rows != len(payloads):
+                    raise ValueError(f"decode made {batch.num_rows} rows of {len(payloads)} records.")
+                yield number, batch.select(list(columns))
+
+    def _payloads(self, file: pa.NativeFile, layout: Layout, group: int) -> Iterator[tuple[int, Payloads]]:
+        """The records from a group on, and the number of their group."""
+        index: Index = layout.detail
+        if index.bounds is None:
+            file.seek(0)
+            for records in self._scan(InflatedFile(file)):
+                yield 0, records
+            return
+        for number, (begin, end) in enumerate(pairwise(index.bounds.tolist()[group:]), group):
+            file.seek(begin)
+            data = file.read(end - begin)
+            if len(data) != end - begin:
+                raise EOFError(
+                    f"Expected {end - begin} bytes at byte {begin}, but the file ends after {len(data)}."
+                )
+            yield number, self._read_run(data, begin, int(index.starts[number]))
+
+    def _wrong(self, start: bytes) -> str:
+        """What to say of a file that begins otherwise."""
+        if start.startswith(b"KVRECORD"):
+            return (
+                "This is a KVRECORD file, a format of earlier versions of Karvan, which is no longer read. "
+                "Read it with the version that wrote it, and write Parquet or TFRecord."
+            )
+        for magic, name in _OTHERS.items():
+            if start.startswith(magic) and name != self.format_name:
+                return f"The file does not begin as {self.format_name} does. By its first bytes it is {name}."
+        return f"The file does not begin as {self.format_name} does: it is damaged, or of another format."
+
+    @abstractmethod
+    def _is_plain(self, start: bytes) -> bool:
+        """Whether the first bytes begin a file of this format that is not compressed as a whole."""
+
+    @abstractmethod
+    def _find_runs(self, file: pa.NativeFile) -> Index:
+        """The runs of a file that is not compressed as a whole."""
+
+    @abstractmethod
+    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
+        """The records of a run, which begins at that byte of the file; all checksums are checked."""
+
+    @abstractmethod
+    def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
+        """The records of a stream, some at a time; all checksums are checked."""

@@ -1,0 +1,250 @@
+"""tf.Example and Arrow: records of named features as columns, and rows as records.
+
+A feature is a list of bytes, of float32 or of int64. Which of them, and whether a column is a list or one
+value, its type says: `int64`, `list<float32>`, `string`. A feature that a record does not have is null; one
+that is there and empty is an empty list, or null in a column of single values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import types
+
+from karvan import _native
+from karvan.data.columns.declarations import is_text
+from karvan.data.errors import DataError, located
+
+_LISTS = {"bytes": "bytes_list", "floats": "float_list", "integers": "int64_list"}
+_LEAVES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}
+Bytes = NDArray[np.uint8]
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """Records: where each begins in some bytes, and how long it is. `first` is the number of the first."""
+
+    data: Bytes
+    starts: Places
+    lengths: Places
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def head(self, count: int) -> Payloads:
+        """The first records."""
+        return Payloads(self.data, self.starts[:count], self.lengths[:count], self.first)
+
+    def to_list(self) -> list[bytes]:
+        """Each record by itself."""
+        view = self.data.data
+        ends = self.starts + self.lengths
+        return [bytes(view[a:b]) for a, b in zip(self.starts.tolist(), ends.tolist(), strict=True)]
+
+
+def check_type(name: str, type_: pa.DataType) -> None:
+    """Raise unless a feature can become a column of this type."""
+    leaf = type_.value_type if types.is_list(type_) else type_
+    if _kind(leaf) is None:
+        raise ValueError(
+            f"Column '{name}' of tf.Example records can be integers, bools, floats, strings, bytes, or lists "
+            f"of one of these, but its type is {type_}."
+        )
+
+
+def summarise(records: Payloads) -> dict[str, pa.DataType]:
+    """The features of records and their types: single values, unless a record has several."""
+    found, fault = _native.summarise_examples(records.data, records.starts, records.lengths)
+    if fault is not None:
+        raise _error(fault, records)
+    made = {}
+    for name, kind, single in found:
+        leaf = _LEAVES.get(kind, pa.null())
+        made[_text(name)] = leaf if single or kind == "none" else pa.list_(leaf)
+    return made
+
+
+def decode(records: Payloads, columns: Mapping[str, pa.DataType], all_named: bool) -> pa.RecordBatch:
+    """Columns of records. With `all_named`, a feature that is no column is an error."""
+    kinds = {name: _kind(_leaf(type_)) or "bytes" for name, type_ in columns.items()}
+    made, fault = _native.decode_examples(
+        records.data, records.starts, records.lengths, list(kinds), list(kinds.values()), all_named
+    )
+    if fault is not None:
+        raise _error(fault, records, columns)
+    arrays = []
+    for (name, type_), (present, offsets, values, byte_offsets) in zip(columns.items(), made, strict=True):
+        with located(column=name):
+            arrays.append(
+                _array(type_, present, offsets, _values(type_, values, byte_offsets), records.first)
+            )
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(columns.items())))
+
+
+def encode(rows: pa.RecordBatch) -> tuple[Bytes, Places]:
+    """A record for each row, one after the other, and their bounds; nulls are left out."""
+    names, kinds, present, offsets, values, byte_offsets = [], [], [], [], [], []
+    for field, column in zip(rows.schema, rows.columns, strict=True):
+        with located(column=field.name):
+            bounds, flat = _flatten(column)
+            kind = _kind(flat.type)
+            if kind is None:
+                raise DataError(
+                    "A feature of tf.Example can be integers, bools, floats, strings, bytes, or lists of one "
+                    f"of these, but the column's type is {field.type}."
+                )
+            numbers, inner = _stored(flat, kind)
+        names.append(field.name)
+        kinds.append(kind)
+        present.append(column.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8))
+        offsets.append(bounds)
+        values.append(numbers)
+        byte_offsets.append(inner)
+    made: tuple[Bytes, Places] = _native.encode_examples(
+        rows.num_rows, names, kinds, present, offsets, values, byte_offsets
+    )
+    return made
+
+
+def _kind(leaf: pa.DataType) -> str | None:
+    if types.is_integer(leaf) or types.is_boolean(leaf):
+        return "integers"
+    if types.is_floating(leaf):
+        return "floats"
+    plain = is_text(leaf) and not types.is_dictionary(leaf) and not types.is_fixed_size_binary(leaf)
+    return "bytes" if plain or types.is_null(leaf) else None
+
+
+def _leaf(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if types.is_list(type_) else type_
+
+
+def _values(type_: pa.DataType, values: NDArray[np.generic], byte_offsets: NDArray[np.int32]) -> pa.Array:
+    leaf = _leaf(type_)
+    if _kind(leaf) == "bytes":
+        buffers = [None, pa.py_buffer(byte_offsets), pa.py_buffer(values)]
+        array = pa.Array.from_buffers(pa.binary(), len(byte_offsets) - 1, buffers)
+        return array if types.is_null(leaf) else array.cast(leaf)
+    array = pa.array(values)
+    if types.is_uint64(leaf):
+        return array.view(leaf)  # ids keep their bits
+    return array if array.type == leaf else array.cast(leaf)
+
+
+def _array(
+    type_: pa.DataType, present: Bytes, offsets: NDArray[np.int32], values: pa.Array, first: int
+) -> pa.Array:
+    if types.is_list(type_):
+        missing = None if present.all() else pa.array(present == 0)
+        return pa.ListArray.from_arrays(pa.array(offsets), values, mask=missing).cast(type_)
+    counts = np.diff(offsets)
+    if (counts > 1).any():
+        at = int((counts > 1).argmax())
+        raise DataError(
+            f"Expected one value, but there are {counts[at]}. Say that the column has lists: "
+            f"schema={{…: 'list<{type_}>'}}.",
+            place=f"record {first + at}",
+        )
+    if types.is_null(type_):
+        if counts.any():
+            at = int(counts.argmax())
+            raise DataError(
+                "The first records have no value of the feature, so its type is unknown: "
+                "give it one with schema=.",
+                place=f"record {first + at}",
+            )
+        return pa.nulls(len(counts))
+    return values if counts.all() else values.take(pa.array(offsets[:-1], mask=counts == 0))
+
+
+def _flatten(column: pa.Array) -> tuple[NDArray[np.int32], pa.Array]:
+    """The offsets of each row's values, and the values; nothing of rows that are null."""
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if (
+        types.is_list(column.type)
+        or types.is_large_list(column.type)
+        or types.is_fixed_size_list(column.type)
+    ):
+        lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+        flat = column.flatten()
+        if types.is_dictionary(flat.type):
+            flat = flat.dictionary_decode()
+        if flat.null_count:
+            raise DataError(
+                "A list of tf.Example cannot hold null. Remove such values, or write a value for them."
+            )
+    else:
+        lengths = column.is_valid().to_numpy(zero_copy_only=False)
+        flat = column.drop_null()
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), flat
+
+
+def _stored(flat: pa.Array, kind: str) -> tuple[Bytes, NDArray[np.int32]]:
+    none = np.zeros(0, np.int32)
+    if kind == "bytes":
+        strings = flat.cast(pa.binary())
+        if strings.offset:
+            strings = pa.concat_arrays([strings, pa.array([], pa.binary())])
+        _, inner, data = strings.buffers()
+        offsets = np.frombuffer(inner, np.int32)[: len(strings) + 1] if inner and len(strings) else none
+        content = np.frombuffer(data, np.uint8) if data is not None and data.size else np.zeros(0, np.uint8)
+        return content, offsets if len(offsets) else np.zeros(1, np.int32)
+    if kind == "integers":
+        unsigned = types.is_uint64(flat.type)
+        whole = flat.view(pa.int64()) if unsigned else flat.cast(pa.int64())
+        return np.ascontiguousarray(whole.to_numpy(zero_copy_only=False)).view(np.uint8), none
+    wide = flat.to_numpy(zero_copy_only=False)
+    narrow = wide.astype(np.float32)
+    if not np.array_equal(narrow.astype(wide.dtype), wide, equal_nan=True):
+        raise DataError("tf.Example has 32-bit floats, which would round these. Cast them to float32 first.")
+    return np.ascontiguousarray(narrow).view(np.uint8), none
+
+
+def _error(
+    fault: tuple[str, int, bytes, str], records: Payloads, columns: Mapping[str, pa.DataType] | None = None
+) -> DataError:
+    what, record, feature, kind = fault
+    place = f"record {records.first + record}"
+    name = _text(feature) if feature else None
+    if what == "malformed":
+        return DataError(
+            "The record is not a tf.Example. Of other records, pass options={'content': 'bytes'} to get them "
+            "as they are, or decode=, a function that makes rows of them.",
+            place=place,
+        )
+    if what == "size":
+        return DataError("The values of one run of records are larger than 2 GiB.", place=place, column=name)
+    if what == "unknown":
+        return DataError(
+            "The first records do not have this feature. Name it and its type with schema=, or name the "
+            "columns to read.",
+            place=place,
+            column=name,
+        )
+    if columns is None or name is None:
+        return DataError(f"Other records have another list than {_LISTS[kind]}.", place=place, column=name)
+    type_ = columns[name]
+    expected = _LISTS[_kind(_leaf(type_)) or "bytes"]
+    return DataError(
+        f"Expected the list {expected}, since the column's type is {type_}, but it is {_LISTS[kind]}.",
+        place=place,
+        column=name,
+    )
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="backslashreplace")
+
+
+def merged(found: Sequence[pa.DataType], is_list: bool) -> list[pa.DataType]:
+    """The types of one feature in several files: lists in all of them, if in one or if asked for."""
+    if not is_list and not any(map(types.is_list, found)):
+        return list(found)
+    return [type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_) for type_ in found]

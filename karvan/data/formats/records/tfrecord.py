@@ -1,0 +1,111 @@
+"""TFRecord, TensorFlow's files of records: read and written without TensorFlow.
+
+    record = u64 length, u32 masked CRC-32C of the length, data, u32 masked CRC-32C of the data
+
+All numbers are little-endian; a checksum is masked by rotating it right by 15 bits and adding 0xA282EAD8.
+There is no header, no footer and no count, so a file that ends between two records cannot be told from a
+whole one; anything else that is cut off or changed is an error. A file may be compressed as a whole, with
+gzip or zlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import fs
+
+from karvan import _native
+from karvan.data.errors import DataError
+from karvan.data.formats.paths import PathLike
+from karvan.data.formats.records.inflate import ByteStream
+from karvan.data.formats.records.source import RUN, Index, RecordSource
+from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
+from karvan.data.formats.records.writer import RecordFileWriter
+
+_HEAD = 12
+_CUT_OFF = "The record is cut off: the file ends before it does."
+_FAULTS = {
+    "length": "The length of the record does not fit its checksum: the file is damaged.",
+    "data": "The data of the record does not fit its checksum: the file is damaged.",
+}
+
+
+def is_tfrecord(start: bytes) -> bool:
+    """Whether bytes begin with the length of a record and its checksum."""
+    return len(start) >= _HEAD and _native.masked_crc32c(start[:8]) == int.from_bytes(start[8:12], "little")
+
+
+class TFRecordSource(RecordSource):
+    """TFRecord files; see `RecordSource` for what the records may hold."""
+
+    format_name = "TFRecord"
+
+    def _is_plain(self, start: bytes) -> bool:
+        return is_tfrecord(start)
+
+    def _find_runs(self, file: pa.NativeFile) -> Index:
+        size = file.size()
+        bounds, starts = [0], [0]
+        while bounds[-1] < size:
+            file.seek(bounds[-1])
+            # Data is not looked at, so the last record of a block need not be in it.
+            found, _, end, fault = _native.find_tfrecords(file.read(RUN), False)
+            if fault or not len(found) or bounds[-1] + end > size:
+                whole = len(found) if fault or not len(found) else len(found) - 1
+                at = end if whole == len(found) else int(found[-1]) - _HEAD
+                raise DataError(
+                    _FAULTS.get(fault, _CUT_OFF), place=_place(starts[-1] + whole, bounds[-1] + at)
+                )
+            bounds.append(bounds[-1] + end)
+            starts.append(starts[-1] + len(found))
+        return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
+
+    def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
+        starts, lengths, end, fault = _native.find_tfrecords(data, True)
+        if fault or end != len(data):
+            raise DataError(_FAULTS.get(fault, _CUT_OFF), place=_place(first + len(starts), at + end))
+        return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
+
+    def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
+        rest, at, first, wanted = b"", 0, 0, RUN
+        while True:
+            more = stream.read(wanted)
+            data = rest + more
+            starts, lengths, end, fault = _native.find_tfrecords(data, True)
+            if fault or (len(more) < wanted and end != len(data)):
+                raise DataError(
+                    _FAULTS.get(fault, _CUT_OFF),
+                    place=f"{_place(first + len(starts), at + end)} of the data before compression",
+                )
+            if len(starts):
+                yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
+            if len(more) < wanted:
+                return
+            rest, at, first = data[end:], at + end, first + len(starts)
+            # A record that is larger than a run is read in steps that double: its length may be wrong.
+            wanted = RUN if len(starts) else max(RUN, len(rest))
+
+
+class TFRecordWriter(RecordFileWriter):
+    """Writes a TFRecord file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
+
+    `compression` of the whole file is "gzip", "zlib" or "none"; by default gzip if the name ends in `.gz`.
+    """
+
+    def __init__(
+        self, path: PathLike, compression: str | None = None, filesystem: fs.FileSystem | None = None
+    ) -> None:
+        if compression not in (None, "gzip", "zlib", "none"):
+            raise ValueError(f"compression must be 'gzip', 'zlib' or 'none', but is {compression!r}.")
+        if compression is None:
+            compression = "gzip" if str(path).lower().endswith(".gz") else "none"
+        super().__init__(path, filesystem, None if compression == "none" else compression, RUN)
+
+    def _frame(self, data: Bytes, bounds: Places) -> bytes:
+        return bytes(_native.frame_tfrecords(data, bounds))
+
+
+def _place(record: int, byte: int) -> str:
+    return f"record {record}, byte {byte}"
