@@ -1,8 +1,9 @@
-"""Hypothesis profiles, and a fixture that gives every test the thread count it found back."""
+"""What all tests share: hypothesis profiles, the environment of the programs that tests start, fixtures."""
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # Shells have their background jobs ignore SIGINT. Programs that tests start, and send SIGINT to, would
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_SUPPORT = Path(__file__).parent / "support"
 
 _COMMON = {
     "deadline": None,
@@ -32,6 +35,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Programs that tests start import from the same folders as tests do.
+    support = [str(path) for path in config.getini("pythonpath") if path.is_relative_to(_SUPPORT)]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
     settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
 
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support_paths import support_path
 
-TESTS = Path(__file__).parent
-NOTEBOOKS = TESTS.parent / "examples" / "notebooks"
+NOTEBOOKS = Path(__file__).parent.parent / "examples" / "notebooks"
 
 # The AUC that the last evaluation must reach, and a line that the ranked list at the end has.
 GATES = {
@@ -41,7 +41,7 @@ def test_the_notebook_has_no_outputs_and_some_words_between_its_cells(name):
 @pytest.mark.parametrize("name", GATES)
 def test_the_notebook_runs_and_ends_with_a_ranked_list(name, tmp_path):
     done = subprocess.run(
-        [sys.executable, TESTS / "run_notebook.py", NOTEBOOKS / name],
+        [sys.executable, support_path("common/run_notebook.py"), NOTEBOOKS / name],
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -6,15 +6,13 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from checkpoint_helpers import Model, contents, same_rows
+from support_paths import support_path
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
-
-HERE = Path(__file__).parent
 
 
 def _expected(steps):
@@ -27,11 +25,10 @@ def _expected(steps):
 
 def _kill_again_and_again(folder, rounds):
     saver = subprocess.Popen(
-        [sys.executable, str(HERE / "saver.py"), folder],
+        [sys.executable, support_path("checkpoint/saver.py"), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=HERE,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # autograd does not fork where it has used a GPU
     )
     with saver:
@@ -117,7 +114,7 @@ def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing(tmp_path):
     kv.Checkpoints(tmp_path).save(1, model.state(), model, block=True)
     before = contents(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", _TOO_LARGE, tmp_path], capture_output=True, text=True, check=True, cwd=HERE
+        [sys.executable, "-c", _TOO_LARGE, tmp_path], capture_output=True, text=True, check=True
     )
     assert "step-000000000002: expected to write a checkpoint, got 'File too large" in done.stdout
     assert contents(tmp_path) == before
@@ -181,7 +178,6 @@ def test_two_writers_and_a_reader_of_one_folder_do_no_harm(tmp_path, full_every)
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=HERE,
         )
         for seed in (1, 2)
     ]

@@ -17,7 +17,6 @@ import karvan as kv
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.format.atomic_folder import HiddenFolder, try_writing
 
-HERE = Path(__file__).parent
 NOBODY = 65534
 LIMIT = 60
 
@@ -219,7 +218,6 @@ def test_two_users_write_into_one_folder_and_leave_each_others_work(open_folder)
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=HERE,
     ) as other:
         assert other.stdout.readline() == "begun\n"
         abandoned = open_folder / ".step-000000000008.tmp-1-0123abcd"

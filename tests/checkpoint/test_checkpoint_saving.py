@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ from safetensors.numpy import load_file
 import karvan as kv
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.io import writer as writing_module
-
-HERE = Path(__file__).parent
 
 
 class _Gate:
@@ -115,7 +112,7 @@ def test_a_program_that_ends_at_once_finishes_its_save(tmp_path):
         "m = Model().train_on(20, keys=5000);"
         "kv.Checkpoints(sys.argv[1], part_bytes=2000).save(7, m.state(), m)"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path], check=True, cwd=HERE)
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
     assert kv.Checkpoints(tmp_path).latest().step == 7
     assert kv.checkpoint.verify(tmp_path) == []
 

@@ -1,14 +1,14 @@
 """Mode async: dense parameters on parameter servers, over the wire."""
 
 import contextlib
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from async_programs import batches, loss, told, trainer_of
 from cluster_helpers import Processes, serving
 from dense_helpers import start_with
+from ranks_helpers import run
 
 import karvan as kv
 from karvan import distributed
@@ -17,11 +17,6 @@ from karvan.dense.server_proxy import DenseServerProxy
 from karvan.discovery.registry import Registry
 from karvan.distributed.sync_modes import choose_dense, choose_mode
 from karvan.wire import Client, RefusedError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
-
-from async_programs import batches, loss, told, trainer_of
-from ranks_helpers import run
 
 SGD = {"name": "SGD", "options": {"lr": 0.5}}
 OPTIMIZERS = {

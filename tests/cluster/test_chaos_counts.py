@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from chaos_helpers import HERE, ROWS, LaunchedJob
+from chaos_helpers import ROWS, LaunchedJob
+from support_paths import support_path
 
 import karvan as kv
 
@@ -13,7 +14,7 @@ import karvan as kv
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "trainers"), [("hybrid", 1), ("hybrid", 2), ("async", 2)])
 def test_uses_are_counted_once_whoever_is_killed(tmp_path, mode, trainers):
-    program = HERE / "counts_program.py"
+    program = support_path("cluster/counts_program.py")
     with LaunchedJob(tmp_path, mode, 8, trainers=trainers, pause=0.05, program=program) as job:
         for number in range(4):
             job.kill(("trainer", "parameter-server")[number % 2], random.randint(3, 8))

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chaos_helpers import HERE, LaunchedJob, mutual_tls
+from chaos_helpers import LaunchedJob, mutual_tls
 from slow_rows import owner_of
+from support_paths import support_path
 
 import karvan as kv
 
@@ -33,7 +34,7 @@ class Job(LaunchedJob):
             workers=workers,
             pause=0.1,
             extra=f"on_server_loss: reload\n{extra}",
-            program=HERE / "reload_program.py",
+            program=support_path("cluster/reload_program.py"),
             write_data=_write_records,
         )
 

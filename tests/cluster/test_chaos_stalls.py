@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos_helpers import HERE, LaunchedJob, mutual_tls
+from chaos_helpers import LaunchedJob, mutual_tls
+from support_paths import support_path
 
-LOADER = HERE / "stall_loader.py"
-TRAINER = HERE / "stall_trainer.py"
+LOADER = support_path("cluster/stall_loader.py")
+TRAINER = support_path("cluster/stall_trainer.py")
 
 
 def extra_of(folder, secured, more=""):

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +12,9 @@ import torch.distributed as dist
 from chaos_helpers import LaunchedJob, mutual_tls
 from neighbour import needs_root
 from port_helpers import family_of, listening
+from support_paths import support_path
 
 pytestmark = [pytest.mark.slow, needs_root]
-
-HERE = Path(__file__).parent
 
 
 class Stranger:
@@ -24,7 +22,7 @@ class Stranger:
 
     def __init__(self):
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "stranger_program.py")],
+            [sys.executable, support_path("cluster/stranger_program.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,7 +1,6 @@
 """Tomorrow's data by loaders: the job's data section changes from day to day, the run continues."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
+from daily_training import fit
 from role_loaders import Loaders
 
 import karvan as kv
@@ -26,42 +25,6 @@ def write_day(folder, day):
         pa.table({"id": np.arange(day * 1000, day * 1000 + ROWS)}), path / "part-0.parquet"
     )
     return json.dumps({"files": str(path), "batch_size": BATCH, "shuffle": 10})
-
-
-class Count(torch.nn.Module):
-    """The row of an id is how often it was trained."""
-
-    def __init__(self):
-        super().__init__()
-        self.embeddings = kv.EmbeddingEngine({"id": kv.Table(1, init=kv.init.Constant(0.0))})
-
-    def forward(self, batch):
-        return self.embeddings(batch)["id"]
-
-    def times(self):
-        table = self.embeddings.table("id")
-        keys = table.keys()
-        return dict(zip(keys.tolist(), table.vectors(keys).squeeze(1).tolist(), strict=True))
-
-
-def fit(stream, folder, stop_at=None, **options):
-    class Stop(kv.train.Callback):
-        def on_step_end(self, trainer, logs):
-            if logs.step == stop_at:
-                trainer.stop("enough")
-
-    model = Count()
-    trainer = kv.Trainer(
-        model,
-        loss=lambda output, batch: -output.sum(),
-        sparse_optimizer=kv.optim.SGD(lr=1.0),
-        checkpoints=folder,
-        callbacks=[Stop()],
-        progress="none",
-    )
-    result = trainer.fit(stream, **options)
-    stream.close()
-    return result, model.times()
 
 
 def test_a_stream_continues_with_the_next_days_data_on_another_number_of_loaders(tmp_path):
@@ -94,13 +57,11 @@ def test_loaders_that_send_batches_themselves_have_the_identity_of_the_jobs_data
 
 PROGRAM = """
 import os
-import sys
-sys.path.insert(0, {tests!r})
 import karvan as kv
 kv.connect("remote", timeout=60)
-from test_daily_loaders import fit
+from daily_training import fit
 result, times = fit(kv.stream(timeout=60), os.environ["KARVAN_CHECKPOINTS"])
-ids = sorted({{key // 1000 for key in times}})
+ids = sorted({key // 1000 for key in times})
 print("SEEN", result.step, result.trained, ids, set(times.values()), flush=True)
 """
 
@@ -108,7 +69,7 @@ print("SEEN", result.step, result.trained, ids, set(times.values()), flush=True)
 @pytest.mark.slow
 def test_a_launched_job_continues_when_its_data_section_changes(tmp_path):
     program = tmp_path / "train.py"
-    program.write_text(PROGRAM.format(tests=os.path.dirname(__file__)))
+    program.write_text(PROGRAM)
 
     def launch(data):
         job = tmp_path / "job.yaml"

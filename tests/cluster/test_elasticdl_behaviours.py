@@ -1,23 +1,18 @@
 """The numbered behaviours of ElasticDL's parameter servers, through processes and sockets."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from async_programs import batches, told, trainer_of
 from dense_helpers import start_with
 from reference_helpers import MOVES, Line, first, ids, on_all, push, slow, weight_of
+from test_async_mode import assert_same
 
 import karvan as kv
 from karvan import distributed
 from karvan.dense.server_proxy import DenseServerProxy
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
-
-from async_programs import batches, told, trainer_of
-from test_async_mode import assert_same
 
 
 def test_elasticdl_12_two_gradients_make_a_version_and_a_stale_one_is_rejected(job):

@@ -2,16 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).parent
+from support_paths import support_path
 
 
 def launch(folder, how):
     (folder / "job.yaml").write_text(
-        f"name: failing\nentry: {HERE / 'failing_program.py'}\nmode: sync\ncheckpoints: {folder / 'run'}\n"
+        f"name: failing\nentry: {support_path('cluster/failing_trainer.py')}\nmode: sync\n"
+        f"checkpoints: {folder / 'run'}\n"
         f"roles: {{trainers: {{replicas: 2, args: [{how}], threads: 1}}, parameter_servers: 1}}\n"
     )
     return subprocess.run(

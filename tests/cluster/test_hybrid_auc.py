@@ -3,10 +3,10 @@
 Synchronous training gives the bits of training in memory (test_remote.py), which takes less time.
 """
 
-import sys
 from functools import partial
 from pathlib import Path
 
+import adult
 import pytest
 import torch
 from cluster_helpers import serving
@@ -14,10 +14,6 @@ from cluster_helpers import serving
 import karvan as kv
 from karvan import distributed
 from karvan.cli.commands.demo import run_demo
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
-
-import adult
 
 ADULT = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "adult"
 

@@ -5,15 +5,15 @@ import random
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from role_loaders import Loaders, close_all, ids_of, in_threads, take, take_all
+from support_paths import support_path
 
 from karvan.wire import RefusedError
 
 ROWS, BATCH = 240, 4
-TRAINER = Path(__file__).parent / "trainer_program.py"
+TRAINER = support_path("cluster/trainer_program.py")
 
 
 def expected(loaders, world, epochs=1):

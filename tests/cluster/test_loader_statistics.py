@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import threading
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +11,13 @@ import pytest
 import torch
 from feature_loader import BATCH, features, fitted, run
 from role_loaders import Loaders
+from support_paths import support_path
 
 import karvan as kv
 from karvan.cluster.role_process import RoleSettings
 from karvan.train.state.gathering import pack
 
-PROGRAM = str(Path(__file__).parent / "feature_loader.py")
+PROGRAM = str(support_path("cluster/feature_loader.py"))
 ROWS = 60
 
 

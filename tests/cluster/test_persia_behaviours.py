@@ -1,7 +1,7 @@
 """The numbered behaviours of PERSIA, through processes and sockets.
 
 The same numbers stand in tests/embedding/test_behaviours.py, for rows in memory. What is expected here comes
-from the references' own numbers or from plain Python (`slow_rows.py`, tests/reference.py). PERSIA's 15 is in
+from the references' own numbers or from plain Python (`slow_rows.py`, `reference.py`). PERSIA's 15 is in
 tests/test_examples.py and test_hybrid_auc.py.
 """
 

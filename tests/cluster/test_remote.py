@@ -2,25 +2,20 @@
 
 import contextlib
 import gc
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks_helpers
 import torch
 from cluster_helpers import serving
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded_programs import FEATURES, global_batch, part_of, train
 
 import karvan as kv
 from karvan import distributed
 from karvan.discovery.registry import Registry
 from karvan.wire import RefusedError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
-
-import ranks_helpers
-from sharded_programs import FEATURES, global_batch, part_of, train
 
 SCENARIOS = {
     "sgd": {"optimizer": "sgd"},

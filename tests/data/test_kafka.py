@@ -5,35 +5,22 @@ import signal
 import subprocess
 import sys
 import threading
-import zlib
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from support_paths import support_path
 
 from karvan.data.errors import DataError
 from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.record_batches import json_rows
 
-confluent_kafka = pytest.importorskip("confluent_kafka")
-
-
-class Cluster:
-    """Brokers inside of a producer, and what has been sent to them."""
-
-    def __init__(self):
-        self.producer = confluent_kafka.Producer({"bootstrap.servers": "x", "test.mock.num.brokers": 1})
-        brokers = self.producer.list_topics(timeout=20).brokers.values()
-        self.config = {"bootstrap.servers": ",".join(f"{b.host}:{b.port}" for b in brokers)}
-
-    def send(self, topic, values, partitions=4):
-        for value in values:
-            self.producer.produce(topic, value, partition=zlib.crc32(value or b"") % partitions)
-        assert self.producer.flush(20) == 0
+pytest.importorskip("confluent_kafka")
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    from kafka_cluster import Cluster
+
     return Cluster()
 
 
@@ -122,25 +109,14 @@ def test_options_and_brokers_are_checked(cluster):
         )
 
 
-_BROKER = """
-import json, sys
-from test_kafka import Cluster
-cluster = Cluster()
-cluster.send("away", [f"m{i}".encode() for i in range(200)])
-print(json.dumps(cluster.config), flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def broker():
     """A broker in another process, and what is needed to reach it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _BROKER],
+        [sys.executable, support_path("data/kafka_cluster.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
     )
     yield process, json.loads(process.stdout.readline())
     process.kill()

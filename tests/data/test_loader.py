@@ -378,8 +378,7 @@ def test_arrow_memory_stays_bounded_on_data_ten_times_larger_than_the_buffers():
 def test_an_interrupt_ends_a_program_that_waits_for_a_batch():
     program = textwrap.dedent(
         """
-        import sys, threading
-        sys.path.insert(0, "tests/data")
+        import threading
         from loader_helpers import TableSource, decode
         from karvan.data.loading.loader import Loader
 
@@ -405,7 +404,6 @@ def test_an_interrupt_ends_a_program_that_waits_for_a_batch():
 
 def test_a_program_may_end_in_the_middle_of_an_iteration():
     program = (
-        'import sys; sys.path.insert(0, "tests/data")\n'
         "from loader_helpers import TableSource, decode\n"
         "from karvan.data.loading.loader import Loader\n"
         "iterator = iter(Loader(TableSource([10000]), decode, 4))\n"

@@ -6,7 +6,8 @@ import sys
 import threading
 
 import pytest
-from launch_helpers import HERE, Launched, Running, is_alive, wait_until
+from launch_helpers import Launched, Running, is_alive, wait_until
+from support_paths import support_path
 
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.local import LocalEngine
@@ -17,7 +18,7 @@ FAMILY = "roles: {trainers: 1, parameter_servers: 1}"
 class Families(Launched):
     """A launcher whose roles start children: one beside them, one in a session of its own, a daemon."""
 
-    program = HERE / "launcher_program.py"
+    program = support_path("launch/launcher_program.py")
 
     def __init__(self, folder, text, **more):
         (folder / "family").touch()

@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from launch_helpers import HERE, Launched, is_alive, state_of, wait_until
+from launch_helpers import Launched, is_alive, state_of, wait_until
+from support_paths import support_path
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, loaders: 1}"
 COUNT = 4
@@ -13,7 +14,7 @@ COUNT = 4
 class Watched(Launched):
     """A launcher with a registry that counts who is silent for longer than `lost_after` as lost."""
 
-    program = HERE / "watched_program.py"
+    program = support_path("launch/watched_program.py")
 
 
 def log(folder):

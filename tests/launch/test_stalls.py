@@ -1,7 +1,8 @@
 """Processes that live but make no progress: who is the culprit, what is said, and what happens to it."""
 
 import pytest
-from launch_helpers import HERE, Launched, Running, wait_until
+from launch_helpers import Launched, Running, wait_until
+from support_paths import support_path
 
 from karvan.activity import ActivityReport
 from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
@@ -107,7 +108,7 @@ def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tm
 class Stalling(Launched):
     """A launcher with members that make no progress if they are told so."""
 
-    program = HERE / "watched_program.py"
+    program = support_path("launch/watched_program.py")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from launch_helpers import Running, small_commands
+from support_paths import support_path
 
-HERE = Path(__file__).parent
 TEMPORARY = 75
 
 
@@ -17,7 +16,7 @@ class Ordered(Running):
     def __init__(self, folder, orders, **more):
         for index, order in enumerate(orders):
             (folder / f"trainer-{index}.json").write_text(json.dumps(order))
-        command = (sys.executable, "-IS", str(HERE / "failing_program.py"), str(folder))
+        command = (sys.executable, "-IS", str(support_path("launch/failing_program.py")), str(folder))
         commands = {**small_commands(folder), "trainer": command}
         super().__init__(
             folder, {"trainers": len(orders)}, commands=commands, checkpoints=str(folder / "run"), **more

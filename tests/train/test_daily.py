@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
@@ -13,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_paths import support_path
 from train_helpers import StopAt, assert_same, batches, loader, model, newest, records, trainer
 
 import karvan as kv
 
-PROCESS = Path(__file__).parent / "daily_process.py"
+PROCESS = support_path("train/daily_process.py")
 
 
 def named_list(day):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import signal
 import subprocess
@@ -82,16 +81,15 @@ def test_a_resumed_run_continues_its_history_without_doubled_steps(tmp_path):
 
 def test_the_history_survives_kill_9(tmp_path):
     script = (
-        "import os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import os, signal, sys\n"
         "from train_helpers import batches, trainer\n"
         "import karvan as kv\n"
         "class Kill(kv.train.Callback):\n"
         "    def on_step_end(self, trainer, logs):\n"
         "        if logs.step == 9: trainer.saver._checkpoints.wait(); os.kill(os.getpid(), signal.SIGKILL)\n"
-        "trainer(checkpoints=sys.argv[2], checkpoint_every=4, log_every=1, callbacks=[Kill()]).fit(batches())"
+        "trainer(checkpoints=sys.argv[1], checkpoint_every=4, log_every=1, callbacks=[Kill()]).fit(batches())"
     )
-    helpers = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", script, helpers, str(tmp_path)])
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
     assert done.returncode == -signal.SIGKILL
     assert [entry["step"] for entry in entries(tmp_path)] == list(range(1, 9))  # the 9th was not reported
     with (tmp_path / FILE).open("a") as file:

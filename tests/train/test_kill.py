@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from support_paths import support_path
 from train_helpers import StopAt, batches, model, newest, trainer
 
 import karvan as kv
 
-PROCESS = Path(__file__).parent / "fit_process.py"
+PROCESS = support_path("train/fit_process.py")
 
 
 def start(folder, steps):

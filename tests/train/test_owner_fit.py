@@ -6,10 +6,10 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from support_paths import support_path
 from test_kill import start, wait_for_step
 from train_helpers import Small, batches, trainer
 
@@ -17,7 +17,7 @@ import karvan as kv
 from karvan.owner import LeaseLostError, OwnerError
 
 FILE = ".karvan-owner.json"
-OWNER = Path(__file__).parents[1] / "owner" / "owner_program.py"
+OWNER = support_path("owner/owner_program.py")
 
 
 class Do(kv.train.Callback):
@@ -138,8 +138,6 @@ def test_a_context_owns_the_folder_it_saves_to(tmp_path):
 def test_karvan_train_says_it_in_one_line_with_code_2(tmp_path):
     folder, job = tmp_path / "run", tmp_path / "job.py"
     job.write_text(
-        "import sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from train_helpers import Small, batches, trainer\n"
         "import karvan as kv\n"
         "def job(folder: str):\n"

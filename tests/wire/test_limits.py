@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pyarrow.flight as flight
 import pytest
+from support_paths import support_path
 from test_raw_sockets import stream
 from wire_helpers import Counting, Process, wait_for
 
@@ -19,7 +19,7 @@ from karvan.wire import Client, Limits, RefusedError, Security, Server, WireErro
 
 TOKEN = "a-token-of-sufficient-length"
 LIMIT = 60  # seconds
-IDLE = Path(__file__).with_name("idle_streams.py")
+IDLE = support_path("wire/idle_streams.py")
 
 
 @pytest.fixture

@@ -1,16 +1,10 @@
 """Hand-written loops over real processes against the Trainer on the same data."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from ranks_helpers import run
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
-
 from cluster_helpers import serving
+from ranks_helpers import run
 
 
 @pytest.fixture(scope="module", params=["sharded", "remote"])

@@ -6,9 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "ranks"))
 
 from karvan import distributed
 from karvan.cluster.generations import Generations

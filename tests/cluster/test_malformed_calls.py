@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from border_helpers import KEYS, SUBJECTS, ServerSubject
+from malformed_calls import KEYS, SUBJECTS, ServerSubject
 
 import karvan as kv
 from karvan.protocol.values import TRAINER_OPTIONS

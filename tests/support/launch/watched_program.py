@@ -6,7 +6,8 @@ python watched_program.py FOLDER [members]
 import sys
 from pathlib import Path
 
-from launch_helpers import HERE, QUICK, small_commands
+from launch_helpers import QUICK, small_commands
+from support_paths import support_path
 
 from karvan.cli.commands.launch import supervise
 from karvan.discovery.registry import Registry
@@ -17,5 +18,5 @@ if __name__ == "__main__":
     spec = read_spec(place / "job.yaml", {})
     commands = small_commands(place)
     for role in ("loader", "trainer") if "members" in sys.argv else ("loader",):
-        commands[role] = (sys.executable, str(HERE / "member_program.py"), str(place))
+        commands[role] = (sys.executable, str(support_path("launch/member_program.py")), str(place))
     sys.exit(supervise(spec, Registry(lost_after=3.0), commands, QUICK))

@@ -1,4 +1,4 @@
-"""Mutated calls to every service, in a process of its own: `python border_fuzz.py NATIVE SEED CASES FOLDER`.
+"""Mutated calls to every service, in a process of its own: `python call_fuzzer.py NATIVE SEED CASES FOLDER`.
 
 NATIVE is an extension module that was built with AddressSanitizer, whose library must be preloaded; "" takes
 the installed one. A case is a valid call with one to three mutations of its head or arrays, or a hello. It
@@ -32,7 +32,7 @@ if __name__ == "__main__" and sys.argv[1]:
     _use_native(sys.argv[1])
 
 import numpy as np  # noqa: E402
-from border_helpers import SUBJECTS  # noqa: E402
+from malformed_calls import SUBJECTS  # noqa: E402
 
 from karvan.checkpoint import CheckpointError  # noqa: E402
 from karvan.cluster.loader import service  # noqa: E402

@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import trustme
+from support_paths import support_path
 
 import karvan as kv
 
-HERE = Path(__file__).parent
+PROGRAM = support_path("cluster/chaos_program.py")
 ROWS = 2001
 
 
@@ -34,7 +35,7 @@ class LaunchedJob:
         workers=0,
         pause=0.02,
         extra="",
-        program=HERE / "chaos_program.py",
+        program=PROGRAM,
         write_data=None,
     ):
         self.folder = folder

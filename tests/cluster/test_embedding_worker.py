@@ -5,10 +5,10 @@ import random
 import threading
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
+from support_paths import support_path
 from worker_helpers import Cluster, Loader, all_layouts, batches, loss_of, rows_of, tensors
 
 import karvan as kv
@@ -438,9 +438,7 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
 @pytest.mark.parametrize("kills", [False, True])
 def test_trainers_that_wait_for_each_other_get_the_same_with_workers(clusters, tmp_path, kills):
     with killing(clusters[2], 7, (2.5, 5)) if kills else nullcontext():
-        clusters[2].run_trainers(
-            Path(__file__).parent / "worker_trainers.py", tmp_path, 2, 150 if kills else 5
-        )
+        clusters[2].run_trainers(support_path("cluster/worker_trainers.py"), tmp_path, 2, 150 if kills else 5)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for own, away in ranks:
         for a, b in zip(own["seen"], away["seen"], strict=True):

@@ -6,10 +6,10 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support_paths import support_path
 
 from karvan.cluster.role_process import RoleSettings, factory_of
 from karvan.discovery.directory import Directory
@@ -17,7 +17,7 @@ from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.wire import Client, RefusedError, Security
 
-PROGRAM = Path(__file__).parent / "echo_role.py"
+PROGRAM = support_path("cluster/echo_role.py")
 
 
 class Role:

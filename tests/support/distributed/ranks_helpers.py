@@ -137,7 +137,6 @@ def _run(world, function, timeout, arguments):
 def call(name, folder, arguments):
     """Call a function of a module here, and write what it returns."""
     module, function = name.split(":")
-    sys.path.insert(0, str(HERE))
     result = getattr(__import__(module), function)(**arguments)
     torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
 

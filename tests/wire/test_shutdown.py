@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from delay import Network
@@ -158,7 +157,9 @@ PROGRAMS = {
     "a server with a stranger": """
         server = Server(Counting())
         stranger = subprocess.Popen(
-            [sys.executable, "stranger.py", server.address], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            [sys.executable, support_path("wire/stranger.py"), server.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
         stranger.stdout.readline()
         server.close(0.1)
@@ -196,11 +197,10 @@ def process():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_without_noise_with(process, name):
     head = "import sys, numpy as np\nfrom karvan.wire import *\nfrom wire_helpers import *\n"
-    head += "address = sys.argv[1]\n"
+    head += "from support_paths import support_path\naddress = sys.argv[1]\n"
     body = "\n".join(line[8:] for line in PROGRAMS[name].splitlines())
     ran = subprocess.run(
         [sys.executable, "-c", head + body + "\nprint('end')", process.address],
-        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         timeout=30,

@@ -13,7 +13,7 @@ from karvan import distributed
 @pytest.mark.parametrize("transport", ["memory", "network"])
 def test_collectives_bring_everything_to_its_place(transport):
     world = 3
-    results = run(world, "lane_programs:talk", transport=transport)
+    results = run(world, "collective_programs:talk", transport=transport)
     for rank, result in enumerate(results):
         assert result["sum"].tolist() == [6.0, 30.0]
         assert result["kept"].tolist() == [rank + 1.0, 10.0]
@@ -54,7 +54,13 @@ def test_a_rank_that_is_gone_is_named_to_all_others_in_time(how, transport, vict
     timeout = 2.0
     with tempfile.TemporaryDirectory() as folder:
         processes = start(
-            3, "lane_programs:lose", folder, how=how, timeout=timeout, transport=transport, victim=victim
+            3,
+            "collective_programs:lose",
+            folder,
+            how=how,
+            timeout=timeout,
+            transport=transport,
+            victim=victim,
         )
         try:
             for rank in {0, 1, 2} - {victim}:

@@ -10,13 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+from support_paths import support_path
+
 from karvan.discovery.roles import START_ORDER
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.supervisor import Supervisor, Timing
 
-HERE = Path(__file__).parent
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
 QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0)
 
@@ -46,7 +47,7 @@ class Known:
 
 def small_commands(folder):
     """Every role notes what happens to it in the folder."""
-    command = (sys.executable, "-IS", str(HERE / "role_program.py"), str(folder))
+    command = (sys.executable, "-IS", str(support_path("launch/role_program.py")), str(folder))
     return dict.fromkeys(START_ORDER, command)
 
 
@@ -153,7 +154,7 @@ class Running(Place):
 class Launched(Place):
     """A launcher that is a process of its own."""
 
-    program = HERE / "launcher_program.py"
+    program = support_path("launch/launcher_program.py")
 
     def __init__(self, folder, text, args=(), **more):
         super().__init__(folder)

@@ -2,15 +2,11 @@
 
 import os
 import socket
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import karvan as kv
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
 
 def _open_ports():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support_paths import support_path
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "fuzz"
@@ -54,9 +55,9 @@ def asan():
 
 
 def _fuzz(module, environment, seed, cases, folder):
-    program = Path(__file__).with_name("border_fuzz.py")
+    program = support_path("cluster/call_fuzzer.py")
     command = [sys.executable, str(program), module, str(seed), str(cases), str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=program.parent)
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_a_few_mutated_calls_are_refused_or_answered(tmp_path):

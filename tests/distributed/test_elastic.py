@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ranks_helpers import free_port
+from support_paths import support_path
 
 import karvan as kv
 
-HERE = Path(__file__).parent
 ROWS = 3001
 
 
@@ -38,7 +38,12 @@ def job(tmp_path):
 
 def torchrun(job, ranks, pause, *options):
     torchrun = Path(sys.executable).with_name("torchrun")
-    command = [torchrun, *options, f"--nproc-per-node={ranks}", HERE / "elastic_program.py"]
+    command = [
+        torchrun,
+        *options,
+        f"--nproc-per-node={ranks}",
+        support_path("distributed/elastic_program.py"),
+    ]
     folders = [job / "data", job / "checkpoints", job / "notes"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = (job / f"log-{time.monotonic_ns()}").open("wb")

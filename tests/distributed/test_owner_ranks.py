@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from ranks_helpers import run
+from support_paths import support_path
 
-OWNER = Path(__file__).parents[1] / "owner" / "owner_program.py"
+OWNER = support_path("owner/owner_program.py")
 
 
 @pytest.mark.slow

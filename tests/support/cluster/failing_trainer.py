@@ -1,4 +1,4 @@
-"""A trainer of a launched job that fails as it is told: python failing_program.py own|usage|data."""
+"""A trainer of a launched job that fails as it is told: python failing_trainer.py own|usage|data."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What the ranks do in `test_lanes.py`."""
+"""What the ranks do in `test_collectives.py`."""
 
 import os
 import signal
