@@ -1,4 +1,4 @@
-"""What this process does, for its heartbeats: whether it makes progress, and for whom it waits.
+"""What this process is doing, for its heartbeats: progress, and whom it waits for.
 
 A process whose heartbeat thread lives may still be stuck: its main thread blocks in a callback, or its data
 source hangs. So heartbeats carry an `ActivityReport`, from which the launcher finds out who holds up a job

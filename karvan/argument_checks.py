@@ -1,4 +1,4 @@
-"""Checks of options that are whole numbers."""
+"""Checks of arguments that are whole numbers."""
 
 from __future__ import annotations
 

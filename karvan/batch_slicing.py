@@ -1,4 +1,4 @@
-"""Rows below one another: cutting entries and batches into runs of rows, and joining them.
+"""Cuts batches into runs of samples, and joins them.
 
 What is cut shares memory with what it was cut from. Nothing here changes a tensor it was given.
 """

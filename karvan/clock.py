@@ -1,4 +1,4 @@
-"""A clock that stands still while its process cannot run.
+"""A clock that stops while its process cannot run.
 
 Whoever watches others compares times: a heartbeat is too old, an answer is overdue. A process that was
 stopped itself (SIGSTOP, Ctrl-Z, a laptop that slept, a virtual machine that was moved) has heard nothing

@@ -1,4 +1,4 @@
-"""The columns of the data that a loss cannot do without."""
+"""The label columns that a loss needs."""
 
 from __future__ import annotations
 

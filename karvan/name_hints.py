@@ -1,4 +1,4 @@
-"""Help for names that do not exist: what there is, and what was probably meant."""
+"""Error messages for unknown names: what exists, and what was probably meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outages: failures of the place a program runs at, which may be over a moment later.
+"""Outages: temporary failures of disks, networks and ports.
 
 A full disk, a file system that was mounted read-only, a server that is away or a port that is taken say
 nothing about the program: it is worth trying again. A file that is not there, a folder without permission or

@@ -1,4 +1,4 @@
-"""Batches of variable-length data: `Ragged` (rows of values), `NestedRagged`, `Padded` and `Batch`.
+"""Batches of variable-length data: `Ragged`, `NestedRagged`, `Padded` and `Batch`.
 
 Also `IdsReference`, for ids that are elsewhere.
 """

@@ -1,4 +1,4 @@
-"""How many cores there are, how many the native core uses, and whose threads it runs on."""
+"""The number of cores and threads, and which threads the native core uses."""
 
 import ctypes
 import os

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = {
     "karvan/__init__.py": '"""The package."""',
-    "karvan/low.py": '"""The lowest module. Everything else imports it."""',
+    "karvan/low.py": '"""The lowest module, e.g. `x`. Everything else imports it."""',
     "karvan/high/__init__.py": '"""A folder of modules."""',
     "karvan/high/first.py": '"""The first | module.\n\nMore about it.\n"""',
     "karvan/high/inner/__init__.py": '"""A folder in a folder."""',
@@ -45,7 +45,7 @@ def test_the_map_has_the_first_sentence_of_each_file_and_leaves_the_rest_of_the_
     assert page.startswith("Before.\n")
     assert page.endswith("\nAfter.\n")
     for row in (
-        "| `low.py` | The lowest module |",
+        "| `low.py` | The lowest module, e.g. `x` |",
         "| `first.py` | The first \\| module |",
         "| **`inner/`** | A folder in a folder |",
         "| `inner/second.py` | A line that is continued |",

@@ -1,4 +1,4 @@
-"""`Checkpoint`: one checkpoint on a disk, to be checked, looked into and loaded."""
+"""`Checkpoint`: one checkpoint on disk, to verify, inspect and load."""
 
 from __future__ import annotations
 

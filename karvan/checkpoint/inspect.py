@@ -1,4 +1,4 @@
-"""Looking into checkpoints: what is in one, one key's row, what is damaged. Tables are read in parts."""
+"""Inspecting checkpoints: their contents, one key's row, damage. Tables are read in parts."""
 
 from __future__ import annotations
 

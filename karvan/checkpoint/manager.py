@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of a run, one folder each, of which the last and the best are kept."""
+"""`Checkpoints`: the checkpoints of a run, one folder each, and which of them are kept."""
 
 from __future__ import annotations
 

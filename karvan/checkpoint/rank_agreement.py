@@ -1,4 +1,4 @@
-"""What the ranks of a job do together: a step succeeds on all of them, or is an error on all of them."""
+"""Steps that succeed on all ranks, or are an error on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming from the newest checkpoint that is whole, or from the one that was asked for.
+"""Resuming from the newest intact checkpoint, or from a chosen one.
 
 Checkpoints are tried from the newest to the oldest. One is whole if its manifest can be read, all its files
 and those of the chain it builds on are there with the right sizes, and the checksums of what is read match;

@@ -1,4 +1,4 @@
-"""One checkpoint at a path of one's choice, and finding one at a path."""
+"""Saves one checkpoint at a given path, and finds one at a path."""
 
 from __future__ import annotations
 

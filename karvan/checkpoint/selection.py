@@ -1,4 +1,4 @@
-"""Which checkpoints there are in a run's folder, the same on all ranks: rank 0 looks, the others follow."""
+"""Which checkpoints a run's folder has; rank 0 reads the folder, the others follow."""
 
 from __future__ import annotations
 

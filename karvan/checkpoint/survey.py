@@ -1,4 +1,4 @@
-"""What lies in a run's folder: checkpoints, folders that should be some, and those that were set aside.
+"""The contents of a run's folder: checkpoints, incomplete ones, and those that were set aside.
 
 | name | what it is |
 |---|---|

@@ -1,4 +1,4 @@
-"""`warm_start`: rows and dense tensors of another checkpoint, where a new model begins."""
+"""`warm_start`: starts a new model with rows and dense tensors of another checkpoint."""
 
 from __future__ import annotations
 

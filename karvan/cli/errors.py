@@ -1,4 +1,4 @@
-"""What goes wrong on the command line; the exit codes are those of `karvan/exit_codes.py`."""
+"""Errors of the command line; the exit codes are in `karvan/exit_codes.py`."""
 
 from __future__ import annotations
 

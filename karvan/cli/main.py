@@ -1,4 +1,4 @@
-"""The `karvan` command: its subcommands, and what becomes of errors."""
+"""The `karvan` command: its subcommands and its error handling."""
 
 from __future__ import annotations
 

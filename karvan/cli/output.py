@@ -1,4 +1,4 @@
-"""What commands print: results on stdout, all that is said meanwhile on stderr."""
+"""Output of commands: results on stdout, messages on stderr."""
 
 from __future__ import annotations
 

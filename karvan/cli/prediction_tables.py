@@ -1,4 +1,4 @@
-"""Tables that appear when they are complete: Parquet and CSV files of predictions, or CSV on stdout."""
+"""Tables of predictions: Parquet and CSV files that appear when complete, or CSV on stdout."""
 
 from __future__ import annotations
 

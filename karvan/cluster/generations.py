@@ -1,4 +1,4 @@
-"""Which generation a job is in: its registry says so, and nobody else is believed.
+"""The generation of a job, as its registry confirms it.
 
 The launcher begins a generation in the registry, which lives in its process, before it starts the processes
 of that generation. A trainer names its generation when it comes to a service. One that is older than what the

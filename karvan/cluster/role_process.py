@@ -1,4 +1,4 @@
-"""What all roles that serve do: listen, tell the registry, answer until they are told to end.
+"""What all serving roles do: listen, register, answer calls until they are stopped.
 
 `RoleSettings` come from the environment, which is how an engine tells a process what it is:
 

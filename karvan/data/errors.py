@@ -1,4 +1,4 @@
-"""`DataError`: what is wrong with the data, and where it lies."""
+"""`DataError`: what is wrong with the data, with file, record and column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells one data set from another: `Identity`, the answer to "is this yesterday's data or today's?".
+"""`Identity`: tells one data set from another, as yesterday's from today's.
 
 The id is a hash of the parts' names, their numbers of records, and the content: all of it up to
 64 MiB, and blocks at equal distances of more (see `fingerprint.py`). So yesterday's `part-0.parquet` and

@@ -1,4 +1,4 @@
-"""Where records come from: `Source`, the protocol of everything finite that can be read again.
+"""`Source`: the protocol of finite data that can be read repeatedly.
 
 A source consists of parts (files, or one array), each with a known number of records in a fixed order. A
 `Split` is a run of records of one part; it is how work on a data set is divided, handed out and resumed.

@@ -1,4 +1,4 @@
-"""A trainer's side of dense parameters that are on servers: pull, compute gradients, push them.
+"""A trainer's client of dense parameters on servers: pull, compute gradients, push.
 
     dense = AsyncDense(model, optimizer, servers, trainer="trainer-0")
     dense.join()

@@ -1,4 +1,4 @@
-"""Where the dense parameters of a Trainer are to make their steps."""
+"""Chooses where the dense parameters of a Trainer are updated."""
 
 from __future__ import annotations
 

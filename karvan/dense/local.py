@@ -1,4 +1,4 @@
-"""Where the dense parameters of a Trainer make their steps: here, unless `remote.py` has them elsewhere."""
+"""Dense parameters that are updated in the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's optimizers as plain values, so that a trainer can tell a server which one it wants, without pickle.
+"""torch's optimizers as plain values, which a trainer can send to a server without pickle.
 
 A description is `{"name": "Adam", "options": {"lr": 0.001, "betas": [0.9, 0.999]}}`: a class of torch.optim
 and options of its constructor, as JSON has them. Options that are not named have torch's defaults.

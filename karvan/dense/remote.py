@@ -1,4 +1,4 @@
-"""Dense parameters of a Trainer that make their steps on parameter servers, which is mode async.
+"""Dense parameters that are updated on parameter servers (mode async).
 
 A step is up to several attempts: pull what is newer, compute, push. One whose push is rejected is
 computed again, on the vectors that its rows had at the first attempt; rows are looked up, counted and updated

@@ -1,4 +1,4 @@
-"""Servers' dense parameters as a trainer reaches them, over a line of their own: they wait for no lookup."""
+"""The dense parameters of a server, called over a channel of their own."""
 
 from __future__ import annotations
 

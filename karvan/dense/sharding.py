@@ -1,4 +1,4 @@
-"""Which server has which dense parameter, and the states of some servers as those of any other number.
+"""Divides dense parameters over servers, and their state over any other number of servers.
 
 States go together if they were taken between the same pushes, which is for the caller to see to; so join them
 when they are saved, not when they are needed. Versions may differ, as those of servers without

@@ -1,4 +1,4 @@
-"""When pushed gradients become a step, and what a trainer is told of it; `dense.py` has the protocol."""
+"""Policies of when pushed gradients become a step."""
 
 from __future__ import annotations
 

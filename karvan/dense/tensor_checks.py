@@ -1,4 +1,4 @@
-"""Dense arrays as they come from elsewhere: made tensors, and held against what is expected."""
+"""Dense arrays from messages: converted to tensors and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of a job are: asked of its registry, or told beforehand.
+"""Addresses of the processes of a job, from its registry or given.
 
 A client gives its `Client` a function that asks, so that a role which was restarted elsewhere is found again:
 `Client("parameter-server 0", lambda: directory.find("parameter-server", 0))`.

@@ -1,4 +1,4 @@
-"""A process's place in the registry of its job: it registers, and says every second that it lives.
+"""A process's membership in its job: it registers, and sends a heartbeat every second.
 
 `karvan.discovery.registry` is the other side, and has the protocol.
 """

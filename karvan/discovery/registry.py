@@ -1,4 +1,4 @@
-"""The job's registry: who is there, where, and when it last gave a sign of life.
+"""The registry of a job: its processes, their addresses and heartbeats.
 
 A role's process has a `Membership` (`karvan.discovery.membership`). It registers (role, index, address,
 generation) and then says every second that it lives; a registry that does not know it, because it has been

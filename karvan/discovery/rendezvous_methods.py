@@ -1,4 +1,4 @@
-"""What the registry does when trainers call its `RendezvousStore`: see `karvan.protocol.rendezvous`."""
+"""The registry's calls on its `RendezvousStore`; see `karvan.protocol.rendezvous`."""
 
 from __future__ import annotations
 

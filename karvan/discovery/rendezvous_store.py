@@ -1,4 +1,4 @@
-"""Where the trainers of a job meet: a small key-value store inside the registry.
+"""The key-value store inside the registry at which trainers find each other.
 
 torch's process groups need a store in which ranks find each other's addresses. torch's own (`TCPStore`)
 listens on every interface and asks nobody for a token. This one is part of the registry, so it has the job's

@@ -1,4 +1,4 @@
-"""`CollectiveChannel`: collectives of one thread with its likes on the other ranks.
+"""`CollectiveChannel`: collectives between corresponding threads of all ranks.
 
 Every rank calls the same methods of a channel in the same order. Bytes and numbers in the CPU's memory are
 sent, never pickles. A process that is alone has channels, too: nothing is sent, and nobody has to ask.

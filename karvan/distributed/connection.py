@@ -1,4 +1,4 @@
-"""Where a program's rows live: in this process, or shared out over the processes that train together."""
+"""`connect`: where a program's rows are, in this process, over ranks, or on servers."""
 
 from __future__ import annotations
 

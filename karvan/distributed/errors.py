@@ -1,4 +1,4 @@
-"""What goes wrong between processes."""
+"""`RankError`: failures of other ranks."""
 
 
 class RankError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Ranks that work for minutes, each on its own, before they meet again."""
+"""Heartbeats of ranks that work for minutes before they meet again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is missing: every rank says once a second that it lives and how far it is, so errors can name one."""
+"""Heartbeats of ranks, so that errors name the rank that is missing."""
 
 from __future__ import annotations
 

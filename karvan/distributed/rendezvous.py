@@ -1,4 +1,4 @@
-"""How the ranks of a job meet at a store that may hold what an earlier generation of them has left.
+"""Rendezvous of ranks at a store that may hold keys of an earlier generation.
 
 torchrun starts ranks again after one has died, and may give them the same store. What is in it then looks
 like an answer, but nobody is there any more. So each process brings a number of its own: rank 0 writes a

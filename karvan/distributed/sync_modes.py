@@ -1,4 +1,4 @@
-"""How the trainers of a job on parameter servers keep together.
+"""Synchronisation modes of jobs on parameter servers: sync, hybrid, async.
 
 | mode | rows | dense parameters |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What `torch.export` and `torch.jit` get from an engine: an error with the way out.
+"""The error that `torch.export` and `torch.jit` get from an engine, with what to do instead.
 
 Rows live in a store outside of the graph and change in training, so a graph cannot hold a lookup. An export
 without this error would fail deep inside of torch, and `torch.jit.trace` would make a model that returns the

@@ -1,4 +1,4 @@
-"""One feature of a batch on its way into the native core: checked, contiguous, its output allocated.
+"""One feature of a batch as input of the native core: checked, contiguous, output allocated.
 
 The output alone, where the ids are elsewhere.
 """

@@ -1,4 +1,4 @@
-"""The features of an engine in the store's terms, and as JSON for those who embed in its place."""
+"""The features of an engine as the store needs them, and as JSON for embedding workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the vector of a new row starts: `Table(16, init=Normal(std=0.01))`.
+"""Initial vectors of new rows: `Table(16, init=Normal(std=0.01))`.
 
 The values are a pure function of the engine's seed, the table's name, the key and the column. A key therefore
 starts equal in every run and on any number of shards, whatever the order in which keys arrive.

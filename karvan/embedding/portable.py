@@ -1,4 +1,4 @@
-"""What an engine puts into a `state_dict()`: its step, which tables it has, and on demand their rows.
+"""The engine's part of a `state_dict()`: its step, its tables, and optionally their rows.
 
 Rows outgrow a `state_dict()`, so they are not in it unless `engine.state_dict(rows=True)` is asked for them;
 checkpoints have them. A state says which rows it lacks, and to which content they belong. Loading it into an

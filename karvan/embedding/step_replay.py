@@ -1,4 +1,4 @@
-"""A step that is computed again: its forwards give the vectors that they gave the first time.
+"""Steps that are computed again with the vectors of the first time.
 
 Nothing is looked up or counted twice; gradients of the second time are those of the same lookup.
 """

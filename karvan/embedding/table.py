@@ -1,4 +1,4 @@
-"""`Table`: what a model says about one feature's embedding, checked when it is said."""
+"""`Table`: the declaration of one feature's embedding."""
 
 from __future__ import annotations
 

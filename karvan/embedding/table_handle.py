@@ -1,4 +1,4 @@
-"""`TableHandle`: a table of an engine, to look into and to maintain."""
+"""`TableHandle`: a table of an engine, to inspect and maintain."""
 
 from __future__ import annotations
 

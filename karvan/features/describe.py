@@ -1,4 +1,4 @@
-"""The steps of a chain as text, to tell whether statistics were found behind the same steps.
+"""The steps of a chain as text, to compare fitted statistics with the steps before them.
 
 The text is the same in every process and with every version of NumPy and torch.
 """

@@ -1,4 +1,4 @@
-"""The order in which the steps of all chains run, chosen so that many equal steps fall together.
+"""The order of the steps of all chains, in which many equal steps run together.
 
 A step can run when the steps before it in its chain have, and its chain's first when the features it starts
 from are complete. Among the kinds of steps that can run, the plan takes the one that has the fewest steps

@@ -1,4 +1,4 @@
-"""What a pass over data finds: mean and standard deviation of numbers, and how often words occur.
+"""Statistics of a pass over data: means, standard deviations, frequencies of words.
 
 Both are sums of whole numbers, so they do not depend on the order of the records, on the size of batches, or
 on which rank had which record: the bits of a fit are the same on any number of ranks.

@@ -1,4 +1,4 @@
-"""What a job.yaml may say: `karvan launch job.yaml`."""
+"""The keys of a job.yaml: `karvan launch job.yaml`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network interface a host means, so that what torch opens listens there and nowhere else.
+"""Finds the network interface of a host, so that torch's ports listen there and nowhere else.
 
 gloo and NCCL choose an interface by themselves, such as that of the machine's name, whatever host a job has.
 Two variables tell them. A host that means all interfaces (0.0.0.0), or one that is not of this machine, names

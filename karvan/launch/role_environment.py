@@ -1,4 +1,4 @@
-"""What a process of a job finds in its environment: all that a role knows of its job.
+"""The environment variables through which a process learns about its job.
 
 | Name | Value |
 |---|---|

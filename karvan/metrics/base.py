@@ -1,4 +1,4 @@
-"""`Metric`: what all metrics share, from picking their tensors out of a batch to checking them."""
+"""`Metric`: the base of all metrics, which selects and checks their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples kept until a metric is computed, and what can be said about them in order of their scores."""
+"""Metrics that need all samples sorted by score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as models that know all their keys, read from a file. Unknown keys and wrong values are errors."""
+"""Settings files with declared keys. Unknown keys and wrong values are errors."""
 
 from __future__ import annotations
 

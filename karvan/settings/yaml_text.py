@@ -1,4 +1,4 @@
-"""The YAML of settings and of --set."""
+"""YAML of settings files and of --set."""
 
 from __future__ import annotations
 

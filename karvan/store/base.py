@@ -1,4 +1,4 @@
-"""The store protocol: what the embedding engine asks of whatever holds the rows.
+"""The store protocol: what the embedding engine needs from the holder of the rows.
 
 A store sees distinct keys only. The engine groups a batch's ids by key before it asks (`LookupPlan`), pools
 the vectors after, and sums gradients by key before it pushes them. `Store.forward` and `Store.update` do this

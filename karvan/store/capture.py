@@ -1,4 +1,4 @@
-"""Tables as they were at one moment, for whoever writes them down while training goes on."""
+"""`Capture`: tables as they were at one moment, read by a save while training continues."""
 
 from __future__ import annotations
 

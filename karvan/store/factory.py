@@ -1,4 +1,4 @@
-"""Which store an engine gets."""
+"""Chooses the store of an engine."""
 
 from __future__ import annotations
 

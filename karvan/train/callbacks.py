@@ -1,4 +1,4 @@
-"""Callbacks: what is called at the moments of a fit.
+"""Callbacks: called at defined points of a fit.
 
 | moment | when |
 |---|---|

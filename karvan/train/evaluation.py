@@ -1,4 +1,4 @@
-"""Evaluation and prediction: the model as it is, and nothing changes."""
+"""Evaluation and prediction, which change nothing."""
 
 from __future__ import annotations
 

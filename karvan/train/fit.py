@@ -1,4 +1,4 @@
-"""One call of `Trainer.fit`: `run` is the algorithm, the methods below it are its words.
+"""One call of `Trainer.fit`: `run` is the algorithm, the methods below are its steps.
 
 A checkpoint has all that the rest of training depends on, and nothing that depends on time: model, rows,
 optimizers, schedules, scaler, callbacks, metrics, random generators, counts, and the position of the data

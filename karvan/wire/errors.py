@@ -1,4 +1,4 @@
-"""What goes wrong between a role and those it talks to."""
+"""Exceptions raised by calls between processes."""
 
 
 class WireError(ConnectionError):

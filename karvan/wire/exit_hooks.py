@@ -1,4 +1,4 @@
-"""What is still open when a program ends is closed, callers before services.
+"""Closes clients and servers when a program ends, clients first.
 
 Threads that are inside Flight when the interpreter ends would end the process, and loudly; Flight itself
 would wait at a server for as long as somebody holds a stream open.

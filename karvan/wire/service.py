@@ -1,4 +1,4 @@
-"""`Service`: what answers calls, as far as all services share it.
+"""`Service`: the base of all services that answer calls.
 
 A service says which calls it takes (`karvan.wire.schema.calls`) and which of its methods does each.
 `Service.answer` looks a call up, checks its head and arrays by the declaration, and only then calls the

@@ -1,4 +1,4 @@
-"""A caller's calls at a service, each done once.
+"""The calls of one client at a service, each done once.
 
 Calls are numbered. A connection may break between a call and its answer; the caller then sends again what has
 not been answered, and gets the answers of what was done already. Answers are kept until the caller says that

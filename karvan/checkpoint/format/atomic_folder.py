@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all.
+"""Folders that appear complete or not at all.
 
 A checkpoint is written into a hidden folder beside its place and renamed once it is complete. Its writer
 holds a lock in the hidden folder, which the system drops when the process ends, however it ends: a hidden

@@ -1,4 +1,4 @@
-"""Ranges of key hashes, in which tables are shared out over ranks and cut into files.
+"""Ranges of key hashes, by which tables are divided over ranks and files.
 
 A range goes by the upper 32 bits of hashes, so that its bounds are whole numbers for any number of ranks.
 """

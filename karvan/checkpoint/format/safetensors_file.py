@@ -1,4 +1,4 @@
-"""One file of named arrays in the safetensors layout, written without copies and read with every doubt.
+"""A file of named arrays in the safetensors layout: written without copies, fully validated when read.
 
 The layout: eight bytes with the header's length, a JSON header padded so that the data begins at a multiple
 of 64, then the arrays one after the other. Written by hand, because the arrays then go from where they are

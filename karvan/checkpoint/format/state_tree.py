@@ -1,4 +1,4 @@
-"""State as JSON and named tensors: what `state_dict()`s hold, brought into text and back without pickle.
+"""State trees as JSON and named tensors, without pickle.
 
 Dicts with text keys, lists, text, numbers, booleans and None are themselves in JSON. The rest is an object
 with one key: `{"$tensor": name}`, `{"$tuple": […]}`, `{"$dict": [[key, value], …]}` for dicts with other

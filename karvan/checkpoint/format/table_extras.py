@@ -1,4 +1,4 @@
-"""What tables hold besides rows, in files: an admission filter's counters, a clock.
+"""What tables hold besides rows, in files: counters of an admission filter, a clock.
 
 Every rank writes the counters of its own hashes, and rank 0 the clock. Who loads takes the files of those
 ranks whose hashes it owns; where two of them tell a counter, the larger one holds.

@@ -1,4 +1,4 @@
-"""Locks of a folder: files of their owner's that other users cannot open.
+"""Lock files of a folder, which other users cannot open.
 
 A lock is a `flock` on a file of mode 0600, so that who may only read the folder cannot hold it. The file says
 which process holds the lock, on which host, since when; whoever waits logs that. The system drops the lock

@@ -1,4 +1,4 @@
-"""A save that is under way."""
+"""A save in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of one table of a checkpoint, and of what it builds on, however each of them is cut."""
+"""Reads the rows of a table from a checkpoint and those it is based on, whatever their parts."""
 
 from __future__ import annotations
 

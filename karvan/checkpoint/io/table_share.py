@@ -1,4 +1,4 @@
-"""A rank's share of a checkpoint: its files of every table, and the shares of all ranks put together.
+"""A rank's share of a checkpoint: its files of every table, and the merged shares of all ranks.
 
 A rank cuts all hashes into a power of two of equal parts, as many as its rows want, and writes those that
 meet the hashes it owns. A process that is alone owns all of them.

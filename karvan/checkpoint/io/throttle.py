@@ -1,4 +1,4 @@
-"""How much of the machine a save takes while training goes on beside it."""
+"""Limits how much of the machine a save takes while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing one checkpoint: what must be of one step is taken at the call, the rest happens on threads.
+"""Writes one checkpoint: captures the state at the call, writes it on threads.
 
 At the call the tables are captured and the dense state is copied. The saving thread then asks the capture for
 one part after the other; a few writing threads take checksums and write, so that some compute while others

@@ -1,4 +1,4 @@
-"""`karvan demo`: a synthetic click log, learned, saved, loaded again and looked into."""
+"""`karvan demo`: trains on a synthetic click log, saves, loads and inspects the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`karvan predict`: what a checkpoint says of data, to a file."""
+"""`karvan predict`: writes the predictions of a checkpoint to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`karvan train`: run a job, and go on with it after a stop."""
+"""`karvan train`: runs a job, and continues it after a stop."""
 
 from __future__ import annotations
 

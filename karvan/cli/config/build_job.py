@@ -1,4 +1,4 @@
-"""From a config to a `kv.TrainingJob`: classes are found by name, and their arguments checked."""
+"""From a config to a `kv.TrainingJob`: finds classes by name and checks their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes by their names: found, their arguments checked, and made with errors that name the place."""
+"""Finds classes by name, checks their arguments and creates them; errors name the config key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config may say: `karvan train my.yaml`. Unknown keys, and wrong values, are errors that name them.
+"""The keys of a config: `karvan train my.yaml`. Unknown keys, and wrong values, are errors that name them.
 
 Values that name one of Karvan's or torch's classes (a model, a loss, an optimizer, …) are a name alone, or a
 mapping with `name` and arguments, which are checked against the class's own when it is made, in

@@ -1,4 +1,4 @@
-"""The id features of batches that an embedding worker keeps, under the names that loaders gave them."""
+"""The id features that an embedding worker holds, by the names that loaders gave them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an embedding worker does with ids: in a trainer's name, with the trainer's own code.
+"""Embeds batches for a trainer, in its name and with its own code.
 
 A `TrainerSession` speaks for one trainer and has its engines, each an `Embedding`; a batch of it is an
 `Embedded`.

@@ -1,4 +1,4 @@
-"""Karvan's own loader: reads what `data` of the job says, for as many epochs as trainers ask for.
+"""The built-in loader: reads the `data` of the job, for as many epochs as trainers ask for.
 
 | key of `data` | meaning | default |
 |---|---|---|

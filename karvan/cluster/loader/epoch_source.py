@@ -1,4 +1,4 @@
-"""What a loader reads: the batches of an epoch, from a place on."""
+"""The batches of an epoch that a loader reads, from a position on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids that a loader has sent to embedding workers, kept until nobody can need them again.
+"""Ids that a loader has sent to embedding workers, held until no trainer can need them again.
 
 A job with embedding workers splits each batch: its id features go to worker number modulo workers, under a
 `BatchName`; the trainer gets the rest, with the reference and the worker. The loader keeps the ids until the

@@ -1,4 +1,4 @@
-"""LoaderStatistics of the fitted transforms of loaders: trainers save them, and all loaders have the same.
+"""Statistics of loaders' fitted transforms: equal in all loaders, and saved by trainers.
 
 A loader transforms batches in a process of its own, but the model of the trainers is of use only together
 with the statistics of that transform.

@@ -1,4 +1,4 @@
-"""What a loader knows of a trainer: where it stands, and the batches that wait for it."""
+"""A loader's queue for one trainer: its position, and the batches that wait for it."""
 
 from __future__ import annotations
 

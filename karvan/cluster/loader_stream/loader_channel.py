@@ -1,4 +1,4 @@
-"""A trainer's line to one loader: the calls under way, and the batches that wait to be taken."""
+"""A trainer's channel to one loader: calls in flight, and batches that wait to be taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far trainers are in the batches of all loaders, in a form that any number of trainers can go on from.
+"""The position of trainers in the batches of all loaders, valid for any number of trainers.
 
 A state names, for each loader, the indices that were taken: all below `begin`, those in `taken`, and for
 each trainer in `next`, all of its own below that. `merge` joins the states of all trainers into one without

@@ -1,4 +1,4 @@
-"""What was answered to whom, so that a push that is sent again is applied once.
+"""Recent answers by caller, so that a push that is sent twice is applied once.
 
 Each trainer numbers its pushes. The answers to its last `window` numbers are remembered; a push with one of
 these is answered as it was the first time. Numbers further back are refused: nobody can tell any more

@@ -1,4 +1,4 @@
-"""Dense parameters on a server: trainers push gradients and pull what becomes of them, without waiting.
+"""Dense parameters on a server: trainers push gradients and pull new values without waiting.
 
     load_state(state)                    parameters, the optimizer and its state, of rank 0
     pull(version)                        what is newer than that version, if anything is

@@ -1,4 +1,4 @@
-"""States of dense parameters that come from elsewhere, held against what the server itself would make.
+"""Checks states of dense parameters that a server receives against its own.
 
 torch's optimizers trust their slots: one of another shape or dtype makes a step that reads beyond it. So the
 slots of each parameter are compared with those that a fresh optimizer of that description has after a step.

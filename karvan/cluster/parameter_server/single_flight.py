@@ -1,4 +1,4 @@
-"""Work that may be asked for a second time while it is being done."""
+"""Work that can be requested again while it is in progress, and is done once."""
 
 from __future__ import annotations
 

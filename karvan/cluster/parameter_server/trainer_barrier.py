@@ -1,4 +1,4 @@
-"""Trainers that wait for each other: what each asks is done once all have asked, together."""
+"""A barrier of trainers: what all of them ask for is done once, when all have asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parameter server's work in training: lookups, and the gradients that follow them."""
+"""A parameter server's lookups and the gradients that follow them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of each column: `Fixed`, `Varlen`, `Raw`, and `infer` for those who do not want to say.
+"""Declarations of columns: `Fixed`, `Varlen`, `Raw`, and `infer`.
 
 | declared | the column may hold | the batch gets |
 |---|---|---|

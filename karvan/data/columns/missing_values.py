@@ -1,4 +1,4 @@
-"""Values that are errors: missing labels and weights, lists that are not complete, fractions among integers.
+"""Invalid values: missing labels and weights, incomplete lists, fractions among integers.
 
 They are looked for while reading, where the file and the number of the record are known. Afterwards records
 are shuffled and joined, and an error could only name a row of a batch.

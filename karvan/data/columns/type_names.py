@@ -1,4 +1,4 @@
-"""Types by name, for those who write them down: `int64`, `string`, `list<int64>`, `map<int64, float32>`."""
+"""Types by name: `int64`, `string`, `list<int64>`, `map<int64, float32>`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One type for a column that files were written with different types of.
+"""One type for a column whose type differs between files.
 
 Files of one data set are often written by several programs, or by pandas, which chooses types by what it
 happens to see. Types that hold the same values in different widths are widened. A mix that would lose

@@ -1,4 +1,4 @@
-"""What folders hold, of any file system.
+"""Lists folders of any file system.
 
 fsspec's own walk leaves out folders that it cannot list, so a store that fails for a moment would look like
 one with fewer files, and their records would silently not be read. Here its folders are listed one by one,

@@ -1,4 +1,4 @@
-"""Which files a path means: one file, a folder, a glob, a URL of any file system, or a list of them.
+"""Finds the files of a path: a file, a folder, a glob, a URL of any file system, or a list of them.
 
 Folders are read recursively, in sorted order. Names that begin with "_" or "." are passed over inside of
 folders and globs, because other programs keep their marks (`_SUCCESS`) and unfinished files there; a file

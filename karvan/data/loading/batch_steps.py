@@ -1,4 +1,4 @@
-"""From records to a batch: what is done to many batches' records at once, and what waits for each batch.
+"""From records to batches: what is done once for many batches, and what for each.
 
 A function is *row-wise* if every row of its result depends on the same row of its argument alone, and it says
 so by an attribute `row_wise` that is true. It is then called with large pieces, from which batches are cut

@@ -1,4 +1,4 @@
-"""Reading ahead on threads, in order and within bounds.
+"""Ordered, bounded read-ahead on threads.
 
 ```
  jobs ──► readers ──► pieces (in order, in readings) ──► batches (in order) ──► caller

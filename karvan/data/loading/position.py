@@ -1,4 +1,4 @@
-"""Where a loader is in its data: a few numbers for each rank, however much of the data is done.
+"""The position of a loader in its data: a few numbers for each rank.
 
 The records of an epoch are divided over the ranks by a pure function (see `rank_shares.py`), and every rank
 hands out its share in order. So a rank's place is its epoch and the number of records of its share that it

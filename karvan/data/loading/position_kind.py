@@ -1,4 +1,4 @@
-"""Whose position a state is: that of a `Loader`, or that of `kv.stream()` with a number of loaders.
+"""Whether a position is that of a `Loader` or of a stream from loaders.
 
 The position of one kind of data means nothing to another kind, even where both read the same records.
 """

@@ -1,4 +1,4 @@
-"""Which records of an epoch each rank hands out.
+"""Divides the records of an epoch over ranks.
 
 Blocks (see `shuffle.py`) do not depend on the number of ranks; shares do. Whole blocks are dealt in their
 order, each to the rank that has the fewest records so far, for as long as no rank gets more than an equal

@@ -1,4 +1,4 @@
-"""What is read: jobs, the readings that they are read in, and the pieces of a batch."""
+"""Units of reading: jobs, their readings, and the pieces of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the pieces of a rank's share to what the threads read."""
+"""From the pieces of a rank's share to jobs for threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which records come when: an epoch's order of blocks, and of the records inside each.
+"""Shuffling: an epoch's order of blocks, and of the records inside each.
 
 A *block* is a run of records that is read as a whole, and mostly by one rank (see `rank_shares.py`). Without
 shuffling it is a split. With it, the splits are shuffled, and a block is made of consecutive ones with about

@@ -1,4 +1,4 @@
-"""Cutting a data set into splits, and giving splits an order that is the same everywhere and for ever.
+"""Cuts data into splits, in an order that is the same everywhere.
 
 Splits are cut by records, not by files, so one huge file and a thousand small ones are divided equally well.
 The order of an epoch is a pure function of (seed, epoch). It is computed here, not by numpy's generators,

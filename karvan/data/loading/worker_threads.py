@@ -1,4 +1,4 @@
-"""Threads on which torch works alone."""
+"""Threads for reading on which torch uses one thread each."""
 
 from __future__ import annotations
 

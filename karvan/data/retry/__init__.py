@@ -1,4 +1,4 @@
-"""Data sources that are away for a while: what is an outage, and reading that continues after one."""
+"""Data sources that are temporarily unavailable: detection of outages, and reading that continues."""
 
 from karvan.data.retry.patience import RETRY_SECONDS, Patience, check_retry_seconds
 from karvan.data.retry.place import FilePlace, is_away

@@ -1,4 +1,4 @@
-"""Kafka brokers that are away: librdkafka reconnects by itself, and says so only to who asks.
+"""Outages of Kafka brokers, asked of librdkafka, which reconnects by itself.
 
 It reports a lost broker to a callback and then tries for ever, in silence. `BrokerOutage` warns at the first
 report, and ends the waiting after `retry_seconds`, unless a message has come or the brokers answer a

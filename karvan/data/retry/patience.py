@@ -1,4 +1,4 @@
-"""`Patience`: how long an outage is waited for, with which pauses, and what is said meanwhile.
+"""`Patience`: how long an outage is waited for, with which pauses, and what is logged.
 
 The first failure is a warning at once, and there is another one every half minute, however many threads meet
 the same outage; its end is one, too. Pauses double from a tenth of a second up to five seconds.

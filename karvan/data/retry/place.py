@@ -1,4 +1,4 @@
-"""Whether files cannot be read because their file system is away, or because of the files themselves.
+"""Decides whether files cannot be read because of an outage or because they are damaged.
 
 Errors of a local disk and of connections have numbers or classes that say so. Clients of object stores raise
 a plain OSError with a text, as decoders do for damaged bytes: a few texts are known, and for the others one

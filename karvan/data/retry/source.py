@@ -1,4 +1,4 @@
-"""`RetryingSource`: a source whose outages are waited for.
+"""`RetryingSource`: a source that waits for outages to end.
 
 A split that an outage interrupts is read on behind the last record that was handed out, so no record is lost
 and none comes twice. What is not an outage is raised at once, and so is an outage that lasts longer than

@@ -1,4 +1,4 @@
-"""`Stream`: batches of something endless, taken on a thread, until somebody says that it is enough."""
+"""`Stream`: batches of endless data, prefetched on a thread."""
 
 from __future__ import annotations
 

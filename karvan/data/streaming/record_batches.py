@@ -1,4 +1,4 @@
-"""Python iterables as records: what has no file and cannot be read twice.
+"""Python iterables as records, which can be read once.
 
 A stream has no parts and no splits, so it is not a `Source`: it is an iterator of record batches, and a
 decoder turns these into batches.

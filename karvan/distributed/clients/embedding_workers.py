@@ -1,4 +1,4 @@
-"""The embedding workers of a job, as a trainer sees them.
+"""A trainer's clients of embedding workers.
 
 A worker that dies is replaced by one that knows nothing. Calls without an answer go to that one; it says what
 it needs, the engine or the ids of a batch, and is told. The ids are asked of who has sent them: `resend`.

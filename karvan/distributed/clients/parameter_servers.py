@@ -1,4 +1,4 @@
-"""The parameter servers of a job, as a trainer sees them: a peer for each, and for each kind of work."""
+"""A trainer's clients of parameter servers, one for each server and kind of work."""
 
 from __future__ import annotations
 

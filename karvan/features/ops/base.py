@@ -1,4 +1,4 @@
-"""What a transform is, and how equal transforms of many features run as one call.
+"""`Op`: a transform, and how equal transforms of many features run as one call.
 
 A chain consists of `ChainStep`s: frozen records of settings. Most are an `Op`, which can run; others stand
 for several. The engine hands all ops that are due at the same time to `run`, which groups those that can go

@@ -1,4 +1,4 @@
-"""Transforms that give small ids to numbers: the nearest integer, or the interval a number lies in."""
+"""Transforms from numbers to small ids: the nearest integer, or the interval of a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FittedOp`: a step that learns something from data, unless it was told."""
+"""`FittedOp`: a step that learns from data, unless its values are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ops need to know of an entry, and to do along its rows.
+"""The layout of entries, and operations along their samples.
 
 Every transform works on each row for itself, so one call over all rows of many features gives what many calls
 would give. Nothing here changes a tensor it was given; results may share memory with inputs.

@@ -1,4 +1,4 @@
-"""Vocabulary lookup: the place of a string or id in a list, and buckets for those that are not in it."""
+"""Vocabulary lookup: the index of a string or id in a list, and buckets for unknown ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keeper of a role's process: starts it, passes requests on, and leaves nothing behind.
+"""The keeper of a role's process: starts it, forwards signals, and ends all its descendants.
 
     python -I -S keeper.py CONTROL STATUS
 

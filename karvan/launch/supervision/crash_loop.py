@@ -1,4 +1,4 @@
-"""Whether trying again is in vain: trainers that fail by themselves, from the same checkpoint each time.
+"""Detects trainers that fail again and again from the same checkpoint.
 
 Only failures of the program count. An end by a signal, and one with code 75 (the place has failed: a disk is
 full, data or a server is away, another rank was lost), say nothing of it; `max_restarts` bounds those.

@@ -1,4 +1,4 @@
-"""What the supervisor of a job waits for: processes that end, and signals.
+"""The events that the supervisor of a job waits for: processes that end, and signals.
 
 Events are put from any thread, also by signal handlers, and taken by the supervisor's loop alone. A request
 to suspend (Ctrl-Z) is served here, in whatever state the job is: whoever waits for an event waits on

@@ -1,4 +1,4 @@
-"""Which processes of a job are not well, and what is done about it: they are killed, and so die.
+"""Finds unhealthy processes of a job and kills them, so that they are restarted.
 
 A process is not well if it gives no heartbeats any more, or if it lives but holds up the others
 (`stalls.py`). Before it is killed it is asked for the stacks of its threads, with SIGQUIT; a process that has

@@ -1,4 +1,4 @@
-"""Who holds up a job: processes that live but make no progress, found from what heartbeats say.
+"""Finds processes that live but make no progress and block the job, from their heartbeats.
 
     a trainer                            is stalled if it has a task (fit, evaluate), has made no progress for
                                            `stall_timeout` seconds, and does not wait for another role. One

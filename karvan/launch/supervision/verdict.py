@@ -1,4 +1,4 @@
-"""Which of several trainers that end at about the same time says why.
+"""Decides which of several trainers that end at about the same time is the cause.
 
 When one trainer fails, the others miss it and end with code 75, temporary, often before the one that failed
 has written its last line and ended itself. So after a trainer has ended with 75, while others still run, the

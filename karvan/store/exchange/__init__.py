@@ -1,1 +1,1 @@
-"""Who owns which key, and what travels between those who ask and those who own."""
+"""Which rank or server owns a key, and the messages between owners and callers."""

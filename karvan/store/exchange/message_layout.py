@@ -1,4 +1,4 @@
-"""How keys, vectors and gradients of all tables lie in one array for each owner, or for each who asks.
+"""The layout of keys, vectors and gradients of all tables in one array per owner or caller.
 
 By slot (a table's place), then in the order in which the plan of who asks counts its keys.
 """

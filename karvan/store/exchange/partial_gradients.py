@@ -1,4 +1,4 @@
-"""Gradients that lack some of the keys that were looked up, because a feature had none: rare, and in numpy.
+"""Gradients without some of the keys that were looked up, which is rare.
 
 They travel in the same order and number as complete ones, with a NaN in front where a key has no gradient. A
 table with gradients that are not finite is left alone anyway.

@@ -1,4 +1,4 @@
-"""`Owner`: what an owner of rows does for those who ask, one rank or several at once.
+"""`Owner`: lookups and updates of the rows that a process owns, for one caller or several.
 
 What was asked is an ordinary batch for the native core: for each rank and table a feature of single ids,
 whose keys, outputs and gradients lie in the messages themselves. So keys that several ranks ask for are found

@@ -1,4 +1,4 @@
-"""What a remote store and its servers say to each other: tables and rules in JSON, vectors as bytes."""
+"""Messages between a remote store and its servers: tables and rules in JSON, vectors as bytes."""
 
 from __future__ import annotations
 

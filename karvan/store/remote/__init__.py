@@ -1,1 +1,1 @@
-"""Rows on parameter servers: lookups in flight, and what concerns tables."""
+"""Rows on parameter servers: lookups in flight, and calls about tables."""

@@ -1,4 +1,4 @@
-"""How outputs are laid out, for those who get them from elsewhere."""
+"""The layout of outputs that an embedding worker computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PendingLookup`: a batch that is looked up elsewhere, perhaps ahead of its forward."""
+"""`PendingLookup`: a batch whose remote lookup may run ahead of its forward."""
 
 from __future__ import annotations
 

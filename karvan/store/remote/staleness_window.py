@@ -1,4 +1,4 @@
-"""How far lookups run ahead: the batches between a lookup and its acknowledged gradient, and their bound.
+"""Bounds how far lookups run ahead: the batches between a lookup and its acknowledged gradient.
 
 A lookup ahead waits in line until there is room. Who computes and needs one now waits only for gradients
 that are on their way: those that have not been sent may depend on it.

@@ -1,4 +1,4 @@
-"""`RemoteStore`: the rows are with parameter servers, each of which owns a range of the key hashes.
+"""`RemoteStore`: rows on parameter servers, each of which owns a range of the key hashes.
 
 A lookup groups the batch by key, sorts the distinct keys by server (`Route`) and sends each server its share;
 gradients, summed by key, return the same way without their keys, because a server remembers what it was

@@ -1,4 +1,4 @@
-"""`RemoteTables`: what concerns the rows of parameter servers, and not batches.
+"""`RemoteTables`: calls to parameter servers about tables.
 
 Of W trainers, number r speaks for the servers r, r + W, …, so that all trainers together have each server
 once. Whatever is asked waits for the gradients that are on their way.

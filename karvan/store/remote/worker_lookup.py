@@ -1,4 +1,4 @@
-"""`WorkerLookup`: a batch whose ids an embedding worker keeps; it looks them up, and takes their gradients.
+"""`WorkerLookup`: a batch that an embedding worker looks up, and whose gradients it takes.
 
 The worker gives the outputs of all features, one behind the other in one array, and how they are laid out.
 Gradients of these outputs return the same way. Whether they are finite is seen here, before they are sent, by

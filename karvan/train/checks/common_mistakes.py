@@ -1,4 +1,4 @@
-"""Common mistakes in a Trainer's arguments: noticed before training, each with what to write instead."""
+"""Common mistakes in a Trainer's arguments: errors before training that say what to write instead."""
 
 from __future__ import annotations
 

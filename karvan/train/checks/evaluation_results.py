@@ -1,4 +1,4 @@
-"""What an evaluation must have given: samples, and numbers where somebody decides by them."""
+"""Checks the results of an evaluation: that it had samples, and numbers where a decision needs them."""
 
 from __future__ import annotations
 

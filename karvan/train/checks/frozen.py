@@ -1,4 +1,4 @@
-"""What a fit leaves as it is: tables and parameters that the user has named as frozen."""
+"""Tables and parameters that a fit does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels that a loss cannot mean: NaN, infinite, or outside of the loss's range."""
+"""Labels that are invalid for a loss: NaN, infinite, or out of range."""
 
 from __future__ import annotations
 

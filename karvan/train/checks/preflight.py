@@ -1,4 +1,4 @@
-"""Checks when training begins: what can be known to be wrong then is an error, not a wrong model.
+"""Checks before the first step, so that mistakes are errors and not wrong models.
 
 All but the one for SIGTERM, which asks all ranks, depend on the program alone: every rank comes to the same
 result, and none waits for another that has raised.

@@ -1,1 +1,1 @@
-"""Training and evaluation in loops of one's own."""
+"""Training and evaluation in custom loops."""

@@ -1,4 +1,4 @@
-"""`EvalContext` and `InferContext`: a model's outputs in loops of one's own, by which nothing changes."""
+"""`EvalContext` and `InferContext`: outputs of a model in your own loop; they change nothing."""
 
 from __future__ import annotations
 

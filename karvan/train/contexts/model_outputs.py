@@ -1,4 +1,4 @@
-"""What a hand-written loop is given of a batch: outputs in full precision, and labels."""
+"""What a custom loop gets for a batch: outputs in float32, and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of a hand-written loop: the batches that make it, and the one that is on its way through it."""
+"""A step of a custom loop: its batches, and the one that is being computed."""
 
 from __future__ import annotations
 

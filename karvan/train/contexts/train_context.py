@@ -1,4 +1,4 @@
-"""`TrainContext`: training in a loop of one's own, with what the Trainer's steps are made of.
+"""`TrainContext`: training in your own loop, with the parts of the Trainer's steps.
 
 | in the loop | what happens |
 |---|---|

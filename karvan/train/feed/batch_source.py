@@ -1,4 +1,4 @@
-"""Taking batches from data, one after the other, each with the data's position behind it."""
+"""Takes batches from data one by one, each with the position after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches without rows: what a rank trains on while only others have data left.
+"""Batches without samples, for ranks that wait while others still have data.
 
 An empty batch has the columns of the others: their kinds, dtypes and trailing shapes. A rank that has had a
 batch knows them; one that never had learns them from another rank, as JSON.

@@ -1,4 +1,4 @@
-"""`Epoch`: the way of training through its data, step by step, and where it stands.
+"""`Epoch`: the progress of training through its data, step by step.
 
 The position that a checkpoint keeps is that behind the last batch trained on, whatever was taken ahead. Data
 without a position is skipped forward by the batches of its epoch that were trained, in the order in which

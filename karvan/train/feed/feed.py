@@ -1,4 +1,4 @@
-"""The feed: takes the next batches from the data while the current one computes.
+"""The feed: fetches the next batches in the background while the current one computes.
 
 A thread takes a batch, moves it to the device and prepares it (`place`), and goes on until `ahead` batches
 wait. Nothing else changes: batches come in the data's order, an error comes in the place of its batch, and

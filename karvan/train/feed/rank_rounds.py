@@ -1,4 +1,4 @@
-"""RankRounds: how ranks take their batches together.
+"""`RankRounds`: ranks take their batches together.
 
 In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
 sum: how many rows and batches there are, how many ranks may have more, and who wants what.

@@ -1,4 +1,4 @@
-"""A Trainer in a few lines, for `repr`. It asks nobody else: neither other ranks nor servers."""
+"""A short description of a Trainer, for `repr`. It asks nobody else: neither other ranks nor servers."""
 
 from __future__ import annotations
 

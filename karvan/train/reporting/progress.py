@@ -1,4 +1,4 @@
-"""Progress: what somebody who watches a fit sees.
+"""Progress: the bar or the lines that a fit prints.
 
 On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
 shows as many of these as fit. Elsewhere it is a plain line now and then. `NoProgress` shows nothing.

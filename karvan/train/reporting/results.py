@@ -1,4 +1,4 @@
-"""What a fit tells: after every step, now and then, and at its end."""
+"""The results of a fit: of a step, of a report, and at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other about their numbers: trees of state, metrics and losses, without pickle."""
+"""Gathers state, metrics and losses from all ranks, without pickle."""
 
 from __future__ import annotations
 

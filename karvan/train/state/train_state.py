@@ -1,4 +1,4 @@
-"""What a checkpoint of training has: all that later steps depend on, and nothing that depends on time."""
+"""The state in a checkpoint of training: all that later steps depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transforms of data that training reads: a checkpoint has what they were fitted to.
+"""The transforms of training data: saved in checkpoints with what they were fitted to.
 
 A model is trained on numbers that its features' statistics have scaled, so it is of use only together with
 them. `data.transform` of a Loader tells its transform. One with state is kept in the checkpoints of a fit by

@@ -1,4 +1,4 @@
-"""How batches make a step: in how many passes, whose turn it is, and how much each loss weighs.
+"""Gradient accumulation: how many batches make a step, and how much each loss counts.
 
 Gradients of ranks are averaged, dense and sparse. So that a step of W ranks is the step of one process on
 all of their rows, the loss of a pass is divided by (rows of all ranks in the step) / (rows of the pass · W),

@@ -1,4 +1,4 @@
-"""What makes the dense parameters of several ranks one model.
+"""Keeps the dense parameters of several ranks equal.
 
 `Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel. The model itself
 stays as it is: checkpoints, callbacks and evaluations see the bare one.

@@ -1,4 +1,4 @@
-"""Where things are computed: batches and embedding vectors on their way to the model's device.
+"""Moves batches and embedding vectors to the model's device.
 
 A store in memory takes its ids on the CPU, wherever the rest of the model is. So columns that become ids stay
 there, all others go to the device, and so do the vectors that an engine gives. Without a GPU nothing happens.

@@ -1,4 +1,4 @@
-"""How long a fit goes on, and when it evaluates."""
+"""How long a fit runs, and when it evaluates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks to stop at the next good moment, a second Ctrl-C aborts at once.
+"""Ctrl-C and SIGTERM: the first one stops after the current step, a second Ctrl-C aborts.
 
 SIGTERM is for the program, not for one fit of it: whoever sent it will not wait for the next one. So after a
 SIGTERM every further fit, and every further TrainContext, raises a `TerminatedError` when it begins, until

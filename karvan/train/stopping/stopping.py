@@ -1,4 +1,4 @@
-"""Why a fit stops before its goal: a signal, or `trainer.stop`, on any rank.
+"""Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
 
 A process that is alone stops when it is asked to. Several ranks stop together: a request travels with the
 batches of the feed, or is asked for at moments that come rarely, such as the end of an evaluation.

@@ -1,4 +1,4 @@
-"""`ConnectionGuard`: a service's connections are bounded, and those that nobody uses are ended.
+"""`ConnectionGuard`: bounds a service's connections and ends idle ones.
 
 Three kinds of callers hold resources without using them:
 - a TCP connection without a stream, or with streams that sent no first message: found among the sockets

@@ -1,4 +1,4 @@
-"""`RefusalLog`: who was refused, and how often, without a line for each attempt.
+"""`RefusalLog`: counts refused callers without a log line for each attempt.
 
 The first refusal of a host is logged at once, further ones for the same reason once a minute with their
 number: a stranger who tries a thousand tokens is seen, and cannot fill a disk. Tokens are never logged.

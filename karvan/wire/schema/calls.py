@@ -1,4 +1,4 @@
-"""Calls as they are declared: what a call brings, head and arrays, and what its answer brings back.
+"""Declarations of calls: the head and arrays of a call and of its answer.
 
     keys = ArrayKind("keys", "int64", "n")
     CALLS = table_of(Call("erase", Fields({"table": Text()}), [keys], answer=Fields({"rows": Integer()})))

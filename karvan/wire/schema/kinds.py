@@ -1,4 +1,4 @@
-"""Kinds of values: what the head of a message may hold, said once and checked at the border.
+"""Kinds of values in the head of a message, declared once and checked on arrival.
 
 A kind takes a value that JSON has brought and gives it back as the service uses it, or raises a RefusedError
 that says where in the message something else was expected:

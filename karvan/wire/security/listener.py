@@ -1,4 +1,4 @@
-"""Who listens at a port of this machine, asked before a token is shown there.
+"""Checks who listens at a local port before a token is sent there.
 
 A service without TLS cannot prove that it is one. Its port belongs to whoever takes it: when a service has
 died, another user of the machine could listen there and be shown the token by callers that connect again.

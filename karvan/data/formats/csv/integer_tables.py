@@ -1,4 +1,4 @@
-"""Text that holds nothing but integers, as Criteo's logs do, read by the core several times as fast.
+"""Tables of integers in text, such as Criteo's logs, parsed natively.
 
 The core reads plain cells only and gives up at anything else: a fraction, a blank, a carriage return, a line
 with a cell too many. Whoever asks then parses the same text with pyarrow, which knows all that is allowed and

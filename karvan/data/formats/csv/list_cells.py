@@ -1,4 +1,4 @@
-"""Lists, ids with weights, and hexadecimal ids, out of the text of table cells."""
+"""Lists, ids with weights and hexadecimal ids in text cells."""
 
 from __future__ import annotations
 

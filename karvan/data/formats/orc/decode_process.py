@@ -1,4 +1,4 @@
-"""The program that decodes ORC stripes apart from the process that wants them; see `isolated_decode.py`.
+"""The program that decodes ORC stripes in a child process; see `isolated_decode.py`.
 
 It is run as a script, knows nothing of karvan and so starts without torch. Requests come as lines of JSON on
 standard input, and each is answered by a line on standard output:

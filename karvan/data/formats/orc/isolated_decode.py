@@ -1,4 +1,4 @@
-"""Decoding of ORC stripes in another process, so that damage which kills the ORC library is only an error.
+"""Decodes ORC stripes in a child process, so that a crash of the ORC library is only an error.
 
 The library trusts the lengths of strings, lists and maps that a stripe holds: damaged ones make it ask for
 absurd amounts of memory and write where it got none. So such columns are decoded by a small program

@@ -1,4 +1,4 @@
-"""What an ORC file's tail says about its stripes, which pyarrow knows but does not tell.
+"""The stripes of an ORC file, read from its tail.
 
 The tail is a protobuf message; https://orc.apache.org/specification/ORCv1 has its fields. It is looked at
 before pyarrow builds a schema of it, since the types of some damaged ones end the process.

@@ -1,4 +1,4 @@
-"""LoggerGroup: the numbers of a run in files."""
+"""Loggers: the numbers of a run in files."""
 
 from karvan.train.reporting.loggers.base import Logger, LoggerGroup
 from karvan.train.reporting.loggers.csv import CSVLogger

@@ -1,4 +1,4 @@
-"""`Logger`: where reports go."""
+"""`Logger`: a destination of reports."""
 
 from __future__ import annotations
 
