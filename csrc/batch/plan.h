@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "batch/groups.h"
+#include "batch/key_groups.h"
 #include "kernels/kernels.h"
 #include "table/table.h"
 

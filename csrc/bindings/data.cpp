@@ -13,7 +13,7 @@
 
 #include "bindings/bindings.h"
 #include "math/log1p.h"
-#include "text/lines.h"
+#include "text/integer_lines.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -5,7 +5,7 @@
 
 #include "batch/gradients.h"
 #include "batch/lookup_log.h"
-#include "batch/route.h"
+#include "batch/key_routing.h"
 #include "bindings/bindings.h"
 #include "bindings/operation.h"
 

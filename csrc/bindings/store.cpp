@@ -15,7 +15,7 @@
 #include "batch/gradients.h"
 #include "batch/lookup_log.h"
 #include "batch/plan.h"
-#include "batch/route.h"
+#include "batch/key_routing.h"
 #include "bindings/arrays.h"
 #include "bindings/bindings.h"
 #include "bindings/names.h"

@@ -10,7 +10,7 @@
 #include "bindings/bindings.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
-#include "ranks/board.h"
+#include "ipc/shared_board.h"
 #include "threads/pool.h"
 
 namespace nb = nanobind;

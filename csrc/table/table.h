@@ -14,9 +14,9 @@
 #include "hash/mix.h"
 #include "memory/arena.h"
 #include "memory/buffer.h"
+#include "table/admission_filter.h"
 #include "table/capture.h"
-#include "table/evictions.h"
-#include "table/filter.h"
+#include "table/eviction_log.h"
 #include "table/index.h"
 #include "table/layout.h"
 

@@ -21,7 +21,7 @@ def hashes_of(keys: Keys) -> Hashes:
 
 
 def owners_of(hashes: Hashes, ranks: int) -> NDArray[np.int64]:
-    """The rank that owns each hash, as csrc/batch/route.h has it."""
+    """The rank that owns each hash, as csrc/batch/key_routing.h has it."""
     half = np.uint64(32)
     return (((hashes >> half) * np.uint64(ranks)) >> half).astype(np.int64)
 
@@ -32,9 +32,10 @@ def first_hash_of(rank: int, ranks: int) -> int:
 
 
 def counters_of(first: int, end: int, counters: int) -> slice:
-    """Where an admission filter of so many counters has those of some hashes, as csrc/table/filter.h does.
+    """Where an admission filter of so many counters has those of some hashes.
 
-    The hashes are those whose upper 32 bits are from `first` on and below `end`.
+    The hashes are those whose upper 32 bits are from `first` on and below `end`; the filter is that of
+    csrc/table/admission_filter.h.
     """
     blocks = counters // 64
     last = ((end << 32) - 1) * blocks >> 64

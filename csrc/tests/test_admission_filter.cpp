@@ -1,4 +1,4 @@
-#include "table/filter.h"
+#include "table/admission_filter.h"
 
 #include <algorithm>
 #include <map>

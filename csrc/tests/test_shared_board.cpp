@@ -1,4 +1,4 @@
-#include "ranks/board.h"
+#include "ipc/shared_board.h"
 
 #include <csignal>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-#include "ranks/board.h"
+#include "ipc/shared_board.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>

@@ -1,4 +1,4 @@
-#include "batch/groups.h"
+#include "batch/key_groups.h"
 
 #include <algorithm>
 #include <map>

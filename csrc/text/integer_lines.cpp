@@ -1,4 +1,4 @@
-#include "text/lines.h"
+#include "text/integer_lines.h"
 
 #include <array>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "batch/route.h"
+#include "batch/key_routing.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -5,7 +5,7 @@
 
 #include "tests/check.h"
 #include "tests/tools.h"
-#include "text/lines.h"
+#include "text/integer_lines.h"
 
 using namespace karvan;
 using karvan::test::below;
