@@ -1,4 +1,4 @@
-"""Metrics that need all samples sorted by score."""
+"""Samples held until a metric is computed, and their ranking by score within groups."""
 
 from __future__ import annotations
 

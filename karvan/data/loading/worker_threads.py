@@ -1,4 +1,4 @@
-"""Threads for reading on which torch uses one thread each."""
+"""Threads on each of which torch uses one core."""
 
 from __future__ import annotations
 
