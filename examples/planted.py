@@ -57,7 +57,9 @@ class ClickModel(nn.Module):
         self.embeddings = kv.EmbeddingEngine(
             {
                 # A row only for users that come again, and only for the most recent ones.
-                "user": kv.Table(dim, init=start, admit=kv.MinCount(2), evict=kv.LRU(capacity=2 * users)),
+                "user": kv.Table(
+                    dim, init=start, admit=kv.admission.MinCount(2), evict=kv.eviction.LRU(capacity=2 * users)
+                ),
                 "item": kv.Table(dim, init=start),
                 "history": kv.Table(dim, init=start, name="item", combiner="mean"),  # the same rows as "item"
                 "hour": kv.Table(dim, init=start),

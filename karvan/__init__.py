@@ -3,115 +3,84 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from karvan.former_names import missing_name
+
 if TYPE_CHECKING:
     from karvan import checkpoint, data, ids, metrics, models, train
     from karvan.checkpoint import Checkpoints
-    from karvan.cluster.loader.context import DataContext
-    from karvan.cluster.loader_stream.stream import stream
+    from karvan.cluster.loader.context import LoaderContext
     from karvan.distributed import connect, disconnect
-    from karvan.embedding import (
-        LFU,
-        LRU,
-        TTL,
-        Age,
-        Always,
-        EmbeddingEngine,
-        HashStack,
-        MinCount,
-        Never,
-        Norm,
-        Probability,
-        ReadOnly,
-        Table,
-        TableHandle,
-        init,
-        optim,
-    )
+    from karvan.embedding import EmbeddingEngine, Table, admission, eviction, init, optim
     from karvan.features import Feature, FeatureEngine
-    from karvan.ragged import Batch, NestedRagged, Padded, Ragged
-    from karvan.store import MemoryStore, Rows, Store
+    from karvan.ragged import Batch, Ragged
     from karvan.threads import get_num_threads, set_num_threads
-    from karvan.train import EvalContext, InferContext, TrainContext, Trainer, TrainingJob, losses
+    from karvan.train import EvalContext, InferContext, TrainContext, Trainer, TrainingJob, callbacks, losses
+    from karvan.train.reporting import loggers
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "LFU",
-    "LRU",
-    "TTL",
-    "Age",
-    "Always",
     "Batch",
     "Checkpoints",
-    "DataContext",
     "EmbeddingEngine",
     "EvalContext",
     "Feature",
     "FeatureEngine",
-    "HashStack",
     "InferContext",
-    "MemoryStore",
-    "MinCount",
-    "NestedRagged",
-    "Never",
-    "Norm",
-    "Padded",
-    "Probability",
+    "LoaderContext",
     "Ragged",
-    "ReadOnly",
-    "Rows",
-    "Store",
     "Table",
-    "TableHandle",
     "TrainContext",
     "Trainer",
     "TrainingJob",
+    "admission",
+    "callbacks",
     "checkpoint",
     "connect",
     "data",
     "disconnect",
+    "eviction",
     "get_num_threads",
     "ids",
     "init",
+    "loggers",
     "losses",
     "metrics",
     "models",
     "optim",
     "set_num_threads",
-    "stream",
     "train",
 ]
 
 # Where each public name lives. It is imported when it is first asked for, so that those who only embed need
 # not wait for pyarrow, and `karvan --help` not for torch.
 _HOMES = {
-    "karvan": "checkpoint data ids models train",
+    "karvan": "checkpoint data ids metrics models train",
     "karvan.checkpoint": "Checkpoints",
-    "karvan.cluster.loader.context": "DataContext",
-    "karvan.cluster.loader_stream.stream": "stream",
-    "karvan.embedding": "LFU LRU TTL Age Always EmbeddingEngine HashStack MinCount Never Norm Probability "
-    "ReadOnly Table TableHandle init optim",
-    "karvan.features": "Feature FeatureEngine",
+    "karvan.cluster.loader.context": "LoaderContext",
     "karvan.distributed": "connect disconnect",
-    "karvan.ragged": "Batch NestedRagged Padded Ragged",
-    "karvan.store": "MemoryStore Rows Store",
+    "karvan.embedding": "EmbeddingEngine Table admission eviction init optim",
+    "karvan.features": "Feature FeatureEngine",
+    "karvan.ragged": "Batch Ragged",
     "karvan.threads": "get_num_threads set_num_threads",
-    "karvan.train": "EvalContext InferContext TrainingJob TrainContext Trainer losses metrics",
+    "karvan.train": "EvalContext InferContext TrainContext Trainer TrainingJob callbacks losses",
+    "karvan.train.reporting": "loggers",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
+if not TYPE_CHECKING:  # type checkers see the imports above, and that nothing else exists
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'karvan' has no attribute '{name}'")
-    home = _HOME[name]
-    found = (
-        importlib.import_module(f"karvan.{name}")
-        if home == "karvan"
-        else getattr(importlib.import_module(home), name)
-    )
-    globals()[name] = found  # the next one finds it without a call
-    return found
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise missing_name("karvan", name)
+        home = _HOME[name]
+        found = (
+            importlib.import_module(f"karvan.{name}")
+            if home == "karvan"
+            else getattr(importlib.import_module(home), name)
+        )
+        globals()[name] = found  # the next one finds it without a call
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,9 @@
 """The package as a whole: how it imports, and which of its modules may know which."""
 
 import ast
+import importlib
+import inspect
+import re
 import resource
 import subprocess
 import sys
@@ -9,7 +12,10 @@ from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 import karvan
+from karvan import former_names
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "karvan"
@@ -72,6 +78,22 @@ def test_imports_point_down_the_layers():
     assert wrong == []
 
 
+# A public name that is found in a package below the one that has its code. Only who asks for it imports that.
+UPWARDS = {"karvan.data": ["karvan.cluster.loader_stream.stream"]}
+
+
+def test_imports_by_name_point_down_the_layers_too():
+    upwards = {}
+    for module, tree in _modules().items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module"):
+                continue
+            target = getattr(node.args[0], "value", None)
+            if isinstance(target, str) and LAYER_OF[_part(target)] > LAYER_OF[_part(module)]:
+                upwards.setdefault(module, []).append(target)
+    assert upwards == UPWARDS
+
+
 def test_no_module_imports_itself_through_others():
     TopologicalSorter(_dependencies()).prepare()  # raises CycleError
 
@@ -97,8 +119,40 @@ def test_no_file_holds_two_ideas():
 def test_public_names_are_listed_and_exist():
     assert sorted(karvan.__all__) == sorted(set(karvan.__all__))
     assert [name for name in karvan.__all__ if not hasattr(karvan, name)] == []
+    assert len(karvan.__all__) <= 30
     assert karvan.__version__ == metadata.version("karvan")
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_former_names_say_the_new_ones():
+    for module, names in former_names._NAMES.items():
+        assert names.keys().isdisjoint(importlib.import_module(module).__all__)
+        for name, new in names.items():
+            with pytest.raises(AttributeError, match=re.escape(f"'{name}': it is {new} now.")):
+                getattr(importlib.import_module(module), name)
+            package, _, attribute = new.replace("kv.", "karvan.").rpartition(".")
+            assert hasattr(_resolve(package), attribute)
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        _ = karvan.nothing
+
+
+def _resolve(dotted):
+    first, *rest = dotted.split(".")
+    found = importlib.import_module(first)
+    for name in rest:
+        found = getattr(found, name, None) or importlib.import_module(f"{found.__name__}.{name}")
+    return found
+
+
+def test_a_former_argument_says_the_new_one():
+    @former_names.former_arguments(ahead="prefetch")
+    def read(path, *, prefetch=2):
+        return path, prefetch
+
+    assert read("a", prefetch=3) == ("a", 3)
+    assert list(inspect.signature(read).parameters) == ["path", "prefetch"]
+    with pytest.raises(TypeError, match=r"read\(\) has no argument 'ahead': it is prefetch now"):
+        read("a", ahead=3)
 
 
 def _seconds(code):

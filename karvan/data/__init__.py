@@ -1,5 +1,8 @@
 """Data: files, frames and streams, read in splits and delivered as batches."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from karvan.data import synthetic
 from karvan.data.columns.declarations import Column, Fixed, Raw, Varlen, infer
 from karvan.data.columns.decoder import Decoder
@@ -18,6 +21,10 @@ from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.data.streaming.time_windows import Window, Windows
+from karvan.former_names import missing_name
+
+if TYPE_CHECKING:
+    from karvan.cluster.loader_stream.stream import from_loaders
 
 __all__ = [
     "Column",
@@ -38,6 +45,7 @@ __all__ = [
     "Window",
     "Windows",
     "criteo",
+    "from_loaders",
     "infer",
     "json_rows",
     "merge",
@@ -48,3 +56,12 @@ __all__ = [
     "record_batches",
     "synthetic",
 ]
+
+if not TYPE_CHECKING:  # type checkers see the import above
+
+    def __getattr__(name: str) -> Any:
+        # It is a way to read data, so it is found here. Its code is a part of the cluster, which lies above:
+        # nothing of this package needs it, and who does not ask for it does not import it.
+        if name != "from_loaders":
+            raise missing_name("karvan.data", name)
+        return importlib.import_module("karvan.cluster.loader_stream.stream").from_loaders

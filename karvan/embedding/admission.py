@@ -8,6 +8,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+__all__ = ["Admission", "Always", "MinCount", "Probability", "ReadOnly"]
+
 
 class Admission(ABC):
     """A rule for unknown keys in training lookups."""

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+__all__ = ["LFU", "LRU", "TTL", "Age", "Eviction", "Never", "Norm"]
+
 
 class Eviction(ABC):
     """A rule that removes rows."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("karvan.train")
 
+__all__ = ["Callback", "EarlyStopping"]
+
 
 class Callback:
     """Does nothing at any moment; override those you need.

@@ -233,10 +233,11 @@ class Trainer:
         skipped. If it is of other data, which was trained to its end, training continues with the new data:
         model, optimizers, schedules and `step` as they were, epochs and train_steps from 0. Other data that
         was not trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of
-        data has begun (`kv.stream()` instead of a Loader), which drop_unfinished starts again. resume=False
-        refuses checkpoints, and counts steps from 0, with the model as it is. A damaged checkpoint is a
-        warning, renamed to damaged-step-…, and the newest whole one is taken. "step-000000001000" takes that
-        checkpoint or none; those of later steps are renamed to abandoned-step-….
+        data has begun (`kv.data.from_loaders()` instead of a Loader), which drop_unfinished starts again.
+        resume=False refuses checkpoints, and counts steps from 0, with the model as it is. A damaged
+        checkpoint is a warning, renamed to damaged-step-…, and the newest whole one is taken.
+        "step-000000001000" takes that checkpoint or none; those of later steps are renamed to
+        abandoned-step-….
         data_name: what the data is called in checkpoints. Loaders know which data they read; a list or a
         torch DataLoader does not, and is taken as the checkpoint's unless it has a name.
         new_settings: a fit that continues from a checkpoint takes the learning rates and other settings of

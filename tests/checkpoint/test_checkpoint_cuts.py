@@ -29,7 +29,7 @@ STEPS = (1, 2, 3)
 def saved(tmp_path_factory):
     """A full checkpoint and two deltas, and the rows of each step."""
     folder = tmp_path_factory.mktemp("saved")
-    model = Model(admit=kv.MinCount(2, slots=64))
+    model = Model(admit=kv.admission.MinCount(2, slots=64))
     checkpoints = kv.Checkpoints(folder, full_every=3, part_bytes=1000)
     rows = {}
     for step in STEPS:
@@ -81,7 +81,7 @@ def test_a_full_checkpoint_and_deltas_may_be_cut_anywhere(tmp_path_factory, save
     for step in STEPS:
         expected = saved[1][step]
         checkpoint = Checkpoint(path_of(folder, step))
-        model = Model(admit=kv.MinCount(2, slots=64))
+        model = Model(admit=kv.admission.MinCount(2, slots=64))
         checkpoint.load(model)
         assert same_rows(model.rows(), expected)
         for rank in range(ranks):
@@ -113,7 +113,7 @@ def test_a_manifest_without_cuts_has_equal_parts_and_one_extra(tmp_path, saved):
 
     old = shutil.copytree(path_of(saved[0], 1), tmp_path / "old")
     resign(old, as_it_was)
-    models = [Model(admit=kv.MinCount(2, slots=64)) for _ in range(2)]
+    models = [Model(admit=kv.admission.MinCount(2, slots=64)) for _ in range(2)]
     Checkpoint(old).load(models[0])
     Checkpoint(path_of(saved[0], 1)).load(models[1])
     assert same_rows(models[0].rows(), saved[1][1])

@@ -19,7 +19,7 @@ from karvan.checkpoint.format.safetensors_file import problem_of
 def saved(tmp_path_factory):
     """A small full checkpoint and a delta on it, in a folder of their own."""
     folder = tmp_path_factory.mktemp("saved")
-    model = Model(2, admit=kv.MinCount(2, slots=64)).train_on(2, keys=4, size=8)
+    model = Model(2, admit=kv.admission.MinCount(2, slots=64)).train_on(2, keys=4, size=8)
     checkpoints = kv.Checkpoints(folder, full_every=2)
     checkpoints.save(1, model.state(), model, metrics={"auc": 0.5}, block=True)
     model.train_on(1, keys=6, size=8)
@@ -55,7 +55,7 @@ def _detector(folder, file):
 
 def test_every_flipped_byte_is_detected(saved, tmp_path):
     damaged = shutil.copytree(saved, tmp_path / "d")
-    model = Model(2, admit=kv.MinCount(2, slots=64)).train_on(1)
+    model = Model(2, admit=kv.admission.MinCount(2, slots=64)).train_on(1)
     for folder in sorted(damaged.iterdir()):
         for file in files_of(folder):
             notices = _detector(folder, file)
@@ -76,7 +76,7 @@ def test_every_flipped_byte_is_detected(saved, tmp_path):
 
 def test_every_truncation_and_addition_is_detected(saved, tmp_path):
     damaged = shutil.copytree(saved, tmp_path / "d")
-    model = Model(2, admit=kv.MinCount(2, slots=64)).train_on(1)
+    model = Model(2, admit=kv.admission.MinCount(2, slots=64)).train_on(1)
     for file in files_of(damaged):
         data = file.read_bytes()
         for length in [0, 7, 8, len(data) // 2, len(data) - 1]:
@@ -99,7 +99,7 @@ def test_verify_lists_all_that_is_damaged(saved, tmp_path):
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert sorted(d.path for d in kv.checkpoint.verify(damaged)) == files
     with pytest.raises(CheckpointError, match=f"{len(files) - 1} more files are damaged"):
-        kv.checkpoint.find(damaged).load(Model(2, admit=kv.MinCount(2, slots=64)))
+        kv.checkpoint.find(damaged).load(Model(2, admit=kv.admission.MinCount(2, slots=64)))
 
 
 def test_the_one_before_a_damaged_one_stays_usable(saved, tmp_path):
@@ -109,7 +109,7 @@ def test_the_one_before_a_damaged_one_stays_usable(saved, tmp_path):
     with pytest.raises(CheckpointError, match="step-000000000002"):
         checkpoints.latest()
     assert [c.step for c in checkpoints.list()] == [1]
-    checkpoints.list()[0].load(Model(2, admit=kv.MinCount(2, slots=64)))
+    checkpoints.list()[0].load(Model(2, admit=kv.admission.MinCount(2, slots=64)))
 
 
 def _resign(folder, change):
@@ -146,7 +146,7 @@ def test_a_manifest_of_another_kind_says_what_was_expected(saved, tmp_path, chan
     folder = shutil.copytree(saved / "step-000000000001", tmp_path / "c")
     _resign(folder, change)
     with pytest.raises(CheckpointError, match=says):
-        kv.checkpoint.find(folder).load(Model(2, admit=kv.MinCount(2, slots=64)))
+        kv.checkpoint.find(folder).load(Model(2, admit=kv.admission.MinCount(2, slots=64)))
 
 
 def test_a_header_that_lies_is_an_error_even_with_a_fitting_checksum(saved, tmp_path):
@@ -154,7 +154,7 @@ def test_a_header_that_lies_is_an_error_even_with_a_fitting_checksum(saved, tmp_
     made = kv.checkpoint.Checkpoint(folder)
     part = made.manifest.tables["item"].parts[0]
     data = (folder / part.name).read_bytes()
-    model = Model(2, admit=kv.MinCount(2, slots=64)).train_on(1)
+    model = Model(2, admit=kv.admission.MinCount(2, slots=64)).train_on(1)
     before = model.rows()
     for old, new, says in [
         (b'"dtype":"U32"', b'"dtype":"I32"', "'counts' of U32"),

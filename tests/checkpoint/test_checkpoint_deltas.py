@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
+from karvan.store import Rows
 
 _keys = st.lists(st.integers(-8, 8), min_size=1, max_size=6)
 _moves = st.one_of(
@@ -25,7 +26,12 @@ _moves = st.one_of(
 @given(
     st.lists(_moves, min_size=3, max_size=14),
     st.sampled_from(
-        [{}, {"dtype": torch.bfloat16}, {"evict": kv.LRU(4)}, {"admit": kv.MinCount(2, slots=64)}]
+        [
+            {},
+            {"dtype": torch.bfloat16},
+            {"evict": kv.eviction.LRU(4)},
+            {"admit": kv.admission.MinCount(2, slots=64)},
+        ]
     ),
 )
 def test_a_delta_equals_a_full_save(tmp_path_factory, moves, options):
@@ -45,9 +51,7 @@ def test_a_delta_equals_a_full_save(tmp_path_factory, moves, options):
             keys = np.unique(value)
             n, state = len(keys), len(table.initial_state)
             table.load(
-                kv.Rows(
-                    keys, *(np.ones((n, d), np.float32) for d in (3, state)), *[np.ones(n, np.uint32)] * 2
-                )
+                Rows(keys, *(np.ones((n, d), np.float32) for d in (3, state)), *[np.ones(n, np.uint32)] * 2)
             )
         else:
             step += 1

@@ -22,7 +22,7 @@ NAMES = [f"step-{step:012d}" for step in STEPS]
 
 
 def _model():
-    return Model(2, admit=kv.MinCount(2, slots=64))
+    return Model(2, admit=kv.admission.MinCount(2, slots=64))
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ VARIANTS = {
     "plain": {},
     "bf16": {"dtype": torch.bfloat16},
     "f16": {"dtype": torch.float16},
-    "min count": {"admit": kv.MinCount(2, slots=64)},
-    "probability": {"admit": kv.Probability(0.5)},
-    "lru": {"evict": kv.LRU(50)},
-    "lfu": {"evict": kv.LFU(50)},
-    "age": {"evict": kv.Age(3, every=1)},
-    "norm": {"evict": kv.Norm(0.01, every=2)},
+    "min count": {"admit": kv.admission.MinCount(2, slots=64)},
+    "probability": {"admit": kv.admission.Probability(0.5)},
+    "lru": {"evict": kv.eviction.LRU(50)},
+    "lfu": {"evict": kv.eviction.LFU(50)},
+    "age": {"evict": kv.eviction.Age(3, every=1)},
+    "norm": {"evict": kv.eviction.Norm(0.01, every=2)},
 }
 
 

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import karvan as kv
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.io import writer as writing_module
+from karvan.store import MemoryStore
 
 
 class _Gate:
@@ -34,7 +35,7 @@ class _Gate:
 
 def test_training_goes_on_during_a_save_and_the_snapshot_is_of_one_step(tmp_path, monkeypatch):
     gate = _Gate(monkeypatch)
-    model = Model(4, "Adam", admit=kv.MinCount(2, slots=64), evict=kv.LRU(100)).train_on(5)
+    model = Model(4, "Adam", admit=kv.admission.MinCount(2, slots=64), evict=kv.eviction.LRU(100)).train_on(5)
     rows, state = model.rows(), model.state()
     expected = {key: {**value} if isinstance(value, dict) else value for key, value in state.items()}
     weights = model.net.weight.detach().clone()
@@ -52,7 +53,7 @@ def test_training_goes_on_during_a_save_and_the_snapshot_is_of_one_step(tmp_path
     gate.open.set()
     made = pending.wait()
     assert pending.done()
-    other = Model(4, "Adam", admit=kv.MinCount(2, slots=64), evict=kv.LRU(100))
+    other = Model(4, "Adam", admit=kv.admission.MinCount(2, slots=64), evict=kv.eviction.LRU(100))
     back = made.load(other)
     assert same_rows(other.rows(), rows)
     assert torch.equal(back["model"]["net.weight"], weights)
@@ -181,7 +182,7 @@ def test_two_tables_of_one_name_in_different_stores_are_an_error(tmp_path):
 
 def test_engines_that_share_a_store_are_saved_once_and_come_back(tmp_path):
     def build():
-        store = kv.MemoryStore()
+        store = MemoryStore()
         tables = [{"f": kv.Table(2)}, {"f": kv.Table(2), "g": kv.Table(3)}]
         return torch.nn.ModuleList([kv.EmbeddingEngine(t, store=store) for t in tables])
 
@@ -215,7 +216,7 @@ class _Other(torch.nn.Module):
 
 @pytest.fixture
 def old(tmp_path):
-    model = Model(admit=kv.MinCount(1)).train_on(6)
+    model = Model(admit=kv.admission.MinCount(1)).train_on(6)
     checkpoints = kv.Checkpoints(tmp_path / "old", full_every=2, part_bytes=1000)
     checkpoints.save(1, model.state(), model, block=True)
     model.train_on(2, seed=5)

@@ -60,7 +60,7 @@ import os
 import karvan as kv
 kv.connect("remote", timeout=60)
 from daily_training import fit
-result, times = fit(kv.stream(timeout=60), os.environ["KARVAN_CHECKPOINTS"])
+result, times = fit(kv.data.from_loaders(timeout=60), os.environ["KARVAN_CHECKPOINTS"])
 ids = sorted({key // 1000 for key in times})
 print("SEEN", result.step, result.trained, ids, set(times.values()), flush=True)
 """

@@ -12,6 +12,7 @@ from support_paths import support_path
 from worker_helpers import Cluster, Loader, all_layouts, batches, loss_of, rows_of, tensors
 
 import karvan as kv
+from karvan.embedding import HashStack
 from karvan.wire import RefusedError
 
 _names = itertools.count()
@@ -251,7 +252,7 @@ def test_layouts_are_those_that_the_tables_promise(job):
 
 def test_a_hash_stack_has_the_pinned_buckets(job):
     loader = job(1, 1)
-    engine = kv.EmbeddingEngine({"a": kv.Table(2, hash_stack=kv.HashStack(2, 10))})
+    engine = kv.EmbeddingEngine({"a": kv.Table(2, hash_stack=HashStack(2, 10))})
     engine(loader.send({"a": torch.tensor([12, 23, 34, 56, 78, 90])}))
     assert sorted(engine.table("a").keys().tolist()) == [0, 2, 5, 6, 7, 8, 10, 11, 12, 16, 17, 18]
 
@@ -488,11 +489,11 @@ def test_a_trainer_fits_on_references(job, staleness):
 
 
 def test_a_stream_that_names_no_ids_beside_workers_is_an_error(job):
-    before = kv.stream(loaders=["127.0.0.1:9"])  # nobody knew of workers then
+    before = kv.data.from_loaders(loaders=["127.0.0.1:9"])  # nobody knew of workers then
     job(1, 1)
-    for attempt in (lambda: kv.stream(loaders=["127.0.0.1:9"]), lambda: next(iter(before))):
+    for attempt in (lambda: kv.data.from_loaders(loaders=["127.0.0.1:9"]), lambda: next(iter(before))):
         with pytest.raises(
-            ValueError, match=r'has embedding workers, .*kv\.stream\(ids=\["user", "item"\]\)'
+            ValueError, match=r'has embedding workers, .*kv\.data\.from_loaders\(ids=\["user", "item"\]\)'
         ):
             attempt()
-    assert kv.stream(loaders=["127.0.0.1:9"], ids=[]).epoch == 0  # as it was said
+    assert kv.data.from_loaders(loaders=["127.0.0.1:9"], ids=[]).epoch == 0  # as it was said

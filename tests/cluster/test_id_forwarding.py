@@ -73,7 +73,7 @@ def test_a_stream_gets_references_and_has_ids_sent_again():
     reading = threading.Thread(target=serve, args=(service, [batch()] * 3), daemon=True)
     reading.start()
     with Server(service) as server:
-        one = kv.stream(loaders=[server.address], ids=["user"])
+        one = kv.data.from_loaders(loaders=[server.address], ids=["user"])
         batches = list(one)
         assert [(each.rows, list(each), each.worker) for each in batches] == [
             (2, ["price", REFERENCE], 0)

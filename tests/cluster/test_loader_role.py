@@ -252,7 +252,7 @@ def test_an_error_of_the_reading_program_comes_behind_its_batches_to_all_trainer
 def test_trainers_end_with_the_code_of_what_a_loader_could_not_read(error, code):
     service = LoaderService()
     with Server(service) as server:
-        one = kv.stream(loaders=[server.address])
+        one = kv.data.from_loaders(loaders=[server.address])
         service.fail(error)
         with pytest.raises(RuntimeError, match="could not read on") as raised:
             next(iter(one))
@@ -272,10 +272,10 @@ def test_a_wrong_token_is_refused_and_a_loader_that_never_comes_is_named(tmp_pat
     (tmp_path / "other").write_text("guess")
     with Server(LoaderService(), security=Security(token="secret")) as server:
         monkeypatch.setenv("KARVAN_TOKEN_FILE", str(tmp_path / "other"))
-        one = kv.stream(loaders=[server.address])
+        one = kv.data.from_loaders(loaders=[server.address])
         with pytest.raises(RefusedError, match="loader 0 refused: expected the job's token"):
             next(iter(one))
-    one = kv.stream(loaders=["127.0.0.1:9"], timeout=0.5)
+    one = kv.data.from_loaders(loaders=["127.0.0.1:9"], timeout=0.5)
     with pytest.raises(WireError, match=r"loader 0 expected to answer '(next|stay)' within"):
         next(iter(one))
 
@@ -283,9 +283,9 @@ def test_a_wrong_token_is_refused_and_a_loader_that_never_comes_is_named(tmp_pat
 def test_a_stream_without_loaders_says_what_it_expects(monkeypatch):
     monkeypatch.delenv("KARVAN_LOADERS", raising=False)
     with pytest.raises(ValueError, match=re.escape("expects loaders: a job that has some (KARVAN_LOADERS)")):
-        kv.stream()
+        kv.data.from_loaders()
     with pytest.raises(ValueError, match="ahead must be at least 1"):
-        kv.stream(loaders=1, ahead=0)
+        kv.data.from_loaders(loaders=1, ahead=0)
 
 
 def test_karvans_own_loader_reads_what_the_job_says(tmp_path):

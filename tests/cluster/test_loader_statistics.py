@@ -96,7 +96,7 @@ class ThreadLoaders(Loaders):
 
     def start(self, index):
         settings = RoleSettings("loader", index, self.count, registry=self.registry.address)
-        self._contexts.append(kv.DataContext(settings=settings))
+        self._contexts.append(kv.LoaderContext(settings=settings))
         self._threads.append(threading.Thread(target=self._run, args=(self._contexts[-1],), daemon=True))
         self._threads[-1].start()
 

@@ -1,4 +1,4 @@
-"""A run moves between a Loader and kv.stream() over the same records, or to another number of loaders."""
+"""A run moves between a Loader and from_loaders() over the same records, or to another number of loaders."""
 
 import json
 
@@ -15,7 +15,11 @@ import karvan as kv
 
 ROWS, BATCH, SHUFFLE = 40, 5, 20
 STEPS = ROWS // BATCH
-LOADER, ONE, TWO = "a Loader (kv.data.read)", "kv.stream() of 1 loader", "kv.stream() of 2 loaders"
+LOADER, ONE, TWO = (
+    "a Loader (kv.data.read)",
+    "kv.data.from_loaders() of 1 loader",
+    "kv.data.from_loaders() of 2 loaders",
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +143,19 @@ def test_a_loop_of_ones_own_moves_too(kinds, tmp_path):
         return seen
 
     loop(kinds[ONE](), batches=3)
-    with pytest.raises(ValueError, match=r"The position is of kv\.stream"):
+    with pytest.raises(ValueError, match=r"The position is of kv\.data\.from_loaders"):
         loop(kinds[LOADER]())
     assert loop(kinds[LOADER](), drop_unfinished=True) == epoch_of(kinds, LOADER, 0)
 
 
 def test_a_position_of_a_stream_is_refused_by_a_loader_as_what_it_is(kinds):
-    with pytest.raises(ValueError, match=r"is of kv.stream.. of 1 loader, but the data is a Loader"):
+    with pytest.raises(
+        ValueError, match=r"is of kv.data.from_loaders.. of 1 loader, but the data is a Loader"
+    ):
         kinds[LOADER]().load_state_dict(kinds[ONE]().state_dict())
-    with pytest.raises(ValueError, match=r"is of a Loader .*, but the data is kv.stream.. of 2 loaders"):
+    with pytest.raises(
+        ValueError, match=r"is of a Loader .*, but the data is kv.data.from_loaders.. of 2 loaders"
+    ):
         kinds[TWO]().load_state_dict(kinds[LOADER]().state_dict())
 
 

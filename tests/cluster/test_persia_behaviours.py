@@ -32,6 +32,7 @@ from slow_rows import first_vector, owner_of
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError
+from karvan.embedding import HashStack
 from karvan.ragged import REFERENCE
 
 
@@ -155,7 +156,7 @@ def test_persia_6_prefixed_ids_have_rows_of_their_own(job, servers, way):
 def test_persia_7_a_hash_stack_sums_the_rows_of_its_buckets(job, servers, way):
     golden = {12: [2, 18], 23: [5, 10], 34: [0, 11], 56: [6, 17], 78: [7, 12], 90: [8, 16]}
     send = job(servers, way)
-    engine = kv.EmbeddingEngine({"products": kv.Table(4, hash_stack=kv.HashStack(2, 10))})
+    engine = kv.EmbeddingEngine({"products": kv.Table(4, hash_stack=HashStack(2, 10))})
     handle = engine.table("products")
     for key, buckets in golden.items():
         out = engine(send({"products": ids(key)}))["products"]
@@ -218,7 +219,9 @@ def test_persia_9_an_id_begins_with_the_same_vector_on_any_number_of_servers(job
 @on_all
 def test_persia_10_evaluation_and_admission_of_none_insert_nothing(job, servers, way):
     send = job(servers, way)
-    engine = kv.EmbeddingEngine({"products": kv.Table(3), "visitors": kv.Table(3, admit=kv.Probability(0.0))})
+    engine = kv.EmbeddingEngine(
+        {"products": kv.Table(3), "visitors": kv.Table(3, admit=kv.admission.Probability(0.0))}
+    )
     known, unseen = list(range(10)), list(range(1000, 1030))
     for _ in range(2):
         out = engine(send(dict.fromkeys(("products", "visitors"), ids(*known))))
@@ -239,7 +242,7 @@ def test_persia_10_evaluation_and_admission_of_none_insert_nothing(job, servers,
 def test_persia_10_an_id_without_a_row_shifts_no_other_ones_gradient(job, servers, way):
     # A defect of PERSIA: after an id that was not admitted, gradients went to the wrong rows.
     send = job(servers, way)
-    engine = kv.EmbeddingEngine({"products": kv.Table(2, admit=kv.Probability(0.5))})
+    engine = kv.EmbeddingEngine({"products": kv.Table(2, admit=kv.admission.Probability(0.5))})
     optimizer = kv.optim.SGD(engine, lr=1.0)
     keys = list(range(60))
     torch.autograd.backward(
@@ -256,7 +259,7 @@ def test_persia_10_an_id_without_a_row_shifts_no_other_ones_gradient(job, server
 def test_persia_11_lru_keeps_5_of_0_to_9_and_then_evicts_6_not_5(job, servers, way):
     # Capacity is PERSIA's, of each server: a table's is shared out, so this one has five rows on each.
     send = job(servers, way)
-    engine = kv.EmbeddingEngine({"products": kv.Table(2, evict=kv.LRU(5 * servers))})
+    engine = kv.EmbeddingEngine({"products": kv.Table(2, evict=kv.eviction.LRU(5 * servers))})
     handle = engine.table("products")
     of_server = [[key for key in range(400) if owner_of(key, servers) == s][:11] for s in range(servers)]
 

@@ -164,7 +164,7 @@ def test_a_table_that_is_not_finite_is_left_alone_and_counted():
 
 def test_rows_are_looked_into_and_maintained_like_those_in_memory():
     def use():
-        engine = kv.EmbeddingEngine({"user": kv.Table(3, evict=kv.Age(5))}, seed=1)
+        engine = kv.EmbeddingEngine({"user": kv.Table(3, evict=kv.eviction.Age(5))}, seed=1)
         sparse = kv.optim.Adam(engine, lr=0.1)
         for step in range(8):
             engine({"user": torch.arange(step, step + 4)})["user"].sum().backward()

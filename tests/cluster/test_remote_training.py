@@ -22,7 +22,7 @@ class Net(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embeddings = kv.EmbeddingEngine(
-            {"user": kv.Table(dim=4, admit=kv.MinCount(2)), "item": kv.Table(dim=4)}, seed=2
+            {"user": kv.Table(dim=4, admit=kv.admission.MinCount(2)), "item": kv.Table(dim=4)}, seed=2
         )
         self.out = torch.nn.Linear(8, 1)
 

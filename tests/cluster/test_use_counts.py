@@ -19,8 +19,8 @@ class Net(torch.nn.Module):
         torch.manual_seed(0)
         self.embeddings = kv.EmbeddingEngine(
             {
-                "rare": kv.Table(2, admit=kv.MinCount(2, slots=1 << 16)),
-                "some": kv.Table(2, admit=kv.Probability(0.5)),
+                "rare": kv.Table(2, admit=kv.admission.MinCount(2, slots=1 << 16)),
+                "some": kv.Table(2, admit=kv.admission.Probability(0.5)),
                 "all": kv.Table(2),
             },
             seed=2,

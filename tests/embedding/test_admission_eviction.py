@@ -13,7 +13,7 @@ import karvan as kv
 
 def test_probability_is_repeatable_and_does_not_depend_on_order():
     def admitted(order, shards):
-        engine = kv.EmbeddingEngine({"f": kv.Table(2, admit=kv.Probability(0.3))}, shards=shards)
+        engine = kv.EmbeddingEngine({"f": kv.Table(2, admit=kv.admission.Probability(0.3))}, shards=shards)
         for part in order:
             engine({"f": part})
         return keys_of(engine.table("f"))
@@ -25,7 +25,7 @@ def test_probability_is_repeatable_and_does_not_depend_on_order():
 
 
 def test_min_count_admits_at_the_nth_occurrence_and_never_late():
-    engine, handle = one(admit=kv.MinCount(3))
+    engine, handle = one(admit=kv.admission.MinCount(3))
     assert not engine({"f": ids(1, 1)})["f"].any()
     engine({"f": ids(2)})
     assert keys_of(handle) == []
@@ -36,7 +36,7 @@ def test_min_count_admits_at_the_nth_occurrence_and_never_late():
 
 
 def test_min_count_is_never_late_among_many_keys():
-    engine, handle = one(admit=kv.MinCount(2))
+    engine, handle = one(admit=kv.admission.MinCount(2))
     many = torch.arange(50_000)
     engine({"f": many})
     assert handle.rows < 5_000  # a counting filter may be early for a few, through collisions
@@ -46,7 +46,7 @@ def test_min_count_is_never_late_among_many_keys():
 
 def test_min_count_above_the_filters_range_is_refused_or_works():
     try:
-        engine, handle = one(admit=kv.MinCount(300))
+        engine, handle = one(admit=kv.admission.MinCount(300))
     except ValueError:
         return
     engine({"f": ids(*[1] * 299)})
@@ -56,7 +56,7 @@ def test_min_count_above_the_filters_range_is_refused_or_works():
 
 
 def test_keys_that_are_not_admitted_get_no_gradient():
-    engine, handle = one(admit=kv.MinCount(2), init=kv.init.Constant(0.0))
+    engine, handle = one(admit=kv.admission.MinCount(2), init=kv.init.Constant(0.0))
     opt = kv.optim.SGD(engine, lr=1.0)
     train(engine, opt, f=ids(1, 2, 2))
     assert keys_of(handle) == [2]
@@ -70,7 +70,7 @@ def test_keys_that_are_not_admitted_get_no_gradient():
 
 
 def test_lfu_keeps_the_rows_used_most():
-    engine, handle = one(evict=kv.LFU(capacity=2))
+    engine, handle = one(evict=kv.eviction.LFU(capacity=2))
     engine({"f": ids(1, 1, 1, 2, 3, 3)})
     handle.evict()
     assert keys_of(handle) == [1, 3]
@@ -78,7 +78,7 @@ def test_lfu_keeps_the_rows_used_most():
 
 def test_ttl_goes_by_the_clock():
     now = [1000.0]
-    engine, handle = one(evict=kv.TTL(100.0, clock=lambda: now[0]))
+    engine, handle = one(evict=kv.eviction.TTL(100.0, clock=lambda: now[0]))
     engine({"f": ids(1, 2)})
     now[0] += 60
     engine({"f": ids(2, 3)})
@@ -94,7 +94,7 @@ def test_ttl_goes_by_the_clock():
 
 def test_ttl_sees_steps_that_follow_each_other_quickly():
     now = [1000.0]
-    engine, handle = one(evict=kv.TTL(100.0, clock=lambda: now[0]))
+    engine, handle = one(evict=kv.eviction.TTL(100.0, clock=lambda: now[0]))
     for key in range(5):
         engine({"f": ids(key)})
         now[0] += 0.1
@@ -105,7 +105,7 @@ def test_ttl_sees_steps_that_follow_each_other_quickly():
 
 def test_ttl_keeps_rows_just_used_when_its_clock_jumps_back_and_forth():
     now = [10_000.0]
-    engine, handle = one(evict=kv.TTL(100.0, every=1, clock=lambda: now[0]))
+    engine, handle = one(evict=kv.eviction.TTL(100.0, every=1, clock=lambda: now[0]))
     engine({"f": ids(1)})
     now[0] = 0.0
     for key in (2, 3):
@@ -121,7 +121,7 @@ def test_ttl_keeps_rows_just_used_when_its_clock_jumps_back_and_forth():
 
 def test_ttl_keeps_rows_of_a_checkpoint_that_a_clock_ahead_has_saved():
     now = [10_000.0]
-    table = kv.TTL(100.0, every=1, clock=lambda: now[0])
+    table = kv.eviction.TTL(100.0, every=1, clock=lambda: now[0])
     engine, handle = one(evict=table)
     engine({"f": ids(1)})
     restored, there = one(evict=table)
@@ -141,7 +141,7 @@ def test_ttl_does_not_follow_a_wall_clock_that_is_set_while_a_program_runs():
         time.time = lambda: wall() + jump[0]
         import torch
         import karvan as kv
-        engine = kv.EmbeddingEngine({"f": kv.Table(2, evict=kv.TTL(3600.0, every=1))})
+        engine = kv.EmbeddingEngine({"f": kv.Table(2, evict=kv.eviction.TTL(3600.0, every=1))})
         engine({"f": torch.tensor([1])})
         for jump[0] in (10_000.0, -10_000.0, 20_000.0):
             engine({"f": torch.tensor([2])})
@@ -153,14 +153,14 @@ def test_ttl_does_not_follow_a_wall_clock_that_is_set_while_a_program_runs():
 
 
 def test_norm_removes_short_vectors():
-    engine, handle = one(evict=kv.Norm(below=0.5), init=kv.init.Constant(0.1))
+    engine, handle = one(evict=kv.eviction.Norm(below=0.5), init=kv.init.Constant(0.1))
     engine({"f": ids(1, 2)})
     train(engine, kv.optim.SGD(engine, lr=1.0), f=ids(1))
     assert handle.evict() == 1
     assert keys_of(handle) == [1]
 
 
-@pytest.mark.parametrize("policy", [kv.LRU, kv.LFU])
+@pytest.mark.parametrize("policy", [kv.eviction.LRU, kv.eviction.LFU])
 def test_rows_stay_near_capacity_without_being_asked(policy):
     engine, handle = one(evict=policy(capacity=500), shards=1)
     opt = kv.optim.Adagrad(engine, lr=0.1)

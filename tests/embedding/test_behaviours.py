@@ -6,6 +6,7 @@ import torch
 from embedding_helpers import ids, keys_of, one, train
 
 import karvan as kv
+from karvan.embedding import HashStack
 
 # PERSIA
 
@@ -42,7 +43,7 @@ def test_persia_5_sqrtn_scales_forward_and_gradient():
 
 
 def test_persia_7_hash_stack_goldens():
-    engine, handle = one(hash_stack=kv.HashStack(rounds=2, size=10))
+    engine, handle = one(hash_stack=HashStack(rounds=2, size=10))
     golden = {12: [2, 18], 23: [5, 10], 34: [0, 11], 56: [6, 17], 78: [7, 12], 90: [8, 16]}
     for key, rows in golden.items():
         handle.clear()
@@ -102,14 +103,14 @@ def test_persia_10_evaluation_and_probability_zero_insert_nothing():
     assert out[0].any()
     assert not out[1].any()
     assert handle.rows == 1
-    engine, handle = one(admit=kv.Probability(0.0))
+    engine, handle = one(admit=kv.admission.Probability(0.0))
     assert not engine({"f": ids(1, 2)})["f"].any()
     assert handle.rows == 0
     assert handle.stats()["rejected"] == 2
 
 
 def test_persia_11_lru_keeps_the_rows_used_last():
-    engine, handle = one(evict=kv.LRU(capacity=5))
+    engine, handle = one(evict=kv.eviction.LRU(capacity=5))
     for key in range(10):
         engine({"f": ids(key)})
         handle.evict()
@@ -153,7 +154,7 @@ def test_recis_9_training_inserts_and_read_only_does_not():
     engine, handle = one()
     engine({"f": ids(1, 2)})
     rows = handle.snapshot()
-    engine, handle = one(admit=kv.ReadOnly())
+    engine, handle = one(admit=kv.admission.ReadOnly())
     handle.load(rows)
     out = engine({"f": ids(1, 3)})["f"]
     assert torch.equal(out[0], handle.vectors(ids(1))[0])
@@ -220,7 +221,7 @@ def test_recis_13_adam_formulas_and_untouched_rows(cls, keep):
 
 
 def test_recis_14_age_removes_rows_not_seen_for_so_many_steps():
-    engine, handle = one(evict=kv.Age(steps=3))
+    engine, handle = one(evict=kv.eviction.Age(steps=3))
     engine({"f": ids(1)})
     for _ in range(3):
         engine({"f": ids(2)})

@@ -35,10 +35,12 @@ def tables():
     small = {f"w {d}": kv.Table(5, combiner="mean", dtype=d) for d in ref.DTYPES}
     return small | {
         "shared w": kv.Table(5, name="w torch.float32", combiner="sqrtn"),
-        "lru": kv.Table(8, combiner="sum", evict=kv.LRU(capacity=30)),
-        "lfu": kv.Table(3, combiner="sequence", evict=kv.LFU(capacity=30), init=kv.init.Normal(0.0, 1.0)),
-        "rare": kv.Table(4, combiner="ragged", admit=kv.MinCount(3)),
-        "some": kv.Table(4, combiner="tile", length=3, admit=kv.Probability(0.5)),
+        "lru": kv.Table(8, combiner="sum", evict=kv.eviction.LRU(capacity=30)),
+        "lfu": kv.Table(
+            3, combiner="sequence", evict=kv.eviction.LFU(capacity=30), init=kv.init.Normal(0.0, 1.0)
+        ),
+        "rare": kv.Table(4, combiner="ragged", admit=kv.admission.MinCount(3)),
+        "some": kv.Table(4, combiner="tile", length=3, admit=kv.admission.Probability(0.5)),
     }
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import karvan as kv
+from karvan.embedding import HashStack
 
 DIM = 3
 COMBINERS = {
@@ -33,7 +34,7 @@ ids = st.lists(st.lists(keys, max_size=4), min_size=3, max_size=3).filter(any)
 
 
 def table_of(feature, name=None, dtype=torch.float32):
-    stack = None if feature.stack is None else kv.HashStack(rounds=feature.stack[0], size=feature.stack[1])
+    stack = None if feature.stack is None else HashStack(rounds=feature.stack[0], size=feature.stack[1])
     return kv.Table(
         feature.dim,
         name=name,

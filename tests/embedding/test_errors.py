@@ -5,6 +5,7 @@ import reference as ref
 import torch
 
 import karvan as kv
+from karvan.embedding import HashStack
 
 BAD = (ValueError, TypeError)
 
@@ -134,8 +135,8 @@ def test_two_dims_for_one_table():
         {"init": kv.init.Constant(1.0)},
         {"init": kv.init.Uniform(-0.5, 0.5)},
         {"dtype": torch.bfloat16},
-        {"admit": kv.MinCount(2)},
-        {"evict": kv.LRU(5)},
+        {"admit": kv.admission.MinCount(2)},
+        {"evict": kv.eviction.LRU(5)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -156,15 +157,15 @@ def test_features_of_one_table_may_pool_differently():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: kv.Table(4, evict=kv.LRU(-1)), r"capacity.*-1"),
-        (lambda: kv.Table(4, evict=kv.LRU(0)), r"capacity.*0"),
-        (lambda: kv.Table(4, evict=kv.LFU(0)), r"capacity.*0"),
-        (lambda: kv.Table(4, evict=kv.Age(-1)), r"steps.*-1"),
-        (lambda: kv.Table(4, evict=kv.TTL(-1.0)), r"seconds.*-1"),
-        (lambda: kv.Table(4, admit=kv.Probability(1.5)), r"1\.5"),
-        (lambda: kv.Table(4, admit=kv.MinCount(0)), r"0"),
-        (lambda: kv.Table(4, hash_stack=kv.HashStack(0, 10)), r"rounds.*0"),
-        (lambda: kv.Table(4, hash_stack=kv.HashStack(2, 0)), r"size.*0"),
+        (lambda: kv.Table(4, evict=kv.eviction.LRU(-1)), r"capacity.*-1"),
+        (lambda: kv.Table(4, evict=kv.eviction.LRU(0)), r"capacity.*0"),
+        (lambda: kv.Table(4, evict=kv.eviction.LFU(0)), r"capacity.*0"),
+        (lambda: kv.Table(4, evict=kv.eviction.Age(-1)), r"steps.*-1"),
+        (lambda: kv.Table(4, evict=kv.eviction.TTL(-1.0)), r"seconds.*-1"),
+        (lambda: kv.Table(4, admit=kv.admission.Probability(1.5)), r"1\.5"),
+        (lambda: kv.Table(4, admit=kv.admission.MinCount(0)), r"0"),
+        (lambda: kv.Table(4, hash_stack=HashStack(0, 10)), r"rounds.*0"),
+        (lambda: kv.Table(4, hash_stack=HashStack(2, 0)), r"size.*0"),
         (lambda: kv.Table(0), r"dim.*0"),
         (lambda: kv.Table(-4), r"dim.*-4"),
         (lambda: kv.Table(4, combiner="max"), r"sum.*max"),

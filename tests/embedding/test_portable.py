@@ -211,7 +211,10 @@ ids = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 5))
     later=st.lists(ids, max_size=4),
 )
 def test_rows_travel_and_training_continues_as_if_nothing_had_happened(first, other, later):
-    model, second = Model(admit=kv.MinCount(2, slots=64)), Model(admit=kv.MinCount(2, slots=64))
+    model, second = (
+        Model(admit=kv.admission.MinCount(2, slots=64)),
+        Model(admit=kv.admission.MinCount(2, slots=64)),
+    )
     sparse, its = train(model, first), train(second, other)  # what was there is replaced
     state = model.state_dict() | model.embeddings.state_dict(prefix="embeddings.", rows=True)
     state, steps = through_a_file(state), through_a_file(sparse.state_dict())

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import karvan as kv
+from karvan.embedding import HashStack
+from karvan.ragged import Padded
 
 
 def make_engine():
@@ -15,7 +17,7 @@ def make_engine():
         "items": kv.Table(4, name="item", combiner="mean"),
         "item": kv.Table(4),
         "history": kv.Table(4, name="item", combiner="sequence", length=2),
-        "stacked": kv.Table(4, hash_stack=kv.HashStack(2, 50)),
+        "stacked": kv.Table(4, hash_stack=HashStack(2, 50)),
     }
     engine = kv.EmbeddingEngine(tables)
     return engine, kv.optim.Adagrad(engine, lr=0.1)
@@ -41,7 +43,7 @@ def make_batch(seed):
 
 def step(engine, optimizer, batch):
     out = engine(batch)
-    tensors = [v.values if isinstance(v, kv.Padded) else v for v in out.values()]
+    tensors = [v.values if isinstance(v, Padded) else v for v in out.values()]
     sum((t * t).sum() for t in tensors).backward()
     optimizer.step()
     return [t.detach().clone() for t in tensors]

@@ -8,7 +8,7 @@ import karvan as kv
 
 def _engine():
     engine = kv.EmbeddingEngine(
-        {"user": kv.Table(4, admit=kv.MinCount(2)), "item": kv.Table(3, combiner="mean")}, seed=3
+        {"user": kv.Table(4, admit=kv.admission.MinCount(2)), "item": kv.Table(3, combiner="mean")}, seed=3
     )
     return engine, kv.optim.Adagrad(engine, lr=0.1)
 

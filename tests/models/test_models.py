@@ -88,7 +88,7 @@ def test_the_same_seed_gives_the_same_bits_on_any_number_of_threads(name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_template_or_tables_by_name_say_what_rows_are_like(name):
-    like = kv.Table(8, init=kv.init.Constant(0.5), admit=kv.ReadOnly(), combiner="sum")
+    like = kv.Table(8, init=kv.init.Constant(0.5), admit=kv.admission.ReadOnly(), combiner="sum")
     model = MAKERS[name](table=like)
     model(_batch())
     assert all(table.rows == 0 for table in model.embeddings.tables())

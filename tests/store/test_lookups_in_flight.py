@@ -20,9 +20,9 @@ from karvan.store.exchange.row_owner import Owner
 KEYS = 12
 MIN_COUNT = 3
 ADMISSIONS = {
-    "always": kv.Always(),
-    "min_count": kv.MinCount(MIN_COUNT, slots=1 << 16),
-    "probability": kv.Probability(0.5),
+    "always": kv.admission.Always(),
+    "min_count": kv.admission.MinCount(MIN_COUNT, slots=1 << 16),
+    "probability": kv.admission.Probability(0.5),
 }
 
 
@@ -160,7 +160,7 @@ def test_captures_are_what_trained_batches_make(admit, trainers, steps):
     assert as_uses(server.store.snapshot("t")) == server.expected()
 
 
-@pytest.mark.parametrize("evict", [kv.LRU(6), kv.LFU(6), kv.Age(3)], ids=str)
+@pytest.mark.parametrize("evict", [kv.eviction.LRU(6), kv.eviction.LFU(6), kv.eviction.Age(3)], ids=str)
 @given(trainers=st.integers(1, 3), steps=st.lists(STEP, max_size=40))
 def test_captures_of_tables_that_evict_have_no_use_that_was_not_trained(evict, trainers, steps):
     """Rows that lookups in flight have evicted are missing; no key has more uses than were trained."""

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import karvan as kv
+from karvan.embedding import HashStack
 from karvan.store import MemoryStore, Rows, Store, TableSpec
 
 
@@ -20,8 +21,8 @@ TABLES = {
     "item": kv.Table(8, combiner="mean"),
     "seen": kv.Table(8, name="item", combiner="sequence", length=3),
     "tags": kv.Table(5, combiner="sqrtn", dtype=torch.bfloat16),
-    "words": kv.Table(4, combiner="ragged", hash_stack=kv.HashStack(2, 50)),
-    "shop": kv.Table(4, evict=kv.LRU(capacity=20)),
+    "words": kv.Table(4, combiner="ragged", hash_stack=HashStack(2, 50)),
+    "shop": kv.Table(4, evict=kv.eviction.LRU(capacity=20)),
 }
 
 

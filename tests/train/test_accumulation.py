@@ -11,6 +11,7 @@ from train_helpers import assert_same, batches, model, trainer
 import karvan as kv
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.data import KafkaReader, Stream
+from karvan.ragged import NestedRagged
 from karvan.train.feed.empty_batch import describe, empty
 from karvan.train.step.accumulation import Accumulation
 
@@ -24,7 +25,7 @@ def test_an_empty_batch_has_the_columns_of_a_full_one():
         "one": kv.Ragged(torch.tensor([4, 5])),
         "list": kv.Ragged(torch.tensor([4, 5, 6]), offsets, torch.ones(3)),
         "wide": kv.Ragged(torch.rand(3, 2), offsets),
-        "text": kv.NestedRagged(torch.zeros(4, dtype=torch.uint8), torch.tensor([0, 1, 2, 4]), offsets),
+        "text": NestedRagged(torch.zeros(4, dtype=torch.uint8), torch.tensor([0, 1, 2, 4]), offsets),
     }
     for batch in (full, kv.Batch(full)):
         made = empty(json.loads(json.dumps(describe(batch))))

@@ -10,6 +10,7 @@ from train_helpers import batches, everything, model, trainer
 
 import karvan as kv
 from karvan import distributed
+from karvan.store import MemoryStore
 from karvan.train.checks.frozen import Frozen
 
 
@@ -186,7 +187,7 @@ def test_requires_grad_and_read_only_tables_need_no_optimizer():
     net = model()
     net.requires_grad_(False)
     trainer(net, dense_optimizer=None).fit(batches(2))
-    other = nn.Sequential(kv.EmbeddingEngine({"user": kv.Table(1, admit=kv.ReadOnly())}), Add())
+    other = nn.Sequential(kv.EmbeddingEngine({"user": kv.Table(1, admit=kv.admission.ReadOnly())}), Add())
     assert trainer(other, sparse_optimizer=None).fit(batches(2)).trained == 2
 
 
@@ -272,7 +273,7 @@ def test_a_model_of_a_connection_that_has_ended_is_refused(sharded):
 
 def test_a_store_of_the_users_own_is_what_the_user_said(sharded):
     net = model()
-    mine = kv.MemoryStore()
+    mine = MemoryStore()
     net.embeddings = kv.EmbeddingEngine({"user": kv.Table(4), "item": kv.Table(8)}, store=mine)
     sharded()
     assert trainer(net).fit(batches(2)).trained == 2

@@ -15,8 +15,21 @@ from karvan.cli.config.class_lookup import check_arguments, classes_of, found, m
 from karvan.cli.errors import CommandError
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
-_ADMISSIONS = {kind.__name__: kind for kind in (kv.Always, kv.MinCount, kv.Probability, kv.ReadOnly)}
-_EVICTIONS = {kind.__name__: kind for kind in (kv.Never, kv.LRU, kv.LFU, kv.Age, kv.TTL, kv.Norm)}
+_ADMISSIONS = {
+    kind.__name__: kind
+    for kind in (kv.admission.Always, kv.admission.MinCount, kv.admission.Probability, kv.admission.ReadOnly)
+}
+_EVICTIONS = {
+    kind.__name__: kind
+    for kind in (
+        kv.eviction.Never,
+        kv.eviction.LRU,
+        kv.eviction.LFU,
+        kv.eviction.Age,
+        kv.eviction.TTL,
+        kv.eviction.Norm,
+    )
+}
 
 
 def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
@@ -157,10 +170,10 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
         "init": usual
         if config.init is None
         else made_by_name("init", classes_of(kv.init, kv.init.Initialiser), config.init, f"{where}.init"),
-        "admit": kv.Always()
+        "admit": kv.admission.Always()
         if config.admit is None
         else made_by_name("admission", _ADMISSIONS, config.admit, f"{where}.admit"),
-        "evict": kv.Never()
+        "evict": kv.eviction.Never()
         if config.evict is None
         else made_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
     }

@@ -73,7 +73,7 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
         if name in ("features", "transform"):
             raise ValueError(
                 f"data of a job has no '{name}': features are a part of the model, or of a loader's own "
-                "program, kv.DataContext().read(…, transform=engine); see docs/loaders.md."
+                "program, kv.LoaderContext().read(…, transform=engine); see docs/loaders.md."
             )
         if name not in allowed:
             raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")

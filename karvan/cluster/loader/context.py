@@ -1,11 +1,11 @@
-"""`DataContext`: the program of a loader.
+"""`LoaderContext`: the program of a loader.
 
-    with kv.DataContext() as data:
+    with kv.LoaderContext() as data:
         data.serve(data.read("clicks/*.parquet", batch_size=4096))
 
 or, for batches that a program makes itself,
 
-    with kv.DataContext() as data:
+    with kv.LoaderContext() as data:
         for epoch in data.epochs():
             for batch in batches_of(epoch, data.index, data.count):
                 if not data.send(batch):
@@ -37,7 +37,7 @@ from karvan.data import Loader, read
 _TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
 
 
-class DataContext:
+class LoaderContext:
     """This process as loader number `index` of `count`, at work from here on until `close`.
 
     queue: how many batches wait for each trainer; reading waits while there are as many. Where it listens
@@ -152,7 +152,7 @@ class DataContext:
         finally:
             self._leave()
 
-    def __enter__(self) -> DataContext:
+    def __enter__(self) -> LoaderContext:
         return self
 
     def __exit__(

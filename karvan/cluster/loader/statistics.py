@@ -83,8 +83,8 @@ def ask_loaders(lines: Sequence[LoaderChannel], caller: ChannelSettings) -> tupl
             raise ValueError(
                 f"{lines[0].name} and {line.name} have different statistics of transform '{names[0]}': "
                 "expected the same in all loaders. In every loader program, fit the engine to all of the "
-                "data, engine.fit(kv.data.read(…)), since data.read(…) of a DataContext is only the share of "
-                "one loader; or take the statistics of a checkpoint, "
+                "data, engine.fit(kv.data.read(…)), since data.read(…) of a LoaderContext is only the share "
+                "of one loader; or take the statistics of a checkpoint, "
                 "kv.checkpoint.find(folder).load_transforms(engine)."
             )
     arrays = zip(first, answers[0].arrays, strict=True)

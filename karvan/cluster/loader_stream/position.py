@@ -95,11 +95,14 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def check(state: Mapping[str, Any], loaders: int | None = None) -> None:
     """Raise unless it is a state of this version, of so many loaders if a number is given."""
     if "loaders" not in state or (loaders is not None and len(state["loaders"]) != loaders):
-        raise ValueError(mismatch(kind_of(state), "kv.stream()" if loaders is None else stream_of(loaders)))
+        raise ValueError(
+            mismatch(kind_of(state), "kv.data.from_loaders()" if loaders is None else stream_of(loaders))
+        )
     if state.get("version") != VERSION:
         raise ValueError(
-            f"A position of kv.stream() must have version {VERSION}, but has {state.get('version')!r}. "
-            "Another version of karvan saved it: finish the epoch with that one, or begin without a position."
+            f"A position of kv.data.from_loaders() must have version {VERSION}, but has "
+            f"{state.get('version')!r}. Another version of karvan saved it: finish the epoch with that one, "
+            "or begin without a position."
         )
 
 

@@ -1,4 +1,4 @@
-"""`stream`: the batches that a job's loaders read, for a trainer.
+"""`from_loaders`: the batches that a job's loaders read, for a trainer.
 
 For each loader a trainer has a few calls of `next` under way; an answer that nobody has taken yet counts as
 one of them, so a trainer that is slow asks for nothing, and the loader's queue fills up.
@@ -72,7 +72,7 @@ class LoadedBatch(Batch):
         return made
 
 
-def stream(
+def from_loaders(
     *,
     ordered: bool = True,
     ahead: int = 4,
@@ -84,7 +84,7 @@ def stream(
 ) -> LoaderStream:
     """The batches that the job's loaders read for this trainer; one iteration is one epoch.
 
-        trainer.fit(kv.stream(), epochs=3)
+        trainer.fit(kv.data.from_loaders(), epochs=3)
 
     ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
     first do. ahead: batches of each loader that are asked for beforehand. timeout: seconds for which a loader
@@ -96,7 +96,7 @@ def stream(
 
 
 class LoaderStream:
-    """See `stream`. Leaving an iteration early keeps the place, and the next one goes on there."""
+    """See `from_loaders`. Leaving an iteration early keeps the place, and the next one goes on there."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class LoaderStream:
         """Workers that get no ids have nothing to do, and nobody would notice."""
         if distributed.current().workers is not None and not self._says_ids:
             raise ValueError(
-                "This job has embedding workers, but kv.stream() does not say which features they look up: "
-                'name them, as in kv.stream(ids=["user", "item"]), or say ids=[] to leave the ids in the '
-                "batches and the workers without work."
+                "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
+                'look up: name them, as in kv.data.from_loaders(ids=["user", "item"]), or say ids=[] to '
+                "leave the ids in the batches and the workers without work."
             )
 
     def close(self) -> None:

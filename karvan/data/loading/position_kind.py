@@ -13,7 +13,7 @@ LOADER = "a Loader (kv.data.read)"
 
 def stream_of(loaders: int) -> str:
     """The kind of a stream."""
-    return f"kv.stream() of {loaders} loader{'' if loaders == 1 else 's'}"
+    return f"kv.data.from_loaders() of {loaders} loader{'' if loaders == 1 else 's'}"
 
 
 def kind_of(state: Any) -> str | None:
@@ -29,7 +29,7 @@ def mismatch(saved: str | None, given: str | None) -> str:
     """What to do about a position in the middle of an epoch that is of another kind than the data."""
     before, now = saved or "another kind of data", given or "another kind of data"
     setting = ""
-    if before.startswith("kv.stream") and now.startswith("kv.stream"):
+    if before.startswith("kv.data.from_loaders") and now.startswith("kv.data.from_loaders"):
         setting = f", by roles.loaders: {before.split()[2]} in the job"
     return (
         f"The position is of {before}, but the data is {now}. Finish the epoch with "

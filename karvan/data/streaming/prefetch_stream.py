@@ -37,7 +37,7 @@ class Stream:
         return getattr(self._batches, "transform", None)
 
     def transform_states(self) -> dict[str, Any]:
-        """The statistics of transforms in other processes, if the iterable is `kv.stream()` or like it."""
+        """The statistics of transforms in other processes, if the iterable is `from_loaders()` or like it."""
         tell = getattr(self._batches, "transform_states", None)
         return dict(tell()) if tell is not None else {}
 

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from karvan.embedding import EmbeddingEngine, ReadOnly, TableHandle
+from karvan.embedding import EmbeddingEngine, TableHandle
+from karvan.embedding.admission import ReadOnly
 
 Patterns = str | Iterable[str]
 

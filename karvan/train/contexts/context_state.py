@@ -148,7 +148,7 @@ class ContextState:
         `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
         its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
         trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
-        `kv.stream()`, has begun, which drop_unfinished starts again.
+        `kv.data.from_loaders()`, has begun, which drop_unfinished starts again.
         """
         if self._in_loop() or self._in_step():
             raise RuntimeError(

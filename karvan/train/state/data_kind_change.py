@@ -1,4 +1,4 @@
-"""A run that continues with another kind of data than its checkpoint's: a `Loader` instead of `kv.stream()`.
+"""A run that continues with another kind of data than its checkpoint's: a `Loader` after `from_loaders()`.
 
 Both may read the same records, but the position of one means nothing to the other. At the end of an epoch no
 position is needed: the next epoch starts at its first batch, in the order that it has by its number. Within

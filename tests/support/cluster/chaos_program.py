@@ -59,7 +59,9 @@ trainer = kv.Trainer(
     progress="none",
 )
 if int(os.environ["KARVAN_LOADERS"]):
-    batches = kv.stream(ids=["record", "user"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=60)
+    batches = kv.data.from_loaders(
+        ids=["record", "user"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=60
+    )
 else:
     batches = kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3)
 result = trainer.fit(batches)

@@ -24,7 +24,7 @@ class Model(torch.nn.Module):
         self.all = kv.EmbeddingEngine(
             {
                 "record": kv.Table(1, init=kv.init.Constant(0.0)),
-                "once": kv.Table(1, name="once", admit=kv.MinCount(2, slots=1 << 20)),
+                "once": kv.Table(1, name="once", admit=kv.admission.MinCount(2, slots=1 << 20)),
                 "user": kv.Table(1),
             }
         )

@@ -18,7 +18,7 @@ def fitted(files):
 
 
 def run(data, mode, files):
-    """What the program does with its DataContext."""
+    """What the program does with its LoaderContext."""
     with data:
         match mode:
             case "serve":
@@ -46,4 +46,4 @@ def run(data, mode, files):
 
 
 if __name__ == "__main__":
-    run(kv.DataContext(), *sys.argv[1:])
+    run(kv.LoaderContext(), *sys.argv[1:])

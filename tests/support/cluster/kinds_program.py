@@ -30,7 +30,7 @@ def dense():
 
 
 def main():
-    with kv.DataContext() as data:
+    with kv.LoaderContext() as data:
         for _ in data.epochs():
             data.send({**labels(), **dense(), "visitors": torch.tensor([7, 8, 9])}, meta=META)
             try:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import karvan as kv
+from karvan.ragged import NestedRagged
 
 
 class Counted:
@@ -53,7 +54,7 @@ def of_all_kinds(epoch):
     batch = {str(dtype): torch.tensor([[0, 1], [1, 0], [1, 1]]).to(dtype) for dtype in dtypes}
     batch["strided"] = torch.arange(12.0).view(3, 4)[:, ::2]
     batch["ragged"] = kv.Ragged.from_lists([[1, 2], [], [2**62]], weights=[[0.5, 1.0], [], [2.0]])
-    batch["nested"] = kv.NestedRagged(
+    batch["nested"] = NestedRagged(
         torch.tensor([7, 8, 9], dtype=torch.uint8), torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1, 2])
     )
     yield batch
@@ -62,7 +63,7 @@ def of_all_kinds(epoch):
 
 def main(mode, rows, batch_size, counter=""):
     logging.basicConfig(level=logging.INFO)
-    with kv.DataContext(queue=2) as data:
+    with kv.LoaderContext(queue=2) as data:
         ids = {"id": np.arange(int(rows))}
         settings = {"shuffle": 7, "seed": 3, "split_records": 5}
         match mode:

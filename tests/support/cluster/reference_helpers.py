@@ -10,6 +10,8 @@ from worker_helpers import Cluster
 import karvan as kv
 from karvan import distributed
 from karvan.dense.server_proxy import DenseServerProxy
+from karvan.embedding import HashStack
+from karvan.ragged import Padded
 
 WAYS = ["trainer", "worker"]  # who has the ids: the trainer's threads, or an embedding worker
 
@@ -55,11 +57,11 @@ def check_layout(send, rows, **options):
     """A lookup and a step of SGD against the slow reference; gives the engine's output."""
     stack = options.pop("stack", None)
     slow = ref.look_up(ref.Feature(4, stack=stack, **options), rows)
-    table = kv.Table(4, name="products", hash_stack=stack and kv.HashStack(*stack), **options)
+    table = kv.Table(4, name="products", hash_stack=stack and HashStack(*stack), **options)
     engine = kv.EmbeddingEngine({"f": table})
     optimizer = kv.optim.SGD(engine, lr=1.0)
     output = engine(send({"f": kv.Ragged.from_lists(rows)}))["f"]
-    values = output.values if isinstance(output, kv.Padded) else output
+    values = output.values if isinstance(output, Padded) else output
     vectors = {key: torch.from_numpy(first_vector("products", key, 4)) for _, key, _ in slow.terms}
     assert tuple(values.shape) == slow.shape
     torch.testing.assert_close(values.double(), slow.forward(vectors.get), rtol=1e-6, atol=1e-8)
@@ -89,7 +91,7 @@ def visits(way):
     ctx = kv.TrainContext(
         Visits(), sparse_optimizer=kv.optim.SGD(lr=0.1), dense_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
     )
-    return ctx, kv.stream(loaders=1, ids=["visitors"] if way == "worker" else [])
+    return ctx, kv.data.from_loaders(loaders=1, ids=["visitors"] if way == "worker" else [])
 
 
 class Scaled(torch.nn.Module):

@@ -55,7 +55,7 @@ trainer = kv.Trainer(
     progress="none",
 )
 if int(os.environ["KARVAN_LOADERS"]):
-    batches = kv.stream(ids=["record"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=120)
+    batches = kv.data.from_loaders(ids=["record"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=120)
 else:
     batches = kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3)
 result = trainer.fit(batches)

@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from karvan.cluster.loader_stream.stream import stream
+from karvan.cluster.loader_stream.stream import from_loaders
 from karvan.discovery.registry import Registry
 
 PROGRAM = Path(__file__).parent / "loader_program.py"
@@ -56,7 +56,7 @@ class Loaders:
     def stream(self, rank=0, world=1, **options):
         os.environ["KARVAN_REGISTRY"] = self.registry.address
         try:
-            made = stream(rank=rank, world=world, loaders=self.count, **options)
+            made = from_loaders(rank=rank, world=world, loaders=self.count, **options)
             made._caller()  # finds the registry
             return made
         finally:

@@ -33,5 +33,5 @@ class Source:
         self.loader.load_state_dict(state)
 
 
-with kv.DataContext() as context:
+with kv.LoaderContext() as context:
     context.serve(Source(context.read(data["train"], 16, shuffle=64, seed=3)))

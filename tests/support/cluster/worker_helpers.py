@@ -15,7 +15,8 @@ import karvan as kv
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.discovery.directory import Directory
 from karvan.discovery.registry import Registry
-from karvan.ragged import REFERENCE, Batch, IdsReference, Ragged
+from karvan.embedding import HashStack
+from karvan.ragged import REFERENCE, Batch, IdsReference, Padded, Ragged
 
 _generations = itertools.count(1)
 
@@ -159,9 +160,9 @@ def all_layouts():
     return {
         "user": kv.Table(8),
         "mean": kv.Table(4, combiner="mean"),
-        "weighted": kv.Table(4, combiner="sum", admit=kv.MinCount(2)),
+        "weighted": kv.Table(4, combiner="sum", admit=kv.admission.MinCount(2)),
         "root": kv.Table(4, combiner="sqrtn"),
-        "stack": kv.Table(4, hash_stack=kv.HashStack(2, 10), combiner="mean"),
+        "stack": kv.Table(4, hash_stack=HashStack(2, 10), combiner="mean"),
         "history": kv.Table(4, name="item", combiner="sequence"),
         "item": kv.Table(4),
         "recent": kv.Table(4, name="item", combiner="sequence", length=3),
@@ -207,7 +208,7 @@ def tensors(outputs):
     found = []
     for name in all_layouts():
         entry = outputs[name]
-        if isinstance(entry, kv.Padded):
+        if isinstance(entry, Padded):
             found += [entry.values, entry.mask]
         elif isinstance(entry, Ragged):
             found += [entry.values, entry.offsets]

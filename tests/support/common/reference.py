@@ -364,7 +364,7 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sort_rows(rows: Any) -> dict[str, Tensor]:
-    """A `kv.Rows` as a dict of tensors, sorted by key; counts and steps as int64."""
+    """A `Rows` as a dict of tensors, sorted by key; counts and steps as int64."""
     parts = {name: torch.as_tensor(getattr(rows, name)) for name in ("keys", "vectors", "state")}
     parts |= {
         name: torch.tensor(getattr(rows, name).tolist(), dtype=torch.int64)

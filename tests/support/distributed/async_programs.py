@@ -15,7 +15,7 @@ class Net(torch.nn.Module):
     def __init__(self, dropout=0.0):
         super().__init__()
         self.embeddings = kv.EmbeddingEngine(
-            {"user": kv.Table(dim=4, admit=kv.MinCount(2)), "item": kv.Table(dim=4)}, seed=2
+            {"user": kv.Table(dim=4, admit=kv.admission.MinCount(2)), "item": kv.Table(dim=4)}, seed=2
         )
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 6),

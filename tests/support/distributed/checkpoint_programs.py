@@ -24,7 +24,7 @@ class Model(torch.nn.Module):
     def __init__(self, optimizer=True):
         super().__init__()
         self.embeddings = kv.EmbeddingEngine(
-            {"user": kv.Table(4, admit=kv.MinCount(3, slots=1 << 14)), "item": kv.Table(3)}, seed=1
+            {"user": kv.Table(4, admit=kv.admission.MinCount(3, slots=1 << 14)), "item": kv.Table(3)}, seed=1
         )
         self.dense = torch.nn.Parameter(torch.arange(3.0))
         self.optimizer = kv.optim.Adam(self, lr=0.05) if optimizer else None

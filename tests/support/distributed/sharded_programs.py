@@ -101,9 +101,9 @@ def train(
     rank, world = connection.rank, connection.world
     options = {"dtype": getattr(torch, dtype)}
     if admit:
-        options["admit"] = kv.MinCount(admit)
+        options["admit"] = kv.admission.MinCount(admit)
     if evict:
-        options["evict"] = kv.LRU(evict)
+        options["evict"] = kv.eviction.LRU(evict)
     engine = kv.EmbeddingEngine({name: replace(make(), **options) for name, make in FEATURES.items()}, seed=3)
     sparse = optimizer_of(optimizer, engine)
     used = [name for name in FEATURES if name not in unused]
