@@ -1,17 +1,6 @@
 """What all serving roles do: listen, register, answer calls until they are stopped.
 
-`RoleSettings` come from the environment, which is how an engine tells a process what it is:
-
-| variable | meaning | default |
-|---|---|---|
-| KARVAN_INDEX, KARVAN_COUNT | which of how many | 0 of 1 |
-| KARVAN_HOST, KARVAN_PORT | where it listens; port 0: any | 127.0.0.1, 0 |
-| KARVAN_ADVERTISE | the host by which others reach it, where that is another one | KARVAN_HOST |
-| KARVAN_REGISTRY | the registry's host:port | none |
-| KARVAN_THREADS | of lookups and updates | all cores |
-| KARVAN_CHECKPOINTS | the folder below which a parameter server may save | none: it does not save |
-| KARVAN_GENERATION | of the job | 0 |
-| KARVAN_TOKEN_FILE, KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | see `karvan.wire.Security` | none |
+`RoleSettings` come from the environment, by which an engine says what a process is (`JobEnvironment`).
 
 SIGTERM and SIGINT end a role: it leaves the registry, so that nobody looks for it, and closes its port.
 """
@@ -30,6 +19,8 @@ from dataclasses import dataclass, field
 
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.wire import Security, Server, Service, WireError
 from karvan.wire.security.credentials import reachable
 
@@ -38,10 +29,10 @@ _log = logging.getLogger("karvan.cluster")
 _REGISTRY_WITHIN = 60.0  # seconds; roles and their registry may be started in any order
 
 # Role → "module:function", which makes its service from RoleSettings.
-FACTORIES = {
-    "parameter-server": "karvan.cluster.parameter_server.service:make",
-    "embedding-worker": "karvan.cluster.embedding_worker.service:make",
-    "loader": "karvan.cluster.loader.builtin:make",
+FACTORIES: Mapping[str, str] = {
+    Role.PARAMETER_SERVER: "karvan.cluster.parameter_server.service:make",
+    Role.EMBEDDING_WORKER: "karvan.cluster.embedding_worker.service:make",
+    Role.LOADER: "karvan.cluster.loader.builtin:make",
 }
 
 
@@ -49,7 +40,7 @@ FACTORIES = {
 class RoleSettings:
     """What a process of a job knows about itself."""
 
-    role: str
+    role: Role
     index: int = 0
     count: int = 1
     host: str = "127.0.0.1"
@@ -80,29 +71,21 @@ class RoleSettings:
         return f"{self.role} {self.index}"
 
     @classmethod
-    def from_environment(cls, role: str, environment: Mapping[str, str] | None = None) -> RoleSettings:
-        """As the variables above say; what is wrong names the variable."""
-        given = os.environ if environment is None else environment
-
-        def number(name: str, default: int) -> int:
-            text = given.get(name, "").strip()
-            try:
-                return int(text) if text else default
-            except ValueError:
-                raise ValueError(f"{name} expects a whole number, got {text!r}.") from None
-
+    def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
+        """As the variables say; an error names the variable."""
+        job = JobEnvironment.read(environment)
         return cls(
             role=role,
-            index=number("KARVAN_INDEX", 0),
-            count=number("KARVAN_COUNT", 1),
-            host=given.get("KARVAN_HOST", "").strip() or "127.0.0.1",
-            port=number("KARVAN_PORT", 0),
-            advertise=given.get("KARVAN_ADVERTISE", "").strip(),
-            registry=given.get("KARVAN_REGISTRY", "").strip(),
-            threads=number("KARVAN_THREADS", 0),
-            generation=number("KARVAN_GENERATION", 0),
-            checkpoints=given.get("KARVAN_CHECKPOINTS", ""),
-            security=Security.from_environment(given),
+            index=job.index,
+            count=job.count,
+            host=job.host or "127.0.0.1",
+            port=job.port,
+            advertise=job.advertise,
+            registry=job.registry,
+            threads=job.threads or 0,
+            generation=job.generation,
+            checkpoints=job.checkpoints,
+            security=Security.from_environment(environment),
         )
 
 

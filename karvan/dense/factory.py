@@ -20,7 +20,7 @@ def make_stepping(
     ahead: int,
 ) -> LocalDense:
     """Where this connection's mode has the dense parameters; servers are given them, a collective."""
-    if connection.settings.mode != "async" or optimizer is None:
+    if optimizer is None or not connection.settings.mode.dense_on_servers:
         return LocalDense(optimizer)
     from karvan.dense.remote import RemoteDense  # with Flight, which others need not wait for
 

@@ -1,12 +1,11 @@
 """Addresses of the processes of a job, from its registry or given.
 
 A client gives its `Client` a function that asks, so that a role which was restarted elsewhere is found again:
-`Client("parameter-server 0", lambda: directory.find("parameter-server", 0))`.
+`Client("parameter-server 0", lambda: directory.find(Role.PARAMETER_SERVER, 0))`.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,26 +13,23 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from karvan.clock import clock
-from karvan.protocol.registry import REGISTRY_CALLS, ROLES
+from karvan.job.environment import JobEnvironment, addresses_variable
+from karvan.job.roles import Role
+from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security
 
 _PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
-
-# Environment variables with the addresses of a role's processes, in the order of their indices.
-STATIC = {
-    "parameter-server": "KARVAN_PARAMETER_SERVERS",
-    "embedding-worker": "KARVAN_EMBEDDING_WORKERS",
-    "loader": "KARVAN_LOADER_ADDRESSES",
-}
+# Roles that listen, so that their addresses can be given in place of a registry.
+_LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
 
 @dataclass(frozen=True)
 class Member:
     """A process of the job, as the registry knows it."""
 
-    role: str
+    role: Role
     index: int
     address: str
     generation: int
@@ -49,7 +45,7 @@ class Member:
 class Addresses(Protocol):
     """Finds processes by role and index."""
 
-    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+    def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address "host:port"; a WireError if it is not there in time."""
 
     def close(self) -> None:
@@ -65,7 +61,7 @@ class Directory:
         self._lock = threading.Lock()
         self._peer: Client | None = None
 
-    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+    def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError names it, and those that are there."""
         _check_role(role)
         due = clock.now() + timeout
@@ -95,7 +91,7 @@ class Directory:
         except WireError:
             self._drop(peer)
             raise
-        return [Member(**each) for each in told]
+        return [Member(**{**each, "role": Role(each["role"])}) for each in told]
 
     def close(self) -> None:
         """Leave the registry."""
@@ -123,7 +119,7 @@ class Directory:
 class StaticDirectory:
     """Addresses that are known beforehand, by role, in the order of their indices."""
 
-    def __init__(self, addresses: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, addresses: Mapping[Role, Sequence[str]]) -> None:
         for role in addresses:
             _check_role(role)
         self._addresses = {role: list(each) for role, each in addresses.items()}
@@ -133,7 +129,7 @@ class StaticDirectory:
                 if not host or not port.isdigit():
                     raise ValueError(f"An address must be host:port, got {address!r}.")
 
-    def find(self, role: str, index: int, timeout: float = 60.0) -> str:
+    def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
         """Its address; a WireError if there is none in the list."""
         _check_role(role)
         known = self._addresses.get(role, [])
@@ -149,37 +145,31 @@ class StaticDirectory:
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
 ) -> Directory | StaticDirectory:
-    """As KARVAN_REGISTRY says, or else the variables of `STATIC`.
-
-    The first is the registry's "host:port"; the others are lists of them, separated by commas.
-    """
-    given = os.environ if environment is None else environment
-    if registry := given.get("KARVAN_REGISTRY", "").strip():
-        return Directory(registry, Security.from_environment(given) if security is None else security)
-    lists = {role: given.get(name, "") for role, name in STATIC.items()}
-    if not any(text.strip() for text in lists.values()):
-        raise ValueError(
-            f"Expected KARVAN_REGISTRY or a list of addresses in {', '.join(STATIC.values())}, got neither."
+    """The registry that the environment names, or else the addresses that it lists."""
+    given = JobEnvironment.read(environment)
+    if given.registry:
+        return Directory(
+            given.registry, Security.from_environment(environment) if security is None else security
         )
-    return StaticDirectory(
-        {role: [part.strip() for part in text.split(",") if part.strip()] for role, text in lists.items()}
-    )
+    addresses = {role: given.addresses_of(role) for role in _LISTENING}
+    if not any(addresses.values()):
+        names = ", ".join(map(addresses_variable, _LISTENING))
+        raise ValueError(f"Expected KARVAN_REGISTRY or a list of addresses in {names}, got neither.")
+    return StaticDirectory(addresses)
 
 
 def find_role(
-    role: str, addresses: Sequence[str] | None, count: str, security: Security
+    role: Role, addresses: Sequence[str] | None, security: Security
 ) -> tuple[Directory | StaticDirectory, int]:
-    """Where the processes of a role are, and how many: at these addresses, or as the environment says.
-
-    count: the variable that has their number, where the registry has their addresses.
-    """
-    if addresses is None and "KARVAN_REGISTRY" in os.environ:
-        return Directory(os.environ["KARVAN_REGISTRY"], security), int(os.environ.get(count, "0"))
+    """Where the processes of a role are, and how many: at these addresses, or as the environment says."""
+    given = JobEnvironment.read()
+    if addresses is None and given.registry:
+        return Directory(given.registry, security), given.count_of(role) or 0
     if addresses is None:
-        addresses = [each.strip() for each in os.environ.get(STATIC[role], "").split(",") if each.strip()]
+        addresses = given.addresses_of(role)
     return StaticDirectory({role: addresses}), len(addresses)
 
 
 def _check_role(role: str) -> None:
-    if role not in ROLES:
-        raise ValueError(f"Expected a role of {', '.join(ROLES)}, got {role!r}.")
+    if role not in tuple(Role):
+        raise ValueError(f"Expected a role of {', '.join(Role)}, got {role!r}.")

@@ -14,6 +14,8 @@ import threading
 from typing import Any
 
 from karvan.activity import activity, dump_stacks_on_signal
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.wire.client import Client
 from karvan.wire.errors import RefusedError, WireError
@@ -36,7 +38,7 @@ class Membership:
     def __init__(
         self,
         registry: str,
-        role: str,
+        role: Role,
         index: int,
         address: str,
         security: Security | None = None,
@@ -117,17 +119,11 @@ class Membership:
         return self._who["role"], self._who["index"]
 
 
-def member_from_environment(role: str) -> Membership | None:
+def member_from_environment(role: Role) -> Membership | None:
     """The place of this process, if a launched job has started it for that role and it has no port."""
-    given = os.environ
-    registry = given.get("KARVAN_REGISTRY", "")
-    if not registry or given.get("KARVAN_ROLE") != role:
+    job = JobEnvironment.read()
+    if not job.registry or job.role != role:
         return None
     return Membership(
-        registry,
-        role,
-        int(given.get("KARVAN_INDEX", "0")),
-        socket.gethostname(),
-        Security.from_environment(),
-        int(given.get("KARVAN_GENERATION", "0")),
+        job.registry, role, job.index, socket.gethostname(), Security.from_environment(), job.generation
     )

@@ -31,7 +31,8 @@ from karvan.clock import clock
 from karvan.discovery.directory import Member
 from karvan.discovery.rendezvous_methods import rendezvous_methods
 from karvan.discovery.rendezvous_store import RendezvousStore
-from karvan.protocol.registry import REGISTRY_CALLS, ROLES
+from karvan.job.roles import Role
+from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS
 from karvan.wire import Message, RefusedError, Request, Security, Server, Service, endpoints
 from karvan.wire.security.credentials import reachable
@@ -39,7 +40,7 @@ from karvan.wire.security.credentials import reachable
 _log = logging.getLogger("karvan.cluster")
 
 # A trainer runs what its user wrote, which may keep it from giving signs of life for a while.
-_SLOWER = {"trainer": 6.0}
+_SLOWER = {Role.TRAINER: 6.0}
 _MOST_REPLICAS = 1024  # of a role, where nobody says how many the job has
 
 
@@ -70,14 +71,14 @@ class Registry(Service):
         port: int = 0,
         security: Security | None = None,
         *,
-        replicas: Mapping[str, int] | None = None,
+        replicas: Mapping[Role, int] | None = None,
         lost_after: float = 10.0,
     ) -> None:
-        self._replicas = dict.fromkeys(ROLES, _MOST_REPLICAS) if replicas is None else dict(replicas)
+        self._replicas = dict.fromkeys(Role, _MOST_REPLICAS) if replicas is None else dict(replicas)
         self._generation = 0
         self._lost_after = lost_after
         self._lock = threading.Lock()
-        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._entries: dict[tuple[Role, int], _Entry] = {}
         self._store = RendezvousStore()
         self.endpoints = endpoints(
             {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
@@ -101,7 +102,7 @@ class Registry(Service):
         """Take no more calls."""
         self._server.close()
 
-    def healthy(self, role: str, index: int) -> bool | None:
+    def healthy(self, role: Role, index: int) -> bool | None:
         """Whether it has given a sign of life lately; None: it never came, or has left."""
         with self._lock:
             entry = self._entries.get((role, index))
@@ -112,12 +113,12 @@ class Registry(Service):
         with self._lock:
             return [self._member(*key, entry) for key, entry in sorted(self._entries.items())]
 
-    def activities(self) -> dict[tuple[str, int], ActivityReport]:
+    def activities(self) -> dict[tuple[Role, int], ActivityReport]:
         """What members said last of what they do, by role and index."""
         with self._lock:
             return {key: each.activity for key, each in self._entries.items() if each.activity is not None}
 
-    def forget(self, role: str, index: int) -> None:
+    def forget(self, role: Role, index: int) -> None:
         """What is known of a process that has ended; another one will take its place."""
         with self._lock:
             self._entries.pop((role, index), None)
@@ -157,7 +158,7 @@ class Registry(Service):
             _log.info("%s %d is at %s", *key, head["address"])
         return Message({})
 
-    def _check_bounds(self, key: tuple[str, int], address: str) -> None:
+    def _check_bounds(self, key: tuple[Role, int], address: str) -> None:
         role, index = key
         count = self._replicas.get(role, 0)
         if index >= count:
@@ -183,11 +184,11 @@ class Registry(Service):
                 del self._entries[key]
         return Message({})
 
-    def _member(self, role: str, index: int, entry: _Entry) -> Member:
+    def _member(self, role: Role, index: int, entry: _Entry) -> Member:
         silent = clock.silence(entry.seen)
         healthy = silent <= self._lost_after * _SLOWER.get(role, 1.0)
         return Member(role, index, entry.address, entry.generation, entry.pid, healthy, round(silent, 3))
 
 
-def _key(request: Request) -> tuple[str, int]:
-    return request.head["role"], request.head["index"]
+def _key(request: Request) -> tuple[Role, int]:
+    return Role(request.head["role"]), request.head["index"]

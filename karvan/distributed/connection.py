@@ -25,7 +25,10 @@ from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
 from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import meet
-from karvan.distributed.sync_modes import DenseSettings, choose_dense, choose_mode
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
+from karvan.job.server_loss import ServerLoss
+from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
@@ -40,7 +43,6 @@ KINDS = ("memory", "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
-LOSSES = ("fail", "reload")
 # One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
 _LANES = ("main", "fit", "evaluate", "save")
 
@@ -55,8 +57,8 @@ class ConnectionSettings:
     timeout: float = 300.0
     transport: str = "auto"
     staleness: int = 1
-    on_server_loss: str = "fail"
-    mode: str = "sync"
+    on_server_loss: ServerLoss = ServerLoss.ROLLBACK
+    mode: SyncMode = SYNC
     dense: DenseSettings = field(default_factory=DenseSettings)
 
 
@@ -111,7 +113,12 @@ class Connection:
         """What gradients of rows are divided by: how many trainers' gradients make a step."""
         if self.settings.grad_reduce == "key":
             return 1
-        return self.settings.dense.together if self.settings.mode == "async" else self.world
+        return self.settings.mode.gradients_per_step(self.world, self.settings.dense)
+
+    @property
+    def joint_steps(self) -> bool:
+        """Whether every step has the gradients of all trainers; those of one trainer are all of them."""
+        return self.world == 1 or self.settings.mode.joint_steps
 
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
         """Find servers and workers at these addresses, or where the environment says; a collective."""
@@ -125,16 +132,16 @@ class Connection:
             "trainer": self.rank,
             "trainers": self.world,
             "run": self.main.gather_json(secrets.token_hex(8))[0],
-            "mode": self.settings.mode,
+            "mode": self.settings.mode.name,
             "staleness": self.settings.staleness,
             "grad_reduce": self.settings.grad_reduce,
             "divisor": self.divisor,
             "dense": asdict(self.settings.dense),
         }
-        reload = self.settings.on_server_loss == "reload"
+        reload = self.settings.on_server_loss is ServerLoss.RELOAD
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
         self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
-        self._member = member_from_environment("trainer")
+        self._member = member_from_environment(Role.TRAINER)
 
     def fail(self, channel: str, error: BaseException) -> None:
         """This rank cannot go on: leave a channel, on which others may wait, and tell them why."""
@@ -304,14 +311,15 @@ def connect(
     step before, as in memory. Without it, as a launched job says; else 1, or 4 if mode hybrid or async is
     given. lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async are a step, see
     `DenseSettings`.
-    on_server_loss: "fail", the default unless a launched job says otherwise: a server that has begun anew is
-    an error. "reload": it takes its rows as they were saved last, and what was lost is counted.
+    on_server_loss: "rollback", the default unless a launched job says otherwise: a server that has restarted
+    is an error, after which a launched job continues from its last checkpoint. "reload": the server loads its
+    rows from the last checkpoint, and lost updates are counted.
     """
     global _current
     if kind not in KINDS:
         raise ValueError(f"connect expects one of {', '.join(KINDS)}, got {kind!r}.")
     if wire is None:
-        wire = os.environ.get("KARVAN_WIRE", "float32") if kind == "remote" else "float32"
+        wire = (JobEnvironment.read().wire or "float32") if kind == "remote" else "float32"
     if wire not in WIRES:
         raise ValueError(f"wire must be one of {', '.join(WIRES)}, got {wire!r}.")
     if grad_reduce not in REDUCES:
@@ -329,23 +337,15 @@ def connect(
         )
     settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport)
     if kind == "remote":
-        mode, staleness = choose_mode(mode, staleness)
+        chosen, staleness = choose_mode(mode, staleness)
         settings = replace(
             settings,
-            mode=mode,
+            mode=chosen,
             staleness=staleness,
-            dense=choose_dense(mode, *dense),
-            on_server_loss=on_server_loss or os.environ.get("KARVAN_SERVER_LOSS", "fail"),
+            dense=choose_dense(chosen, *dense),
+            on_server_loss=_choose_server_loss(on_server_loss),
         )
-    if settings.on_server_loss not in LOSSES:
-        raise ValueError(
-            f"on_server_loss must be one of {', '.join(LOSSES)}, got {settings.on_server_loss!r}."
-        )
-    if settings.on_server_loss == "reload" and settings.mode == "async":
-        raise ValueError(
-            'on_server_loss="reload" is for modes sync and hybrid: in mode async a lost server has dense '
-            "parameters as well, which only a rollback restores."
-        )
+        chosen.check_server_loss(settings.on_server_loss)
     if kind == "memory" and settings != ConnectionSettings():
         raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
     with _lock:
@@ -381,13 +381,22 @@ def disconnect() -> None:
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Where the ranks meet, this one's number, and how many there are."""
     global _store
-    if os.environ.get("KARVAN_REGISTRY") and os.environ.get("KARVAN_ROLE") == "trainer":  # a launched job
+    job = JobEnvironment.read()
+    if job.registry and job.role == Role.TRAINER:
         from karvan.distributed.wire_store import launched_store
 
         _store = launched_store(timeout.total_seconds())
         return _store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     return store, rank, world
+
+
+def _choose_server_loss(given: str | None) -> ServerLoss:
+    if given is None:
+        return JobEnvironment.read().on_server_loss or ServerLoss.ROLLBACK
+    if given not in tuple(ServerLoss):
+        raise ValueError(f"on_server_loss must be one of {', '.join(ServerLoss)}, got {given!r}.")
+    return ServerLoss(given)
 
 
 def _started_by_torch() -> bool:

@@ -14,7 +14,6 @@ while it is in flight.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from karvan.clock import clock
+from karvan.job.environment import JobEnvironment
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
 from karvan.wire import Array, Client, Message, Security, WireError
 
@@ -170,5 +170,5 @@ class WireStore(Store):
 
 def launched_store(timeout: float) -> WireStore:
     """The store of the job that has launched this trainer, as the environment says."""
-    generation = int(os.environ.get("KARVAN_GENERATION", "0"))
-    return WireStore(os.environ["KARVAN_REGISTRY"], generation, Security.from_environment(), timeout)
+    job = JobEnvironment.read()
+    return WireStore(job.registry, job.generation, Security.from_environment(), timeout)

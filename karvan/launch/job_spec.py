@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from karvan.discovery.roles import LOADER, SERVER, TRAINER, WORKER, Role
-from karvan.launch.role_environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
+from karvan.job.environment import LAUNCHED
+from karvan.job.loopback import is_loopback
+from karvan.job.roles import Role
+from karvan.job.server_loss import ServerLoss
+from karvan.job.sync_modes import MODES, SYNC
+from karvan.launch.role_environment import NOT_PASSED_ON, TORCH_NAMES
 from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
 
 
@@ -41,7 +44,7 @@ class Replicas(Section):
     @classmethod
     def _leaves_ours_alone(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
-            if name in NAMES or name in TORCH_NAMES:
+            if name in LAUNCHED or name in TORCH_NAMES:
                 raise ValueError(f"the launcher sets {name}, so it cannot be set here")
             if name in NOT_PASSED_ON:
                 raise ValueError(f"trainers meet at the job's registry, so {name} has no use here")
@@ -91,7 +94,7 @@ class TLS(Section):
 
 
 class Dense(Section):
-    """When pushed dense gradients are a step, in mode async; see `karvan.distributed.sync_modes`."""
+    """When pushed dense gradients are a step, in mode async; see `karvan.job.sync_modes`."""
 
     lr_staleness: bool = False
     grads_to_wait: Count | None = None
@@ -119,7 +122,7 @@ class JobSpec(Section):
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     roles: Roles = Roles()
     checkpoints: Path | None = None
-    on_server_loss: Literal["rollback", "reload"] = "rollback"
+    on_server_loss: ServerLoss = ServerLoss.ROLLBACK
     max_restarts: CountOrZero = 10
     restart_window: Positive = 600.0
     grace: Positive = 60.0
@@ -133,8 +136,8 @@ class JobSpec(Section):
     @model_validator(mode="before")
     @classmethod
     def _sync_waits_for_every_batch(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("mode") == "sync":
-            return {"staleness": 1, **given}
+        if isinstance(given, Mapping) and given.get("mode") == SYNC.name:
+            return {"staleness": SYNC.default_staleness, **given}
         return given
 
     @field_validator("entry", "loader_entry")
@@ -146,22 +149,15 @@ class JobSpec(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
-        if self.mode == "sync" and self.staleness != 1:
-            raise ValueError(
-                f"mode sync has staleness 1, got {self.staleness}; modes hybrid and async allow more"
-            )
-        if self.dense is not None and self.mode != "async":
-            raise ValueError(f"dense is for mode async, got mode {self.mode}")
+        mode = MODES[self.mode]
+        mode.check_staleness(self.staleness)
+        mode.check_dense(() if self.dense is None else ("dense",))
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
             raise ValueError("loader_entry is given, but roles.loaders has no replicas")
-        if self.on_server_loss == "reload" and self.mode == "async":
-            raise ValueError(
-                "on_server_loss reload is for modes sync and hybrid: in mode async a lost server has dense "
-                "parameters as well, which only a rollback restores"
-            )
-        if self.on_server_loss == "reload" and self.checkpoints is None:
+        mode.check_server_loss(self.on_server_loss)
+        if self.on_server_loss is ServerLoss.RELOAD and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
-        if self.tls is None and not _is_loopback(self.host):
+        if self.tls is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, which needs tls, since the job's "
                 "token would be readable on its way; "
@@ -172,10 +168,10 @@ class JobSpec(Section):
     def of_role(self, role: Role) -> Replicas:
         """The section of a role."""
         sections: dict[Role, Replicas] = {
-            TRAINER: self.roles.trainers,
-            SERVER: self.roles.parameter_servers,
-            WORKER: self.roles.embedding_workers,
-            LOADER: self.roles.loaders,
+            Role.TRAINER: self.roles.trainers,
+            Role.PARAMETER_SERVER: self.roles.parameter_servers,
+            Role.EMBEDDING_WORKER: self.roles.embedding_workers,
+            Role.LOADER: self.roles.loaders,
         }
         return sections[role]
 
@@ -190,10 +186,3 @@ class JobSpec(Section):
 def read_spec(path: Path, changes: Mapping[str, str]) -> JobSpec:
     """Read a job.yaml, with some values set to others: {"roles.trainers": "2"}."""
     return read_settings(JobSpec, path, changes)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,8 +21,9 @@ import traceback
 import types
 
 from karvan import exit_codes
+from karvan.job.environment import variable
 
-_DEBUG = "KARVAN_DEBUG"
+_DEBUG = variable("debug")  # read by itself: an error may be about another variable
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from karvan.discovery.roles import LOADER, START_ORDER, TRAINER, Role
+from karvan.job.roles import START_ORDER, Role
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
@@ -15,7 +15,7 @@ Commands = dict[Role, tuple[str, ...]]
 
 def commands_of(spec: JobSpec) -> Commands:
     """Programs of the job for trainers, and for loaders if it has one; Karvan's own for all others."""
-    programs = {TRAINER: spec.entry, LOADER: spec.loader_entry}
+    programs = {Role.TRAINER: spec.entry, Role.LOADER: spec.loader_entry}
     made: Commands = {}
     for role in START_ORDER:
         section = spec.of_role(role)

@@ -1,49 +1,22 @@
-"""The environment variables through which a process learns about its job.
+"""The environment of a job's processes: what `JobEnvironment` has, and what torch needs.
 
-| Name | Value |
-|---|---|
-| KARVAN_JOB | the job's name |
-| KARVAN_ROLE | trainer, parameter-server, embedding-worker or loader |
-| KARVAN_INDEX, KARVAN_COUNT | which of its role's replicas this is, and how many there are |
-| KARVAN_REGISTRY | host:port where roles find each other |
-| KARVAN_GENERATION | 0 at first, one more after every rollback, as it was when this process started |
-| KARVAN_MODE, KARVAN_STALENESS, KARVAN_WIRE | sync, hybrid or async; batches; float32, bfloat16 or float16 |
-| KARVAN_LR_STALENESS, KARVAN_GRADS_TO_WAIT, KARVAN_TOLERANCE | `dense` of the job: 0 or 1, numbers |
-| KARVAN_TRAINERS, KARVAN_SERVERS, KARVAN_WORKERS, KARVAN_LOADERS | replicas of each role |
-| KARVAN_HOST, KARVAN_PORT | where to listen; port 0 is any free one |
-| KARVAN_CHECKPOINTS | the folder of checkpoints, if there is one |
-| KARVAN_OWNER | the id of the launcher's lease of that folder; its processes belong to it |
-| KARVAN_DATA | `data` of the job as JSON, if it has any |
-| KARVAN_THREADS | threads to use, if the role has a number; OMP_NUM_THREADS is the same then |
-| KARVAN_TOKEN_FILE | the file with the token that services ask for |
-| KARVAN_TLS_CERT, _KEY, _CA, _MUTUAL | files of TLS, if it is used; MUTUAL is 0 or 1 |
-| KARVAN_SERVER_LOSS | reload: a server that is lost takes its rows as they were saved while others go on |
-
-Trainers have what torch wants as well: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; not MASTER_ADDR and
-MASTER_PORT, since they meet at the registry. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface of
-KARVAN_HOST, unless it means all of them, or the job sets them itself.
+Trainers have RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as well; not MASTER_ADDR and MASTER_PORT,
+since they find each other through the registry. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface
+of KARVAN_HOST, unless it means all of them, or the job sets them itself.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from karvan.discovery.roles import LOADER, SERVER, TRAINER, WORKER, Role
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.launch.network_interfaces import interface_settings
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
 
-NAMES = tuple(
-    f"KARVAN_{name}"
-    for name in (
-        *("JOB", "ROLE", "INDEX", "COUNT", "REGISTRY", "GENERATION", "MODE", "STALENESS", "WIRE"),
-        *("LR_STALENESS", "GRADS_TO_WAIT", "TOLERANCE"),
-        *("TRAINERS", "SERVERS", "WORKERS", "LOADERS", "HOST", "PORT", "CHECKPOINTS", "DATA", "THREADS"),
-        *("OWNER", "TOKEN_FILE", "TLS_CERT", "TLS_KEY", "TLS_CA", "TLS_MUTUAL", "SERVER_LOSS"),
-    )
-)
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
 
@@ -60,35 +33,35 @@ def environment_of(
     """The environment of one process; owner: the id of the launcher's lease."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
-    values: dict[str, object] = {
-        "JOB": spec.name,
-        "ROLE": role,
-        "INDEX": index,
-        "COUNT": section.replicas,
-        "REGISTRY": registry,
-        "GENERATION": generation,
-        "MODE": spec.mode,
-        "STALENESS": spec.staleness,
-        "WIRE": spec.wire,
-        "LR_STALENESS": None if dense is None else int(dense.lr_staleness),
-        "GRADS_TO_WAIT": None if dense is None else dense.grads_to_wait,
-        "TOLERANCE": None if dense is None else dense.tolerance,
-        "TRAINERS": spec.of_role(TRAINER).replicas,
-        "SERVERS": spec.of_role(SERVER).replicas,
-        "WORKERS": spec.of_role(WORKER).replicas,
-        "LOADERS": spec.of_role(LOADER).replicas,
-        "HOST": spec.host,
-        "PORT": port + index if port else 0,
-        "CHECKPOINTS": spec.checkpoints,
-        "OWNER": owner or None,
-        "DATA": None if spec.data is None else json.dumps(spec.data, default=str),
-        "THREADS": section.threads,
-        "SERVER_LOSS": "reload" if spec.on_server_loss == "reload" else None,
-    }
-    made = {**_named(values), **security_of(spec)}
+    made = JobEnvironment(
+        job=spec.name,
+        role=role,
+        index=index,
+        count=section.replicas,
+        registry=registry,
+        generation=generation,
+        mode=spec.mode,
+        staleness=spec.staleness,
+        wire=spec.wire,
+        lr_staleness=None if dense is None else dense.lr_staleness,
+        grads_to_wait=None if dense is None else dense.grads_to_wait,
+        tolerance=None if dense is None else dense.tolerance,
+        trainer_count=spec.of_role(Role.TRAINER).replicas,
+        parameter_server_count=spec.of_role(Role.PARAMETER_SERVER).replicas,
+        embedding_worker_count=spec.of_role(Role.EMBEDDING_WORKER).replicas,
+        loader_count=spec.of_role(Role.LOADER).replicas,
+        host=spec.host,
+        port=port + index if port else 0,
+        checkpoints="" if spec.checkpoints is None else str(spec.checkpoints),
+        owner=owner,
+        data="" if spec.data is None else json.dumps(spec.data, default=str),
+        threads=section.threads,
+        on_server_loss=spec.on_server_loss,
+        **_security(spec),
+    ).variables()
     if section.threads is not None:
         made["OMP_NUM_THREADS"] = str(section.threads)
-    if role == TRAINER:
+    if role == Role.TRAINER:
         numbers = (index, section.replicas, index, section.replicas)
         made |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
         return {**interface_settings(spec.host), **section.env, **made}
@@ -97,16 +70,16 @@ def environment_of(
 
 def security_of(spec: JobSpec) -> dict[str, str]:
     """What all processes of a job know of its token and TLS; see `karvan.wire.Security`."""
-    values: dict[str, object] = {"TOKEN_FILE": spec.token_file}
+    return JobEnvironment(**_security(spec)).variables()
+
+
+def _security(spec: JobSpec) -> dict[str, Any]:
+    made: dict[str, Any] = {"token_file": "" if spec.token_file is None else str(spec.token_file)}
     if spec.tls is not None:
-        values |= {
-            "TLS_CERT": spec.tls.cert,
-            "TLS_KEY": spec.tls.key,
-            "TLS_CA": spec.tls.ca,
-            "TLS_MUTUAL": int(spec.tls.mutual),
+        made |= {
+            "tls_cert": str(spec.tls.cert),
+            "tls_key": str(spec.tls.key),
+            "tls_ca": "" if spec.tls.ca is None else str(spec.tls.ca),
+            "tls_mutual": spec.tls.mutual,
         }
-    return _named(values)
-
-
-def _named(values: dict[str, object]) -> dict[str, str]:
-    return {f"KARVAN_{name}": str(value) for name, value in values.items() if value is not None}
+    return made

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from karvan.job.environment import JobEnvironment
 from karvan.owner.lease import FILE, Lease, away_error, lost_error, read_lease
 
 _log = logging.getLogger(__name__)
 
-OWNER_VARIABLE = "KARVAN_OWNER"  # the id of the launcher's lease
-FOLDER_VARIABLE = "KARVAN_CHECKPOINTS"  # the folder that it is for
-SECONDS_VARIABLE = "KARVAN_LEASE_SECONDS"
 SECONDS = 60.0
 
 # A place that cannot be written to is reported by who saves there, in words of its own.
@@ -112,7 +110,7 @@ def check_owner(folder: str | os.PathLike[str]) -> None:
             found = read_lease(path / FILE)
         if found is None and not os.path.lexists(path / FILE):  # the launcher would have made it again
             raise away_error(path)
-        if found is not None and found.id != os.environ[OWNER_VARIABLE]:
+        if found is not None and found.id != JobEnvironment.read().owner:
             raise lost_error(path / FILE, found)
         return
     known = _known(key)
@@ -122,13 +120,10 @@ def check_owner(folder: str | os.PathLike[str]) -> None:
 
 def lease_seconds() -> float:
     """Seconds without a renewal after which others may take over."""
-    text = os.environ.get(SECONDS_VARIABLE, "")
-    try:
-        seconds = float(text) if text else SECONDS
-    except ValueError:
-        seconds = 0.0
+    given = JobEnvironment.read().lease_seconds
+    seconds = SECONDS if given is None else given
     if not 1 <= seconds <= 86400:
-        raise ValueError(f"{SECONDS_VARIABLE} expects seconds from 1 to 86400, got {text!r}.")
+        raise ValueError(f"KARVAN_LEASE_SECONDS expects seconds from 1 to 86400, got {seconds:g}.")
     return seconds
 
 
@@ -138,5 +133,5 @@ def _known(key: Path) -> _SharedLease | None:
 
 
 def _is_of_the_launcher(key: Path) -> bool:
-    owner, folder = os.environ.get(OWNER_VARIABLE), os.environ.get(FOLDER_VARIABLE)
-    return bool(owner and folder) and Path(os.path.realpath(str(folder))) == key
+    job = JobEnvironment.read()
+    return bool(job.owner and job.checkpoints) and Path(os.path.realpath(job.checkpoints)) == key

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from karvan.activity import MOST_WAITS
+from karvan.job.roles import Role
 from karvan.wire.schema.calls import Call, table_of
 from karvan.wire.schema.kinds import Boolean, Fields, Float, Integer, ListOf, MapOf, OneOf, Text
 
-ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
-
+_ROLE = OneOf(*(role.value for role in Role))
 INDEX = Integer(0, 2**20)
 GENERATION = Integer(0, 2**31)
 _ADDRESS = Text(300)
@@ -15,7 +15,7 @@ _PID = Integer(0, 2**31)
 
 # A member says all of it with each of its calls; `process` is a random name.
 _WHO = {
-    "role": OneOf(*ROLES),
+    "role": _ROLE,
     "index": INDEX,
     "address": _ADDRESS,
     "generation": GENERATION,
@@ -36,7 +36,7 @@ _ACTIVITY = Fields(
 _BEAT = Fields({**_WHO, "activity": _ACTIVITY})
 _LISTED = Fields(
     {
-        "role": OneOf(*ROLES),
+        "role": _ROLE,
         "index": INDEX,
         "address": _ADDRESS,
         "generation": GENERATION,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from karvan.job.sync_modes import MODES
 from karvan.protocol.registry import GENERATION
 from karvan.wire.errors import RefusedError
 from karvan.wire.schema.kinds import (
@@ -84,7 +85,7 @@ TRAINER_HELLO = {
     "trainers": Integer(1, 2**20),
 }
 TRAINER_OPTIONS = {
-    "mode": OneOf("sync", "hybrid", "async"),
+    "mode": OneOf(*MODES),
     "staleness": Integer(1, 2**20),
     "grad_reduce": OneOf("mean", "key"),
     "divisor": Integer(1, 2**20),

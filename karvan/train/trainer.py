@@ -126,8 +126,7 @@ class Trainer:
         self.connection = distributed.current()
         self.precision = make_precision(precision, self.device, engines_of(model))
         here = self.connection
-        together = here.world == 1 or here.settings.mode != "async"
-        self.passes = Accumulation(accumulate, global_accumulate, here.rank, here.world, together)
+        self.passes = Accumulation(accumulate, global_accumulate, here.rank, here.world, here.joint_steps)
         self.frozen = Frozen(model, frozen)
         dense = make_dense(dense_optimizer, model, self.frozen)
         self.dense = make_stepping(model, dense, engines_of(model), here, ahead)

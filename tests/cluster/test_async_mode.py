@@ -15,7 +15,7 @@ from karvan import distributed
 from karvan.checkpoint import Checkpoint
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.discovery.registry import Registry
-from karvan.distributed.sync_modes import choose_dense, choose_mode
+from karvan.job.sync_modes import ASYNC, HYBRID, SYNC, DenseSettings, choose_dense, choose_mode
 from karvan.wire import Client, RefusedError
 
 SGD = {"name": "SGD", "options": {"lr": 0.5}}
@@ -381,14 +381,15 @@ def test_wrong_options_are_refused(name):
 
 def test_modes_come_from_the_program_the_job_or_the_staleness():
     job = {"KARVAN_MODE": "async", "KARVAN_STALENESS": "3", "KARVAN_GRADS_TO_WAIT": "2"}
-    assert choose_mode(None, None, {}) == ("sync", 1)
-    assert choose_mode(None, 2, {}) == ("hybrid", 2)
-    assert choose_mode("async", None, {}) == ("async", 4)
-    assert choose_mode("hybrid", 1, {}) == ("hybrid", 1)
-    assert choose_mode(None, None, job) == ("async", 3)
-    assert choose_mode("sync", None, job) == ("sync", 1)
-    assert choose_dense("async", None, None, None, job).grads_to_wait == 2
-    assert choose_dense("async", True, None, None, job).grads_to_wait is None
+    assert choose_mode(None, None, {}) == (SYNC, 1)
+    assert choose_mode(None, 2, {}) == (HYBRID, 2)
+    assert choose_mode("async", None, {}) == (ASYNC, 4)
+    assert choose_mode("hybrid", 1, {}) == (HYBRID, 1)
+    assert choose_mode(None, None, job) == (ASYNC, 3)
+    assert choose_mode("sync", None, job) == (SYNC, 1)
+    assert choose_dense(ASYNC, None, None, None, job).grads_to_wait == 2
+    assert choose_dense(ASYNC, True, None, None, job).grads_to_wait is None
+    assert choose_dense(HYBRID, None, None, None, job) == DenseSettings()
 
 
 def test_optimizers_and_steps_that_servers_cannot_make_are_refused():

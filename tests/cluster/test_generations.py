@@ -28,7 +28,7 @@ SERVICES = {
 
 @pytest.fixture(autouse=True)
 def _servers(monkeypatch):
-    monkeypatch.setenv("KARVAN_PARAMETER_SERVERS", "127.0.0.1:1")  # whom a worker would call later
+    monkeypatch.setenv("KARVAN_PARAMETER_SERVER_ADDRESSES", "127.0.0.1:1")  # whom a worker would call later
 
 
 @pytest.fixture

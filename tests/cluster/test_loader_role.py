@@ -281,8 +281,10 @@ def test_a_wrong_token_is_refused_and_a_loader_that_never_comes_is_named(tmp_pat
 
 
 def test_a_stream_without_loaders_says_what_it_expects(monkeypatch):
-    monkeypatch.delenv("KARVAN_LOADERS", raising=False)
-    with pytest.raises(ValueError, match=re.escape("expects loaders: a job that has some (KARVAN_LOADERS)")):
+    monkeypatch.delenv("KARVAN_LOADER_COUNT", raising=False)
+    with pytest.raises(
+        ValueError, match=re.escape("expects loaders: a job that has some (KARVAN_LOADER_COUNT)")
+    ):
         kv.data.from_loaders()
     with pytest.raises(ValueError, match="ahead must be at least 1"):
         kv.data.from_loaders(loaders=1, ahead=0)

@@ -41,8 +41,8 @@ def loader(clusters):
     """A loader's process beside two servers and a worker; it sends what kinds_program.py says."""
     given = {
         "KARVAN_REGISTRY": clusters[2].registry.address,
-        "KARVAN_SERVERS": "2",
-        "KARVAN_WORKERS": "1",
+        "KARVAN_PARAMETER_SERVER_COUNT": "2",
+        "KARVAN_EMBEDDING_WORKER_COUNT": "1",
         "KARVAN_INDEX": "0",
         "KARVAN_COUNT": "1",
     }

@@ -222,7 +222,7 @@ def test_a_launched_job_says_what_travels_and_how_stale(monkeypatch):
     monkeypatch.setenv("KARVAN_STALENESS", "6")
     with serving(1) as addresses:
         settings = distributed.connect("remote", servers=addresses).settings
-        assert (settings.wire, settings.mode, settings.staleness) == ("bfloat16", "hybrid", 6)
+        assert (settings.wire, settings.mode.name, settings.staleness) == ("bfloat16", "hybrid", 6)
         assert distributed.connect("remote", servers=addresses, wire="float16").settings.wire == "float16"
 
 

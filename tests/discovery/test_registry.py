@@ -218,7 +218,7 @@ def test_the_environment_says_where_to_look(registry, tmp_path):
     found.close()
     member.leave()
     static = directory_from_environment(
-        {"KARVAN_PARAMETER_SERVERS": "a:1, b:2", "KARVAN_LOADER_ADDRESSES": "c:3"}
+        {"KARVAN_PARAMETER_SERVER_ADDRESSES": "a:1, b:2", "KARVAN_LOADER_ADDRESSES": "c:3"}
     )
     assert [static.find("parameter-server", index) for index in (0, 1)] == ["a:1", "b:2"]
     assert static.find("loader", 0) == "c:3"

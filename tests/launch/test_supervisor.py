@@ -33,7 +33,7 @@ def test_roles_start_in_order_and_stop_in_order_when_all_trainers_are_done(tmp_p
 
 
 def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("KARVAN_SERVER_LOSS", "reload")  # of another job
+    monkeypatch.setenv("KARVAN_ON_SERVER_LOSS", "reload")  # of another job
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("MASTER_PORT", "9")
     roles = {
@@ -55,11 +55,12 @@ def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
         "KARVAN_MODE": "hybrid",
         "KARVAN_STALENESS": "4",
         "KARVAN_WIRE": "bfloat16",
-        "KARVAN_TRAINERS": "2",
-        "KARVAN_SERVERS": "2",
-        "KARVAN_WORKERS": "0",
-        "KARVAN_LOADERS": "0",
+        "KARVAN_TRAINER_COUNT": "2",
+        "KARVAN_PARAMETER_SERVER_COUNT": "2",
+        "KARVAN_EMBEDDING_WORKER_COUNT": "0",
+        "KARVAN_LOADER_COUNT": "0",
         "KARVAN_HOST": "127.0.0.1",
+        "KARVAN_ON_SERVER_LOSS": "rollback",
         "KARVAN_CHECKPOINTS": "out/run",
         "KARVAN_DATA": '{"train": "a/*.parquet"}',
     }
@@ -100,7 +101,7 @@ def test_after_the_death_of_a_trainer_or_server_all_trainers_begin_a_new_generat
     assert {each["env"]["KARVAN_GENERATION"] for each in (*trainers, *servers)} == {"1"}
     assert job.registry.generations == [1]
     assert [each["name"] for each in servers] == ([name] if "server" in name else [])
-    assert all("KARVAN_SERVER_LOSS" not in each["env"] for each in servers)
+    assert all(each["env"]["KARVAN_ON_SERVER_LOSS"] == "rollback" for each in servers)
     assert not is_alive(before["trainer-0"])
     assert len(job.events("start", "loader")) == len(job.events("start", "embedding")) == 1
     assert job.events("asked", "trainer") == []  # they were killed
@@ -114,7 +115,7 @@ def test_a_lost_server_takes_its_rows_as_they_were_saved_if_asked(tmp_path):
         again = job.wait_for("start", "parameter-server-0", 2)[-1]
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
-    assert again["env"]["KARVAN_SERVER_LOSS"] == "reload"
+    assert again["env"]["KARVAN_ON_SERVER_LOSS"] == "reload"
     assert again["env"]["KARVAN_GENERATION"] == "0"
     assert len(job.events("start")) == COUNT
 

@@ -140,7 +140,7 @@ def test_a_loaded_trainer_gives_features_of_the_data_their_statistics(tmp_path, 
 @pytest.mark.parametrize(
     ("variables", "call"),
     [
-        ({"KARVAN_ROLE": "trainer", "KARVAN_SERVERS": "2"}, "remote"),
+        ({"KARVAN_ROLE": "trainer", "KARVAN_PARAMETER_SERVER_COUNT": "2"}, "remote"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "sharded"),
     ],
 )

@@ -171,7 +171,7 @@ def test_secrets_do_not_show_when_printed():
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_the_recipe_for_certificates_works(tmp_path):
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    recipe = text.partition("## A token, an authority")[2].split("```sh\n")[1].split("```")[0]
+    recipe = text.partition("## Creating a token and certificates")[2].split("```sh\n")[1].split("```")[0]
     subprocess.run(["sh", "-e", "-c", recipe], cwd=tmp_path, check=True, capture_output=True)
     files = {"TOKEN_FILE": "token", "TLS_CERT": "role.pem", "TLS_KEY": "role.key", "TLS_CA": "ca.pem"}
     environment = {f"KARVAN_{name}": str(tmp_path / file) for name, file in files.items()}

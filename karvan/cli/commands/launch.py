@@ -155,11 +155,11 @@ def _check_token_file(spec: JobSpec) -> None:
 
 def _registry(spec: JobSpec) -> Registry:
     from karvan.discovery.registry import Registry
-    from karvan.discovery.roles import START_ORDER
+    from karvan.job.roles import START_ORDER
     from karvan.launch.role_environment import security_of
     from karvan.wire import ListenError, Security
 
-    replicas: dict[str, int] = {role: spec.of_role(role).replicas for role in START_ORDER}
+    replicas = {role: spec.of_role(role).replicas for role in START_ORDER}
     security = Security.from_environment(security_of(spec))
     try:
         return Registry(spec.host, spec.registry_port, security, replicas=replicas)

@@ -9,6 +9,7 @@ import typer
 
 from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.cli.output import help_of
+from karvan.job.environment import set_variables
 from karvan.system_limits import require_limits
 
 
@@ -64,24 +65,22 @@ def role(
       karvan role parameter-server --host 0.0.0.0 --token-file token --tls-cert ps.pem --tls-key ps.key
     """
     options = {
-        "INDEX": index,
-        "COUNT": count,
-        "HOST": host,
-        "PORT": port,
-        "ADVERTISE": advertise,
-        "REGISTRY": registry,
-        "THREADS": threads,
-        "GENERATION": generation,
-        "CHECKPOINTS": checkpoints,
-        "TOKEN_FILE": token_file,
-        "TLS_CERT": tls_cert,
-        "TLS_KEY": tls_key,
-        "TLS_CA": tls_ca,
-        "TLS_MUTUAL": None if tls_mutual is None else int(tls_mutual),
+        "index": index,
+        "count": count,
+        "host": host,
+        "port": port,
+        "advertise": advertise,
+        "registry": registry,
+        "threads": threads,
+        "generation": generation,
+        "checkpoints": checkpoints,
+        "token_file": token_file,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "tls_ca": tls_ca,
+        "tls_mutual": tls_mutual,
     }
-    for variable, value in options.items():
-        if value is not None:  # in the environment, so that all parts of the role see the same
-            os.environ[f"KARVAN_{variable}"] = str(value)
+    set_variables(os.environ, options)  # so that all parts of the role see the same
     require_limits(2)  # with whom it talks is not known yet
     return _run(name)
 
@@ -90,12 +89,13 @@ def _run(name: str) -> int:
     import logging
 
     from karvan.cluster.role_process import RoleSettings, end, factory_of, serve
+    from karvan.job.roles import Role
     from karvan.wire import ListenError, RefusedError, WireError
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         make = factory_of(name)
-        settings = RoleSettings.from_environment(name)
+        settings = RoleSettings.from_environment(Role(name))
         serve(make, settings)
     except ValueError as error:
         code = code_of(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import karvan as kv
 from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import check_arguments, classes_of, found, made_by_name, tried
 from karvan.cli.errors import CommandError
+from karvan.data.columns.from_settings import column_from_settings
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 _ADMISSIONS = {
@@ -270,22 +271,11 @@ def _read(
 
 
 def _column(given: str | configs.Column) -> kv.data.Column | str:
-    if isinstance(given, str):
-        return given
-    kinds: dict[str, Any] = {"fixed": kv.data.Fixed, "varlen": kv.data.Varlen, "raw": kv.data.Raw}
-    kind = kinds[given.kind]
-    arguments = given.model_dump(exclude_unset=True, exclude={"kind"})
-    if given.dtype is not None:
-        arguments["dtype"] = getattr(torch, given.dtype)
-    allowed = [each.name for each in fields(kind)]
-    for name in arguments:
-        if name not in allowed:
-            raise CommandError(
-                f"data.columns: column '{given.name}' of kind {given.kind} has no '{name}'; "
-                f"it has: {', '.join(allowed)}."
-            )
-    column: kv.data.Column = tried(f"data.columns.{given.name}", kind, **arguments)
-    return column
+    settings = given if isinstance(given, str) else given.model_dump(exclude_unset=True)
+    try:
+        return column_from_settings(settings)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def _steps() -> dict[str, Callable[..., Any]]:

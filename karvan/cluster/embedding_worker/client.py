@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +12,8 @@ from torch import Tensor
 from karvan.clock import clock
 from karvan.cluster.batch_messages import pack
 from karvan.discovery.directory import directory_from_environment
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.ragged import Ragged
 from karvan.wire import Client, Security, WireError
@@ -79,12 +80,12 @@ class WorkerClient:
 
 def workers_from_environment() -> list[WorkerClient]:
     """The embedding workers of this process's job, none if it has none."""
-    count = int(os.environ.get("KARVAN_WORKERS", "0") or 0)
+    count = JobEnvironment.read().embedding_worker_count or 0
     if not count:
         return []
     security = Security.from_environment()
     directory = directory_from_environment(security=security)
     return [
-        WorkerClient(worker, partial(directory.find, "embedding-worker", worker, _FOUND_WITHIN), security)
+        WorkerClient(worker, partial(directory.find, Role.EMBEDDING_WORKER, worker, _FOUND_WITHIN), security)
         for worker in range(count)
     ]

@@ -14,13 +14,12 @@ meets it first; workers tell their trainers of it.
 
 | variable | meaning | default |
 |---|---|---|
-| KARVAN_WORKER_EXPIRE | seconds after which a batch that nobody has claimed is dropped | 1000 |
-| KARVAN_WORKER_BATCHES | batches that may wait to be claimed; loaders wait then | 1000 |
+| KARVAN_EMBEDDING_WORKER_EXPIRE | seconds after which a batch that nobody has claimed is dropped | 1000 |
+| KARVAN_EMBEDDING_WORKER_BATCHES | batches that may wait to be claimed; loaders wait then | 1000 |
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding,
 from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.role_process import RoleSettings
 from karvan.distributed.clients.parameter_servers import Servers, find_servers
+from karvan.job.environment import JobEnvironment
 from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
 from karvan.ragged import Ragged
 from karvan.store.exchange.wire_format import to_wire
@@ -249,9 +249,10 @@ def _needs_engine() -> Message:
 
 def make(settings: RoleSettings) -> Service:
     """The worker of a process; see `karvan/cluster/role_process.py`."""
+    job = JobEnvironment.read()
     return EmbeddingWorker(
         settings.index,
-        expire=float(os.environ.get("KARVAN_WORKER_EXPIRE", "1000")),
-        most=int(os.environ.get("KARVAN_WORKER_BATCHES", "1000")),
+        expire=1000.0 if job.embedding_worker_expire is None else job.embedding_worker_expire,
+        most=1000 if job.embedding_worker_batches is None else job.embedding_worker_batches,
         generations=generations_of(settings),
     )

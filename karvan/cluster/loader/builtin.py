@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -25,18 +24,19 @@ from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.role_process import RoleSettings
-from karvan.data import Column, Fixed, Loader, Raw, Varlen, read
+from karvan.data import Loader, read
+from karvan.data.columns.from_settings import column_from_settings
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.job.environment import JobEnvironment
 from karvan.wire import Service
 
 _log = logging.getLogger("karvan.cluster")
-_KINDS: Mapping[str, type[Column]] = {"fixed": Fixed, "varlen": Varlen, "raw": Raw}
 _OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "filesystem")
 
 
 def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
-    source = read_share(_data_of(os.environ), settings.index, settings.count)
+    source = read_share(_data(), settings.index, settings.count)
     source.identity()  # reads a little of the files; a file that cannot be read is then an error at once
     service = LoaderService(
         settings.index,
@@ -78,30 +78,15 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
         if name not in allowed:
             raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
     if given.get("columns") is not None:
-        given["columns"] = [_column(each) for each in given["columns"]]
+        given["columns"] = [column_from_settings(each) for each in given["columns"]]
     try:
         return read(files, batch_size, rank=index, world=count, **given)
     except TypeError as error:
         raise ValueError(f"data: {error}") from error
 
 
-def _column(given: Any) -> Column | str:
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, Mapping) or "name" not in given or given.get("kind", "fixed") not in _KINDS:
-        raise ValueError(
-            f"data.columns expects names, or mappings with a name and a kind of {', '.join(_KINDS)}, "
-            f"got {given}."
-        )
-    arguments = {name: value for name, value in given.items() if name != "kind"}
-    try:
-        return _KINDS[given.get("kind", "fixed")](**arguments)
-    except TypeError as error:
-        raise ValueError(f"data.columns: column '{given['name']}': {error}") from error
-
-
-def _data_of(environment: Mapping[str, str]) -> Mapping[str, Any]:
-    text = environment.get("KARVAN_DATA", "")
+def _data() -> Mapping[str, Any]:
+    text = JobEnvironment.read().data
     try:
         data = json.loads(text) if text else None
     except ValueError as error:

@@ -15,7 +15,6 @@ or, for batches that a program makes itself,
 from __future__ import annotations
 
 import atexit
-import os
 import signal
 import sys
 import threading
@@ -33,6 +32,8 @@ from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
 from karvan.cluster.role_process import RoleSettings, listening
 from karvan.data import Loader, read
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 
 _TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
 
@@ -53,7 +54,7 @@ class LoaderContext:
         workers: Sequence[IdReceiver] | None = None,
         split: SplitIds = split_by_name,
     ) -> None:
-        self._settings = settings = settings or RoleSettings.from_environment("loader")
+        self._settings = settings = settings or RoleSettings.from_environment(Role.LOADER)
         self.index = settings.index
         self.count = settings.count
         self._service = LoaderService(
@@ -65,7 +66,7 @@ class LoaderContext:
             split=split,
         )
         self._transforms: list[object] = []  # with statistics
-        self._saved = SavedStatistics(os.environ.get("KARVAN_CHECKPOINTS", ""))
+        self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
         self._begun = False
         self._once = False  # whether batches are sent outside of `epochs`
         self._open = False  # whether an epoch has begun and not ended

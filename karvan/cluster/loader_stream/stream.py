@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import threading
 import weakref
 from collections import deque
@@ -33,6 +32,8 @@ from karvan.cluster.loader_stream import position
 from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
 from karvan.data.identity import Identity
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import Security
 
@@ -119,12 +120,14 @@ class LoaderStream:
         self._given = rank, world
         self._directory: Directory | StaticDirectory | None = None
         if loaders is None:
-            loaders = int(os.environ.get("KARVAN_LOADERS", "0") or 0)
+            loaders = JobEnvironment.read().loader_count or 0
         elif not isinstance(loaders, int):
-            self._directory = StaticDirectory({"loader": list(loaders)})
+            self._directory = StaticDirectory({Role.LOADER: list(loaders)})
             loaders = len(loaders)
         if loaders < 1:
-            raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADERS), or addresses.")
+            raise ValueError(
+                "A stream expects loaders: a job that has some (KARVAN_LOADER_COUNT), or addresses."
+            )
         self._digest: str | None = None  # of the loaders' statistics, if they were asked
         self._epoch = 0
         self._finished = False  # whether the epoch was given to its end here, so that the next one follows
@@ -204,10 +207,11 @@ class LoaderStream:
         first = states[0]
         if first is not None and all(state == first for state in states):
             return Identity.from_state(first)
-        if None in states and not os.environ.get("KARVAN_DATA"):
+        data = JobEnvironment.read().data
+        if None in states and not data:
             return None
         ids = {state["id"] for state in states if state is not None}
-        told = json.dumps([os.environ.get("KARVAN_DATA"), sorted(ids)])
+        told = json.dumps([data or None, sorted(ids)])
         return Identity(hashlib.sha256(told.encode()).hexdigest()[:16], "the data of the job")
 
     def transform_states(self) -> dict[str, Any]:
@@ -251,8 +255,9 @@ class LoaderStream:
         """This trainer's rank, and the number of trainers."""
         here = distributed.current()
         rank, world = here.rank, here.world
-        if world == 1 and os.environ.get("KARVAN_ROLE") == "trainer":
-            rank, world = int(os.environ["KARVAN_INDEX"]), int(os.environ["KARVAN_COUNT"])
+        job = JobEnvironment.read()
+        if world == 1 and job.role == Role.TRAINER:
+            rank, world = job.index, job.count
         rank = rank if self._given[0] is None else self._given[0]
         world = world if self._given[1] is None else self._given[1]
         if not 0 <= rank < world:
@@ -265,7 +270,7 @@ class LoaderStream:
         if self._directory is None:
             self._directory = directory_from_environment(security=security)
         find = partial(_find, self._directory)
-        generation = int(os.environ.get("KARVAN_GENERATION", "0") or 0)
+        generation = JobEnvironment.read().generation
         return ChannelSettings(
             rank, world, len(self._lines), generation, self._ids, self._ahead, self._timeout, find, security
         )
@@ -359,4 +364,4 @@ class LoaderStream:
 
 
 def _find(addresses: Addresses, loader: int) -> str:
-    return addresses.find("loader", loader, _FOUND_WITHIN)
+    return addresses.find(Role.LOADER, loader, _FOUND_WITHIN)

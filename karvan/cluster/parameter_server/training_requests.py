@@ -15,6 +15,7 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.single_flight import SingleFlight
 from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
+from karvan.job.sync_modes import MODES, SYNC
 from karvan.protocol.parameter_server import passes_of
 from karvan.store.base import Keys, Vectors
 from karvan.store.exchange.message_layout import floats
@@ -80,7 +81,7 @@ class Batches:
         self._said = _said_of_run(hello)
         self._counts_skips = counts_skips
         self._trainers = int(hello["trainers"])
-        self._together = hello.get("mode", "sync") == "sync" and self._trainers > 1
+        self._together = MODES[hello.get("mode", SYNC.name)].joint_rows and self._trainers > 1
         self._by_key = hello.get("grad_reduce") == "key"
         self._rounds = TrainerBarrier(self._trainers, _WAIT)
         self._lock = threading.Lock()
@@ -319,5 +320,5 @@ def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
 
 def _said_of_run(hello: Mapping[str, Any]) -> str:
     """What trainers of a run must agree on."""
-    mode, reduce = hello.get("mode", "sync"), hello.get("grad_reduce", "mean")
+    mode, reduce = hello.get("mode", SYNC.name), hello.get("grad_reduce", "mean")
     return f"{hello['trainers']} trainers, mode {mode} and grad_reduce {reduce}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
+from karvan.job.roles import Role
 from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.wire import Array, Client, Message, Security
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Then: TypeAlias = Callable[[Message | Exception], None]
 
-WORKER = "embedding-worker"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
 # Outputs do not wait behind gradients, nor the other way round.
 LINES = ("claim", "backward")
@@ -182,8 +182,8 @@ class _Job:
 def find_workers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Workers | None:
     """The workers at these addresses, or those that the environment names; None if there are none."""
     security = Security.from_environment()
-    directory, count = find_role(WORKER, addresses, "KARVAN_WORKERS", security)
+    directory, count = find_role(Role.EMBEDDING_WORKER, addresses, security)
     if not count:
         return None
-    find = [partial(directory.find, WORKER, worker, _FOUND_WITHIN) for worker in range(count)]
+    find = [partial(directory.find, Role.EMBEDDING_WORKER, worker, _FOUND_WITHIN) for worker in range(count)]
     return Workers(find, security, hello, timeout, directory.close)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.protocol.parameter_server import SERVER_CALLS
 from karvan.wire import Client, Message, Security
 
-SERVER = "parameter-server"
 _FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
 
 
@@ -72,7 +72,7 @@ class Servers:
             if key not in self._peers:
                 self._peers[key] = Client(
                     f"parameter server {server}",
-                    partial(self._directory.find, SERVER, server, _FOUND_WITHIN),
+                    partial(self._directory.find, Role.PARAMETER_SERVER, server, _FOUND_WITHIN),
                     self._security,
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
@@ -157,16 +157,15 @@ def find_servers(
 
     reload: one that has begun anew takes its rows as they were saved, instead of being an error.
     """
-    environment, security = os.environ, Security.from_environment()
-    directory, count = find_role(SERVER, addresses, "KARVAN_SERVERS", security)
+    job, security = JobEnvironment.read(), Security.from_environment()
+    directory, count = find_role(Role.PARAMETER_SERVER, addresses, security)
     if not count:
         raise RuntimeError(
             'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
             "started, got neither."
         )
-    generation = int(environment.get("KARVAN_GENERATION", "0"))
-    told = {"generation": generation, **hello, "servers": count, "reload": reload}
-    saved = environment.get("KARVAN_CHECKPOINTS", "") if reload else ""
+    told = {"generation": job.generation, **hello, "servers": count, "reload": reload}
+    saved = job.checkpoints if reload else ""
     if reload and not saved:
         raise ValueError("A lost server's rows are taken from KARVAN_CHECKPOINTS, a folder, got none.")
     return Servers(directory, count, security, told, timeout, saved)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from karvan.discovery.roles import Role
 from karvan.exit_codes import TEMPORARY
+from karvan.job.roles import Role
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from karvan.job.environment import LAUNCHED
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process
-from karvan.launch.role_environment import NAMES, NOT_PASSED_ON, TORCH_NAMES
+from karvan.launch.role_environment import NOT_PASSED_ON, TORCH_NAMES
 
 _LONGEST_LINE = 1 << 16  # bytes; what is longer is cut, so that no process fills our memory
 _LAST_LINES = 5.0  # seconds that the last lines of a process that has ended may take
@@ -34,7 +35,7 @@ class LocalEngine:
     def start(self, process: Process, ended: Callable[[Process, int], None]) -> LocalHandle:
         """Start a process."""
         # A launcher may itself run in a job's process, whose environment is not that of ours.
-        without = (*NAMES, *TORCH_NAMES, *NOT_PASSED_ON)
+        without = (*LAUNCHED, *TORCH_NAMES, *NOT_PASSED_ON)
         here = {name: value for name, value in os.environ.items() if name not in without}
         return LocalHandle(process, {**here, "PYTHONUNBUFFERED": "1"}, self._write, ended)
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock
+from karvan.job.roles import Role
 from karvan.launch.engines.base import Handle
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
@@ -26,10 +27,10 @@ _STACKS_ENDED = 0.5  # seconds without another line after which they are complet
 class HealthSource(Protocol):
     """Who knows which roles are well: the registry."""
 
-    def healthy(self, role: str, index: int) -> bool | None:
+    def healthy(self, role: Role, index: int) -> bool | None:
         """Whether a role gives heartbeats; None if nothing is known of it."""
 
-    def activities(self) -> Mapping[tuple[str, int], ActivityReport]:
+    def activities(self) -> Mapping[tuple[Role, int], ActivityReport]:
         """What heartbeats said last, by role and index."""
 
 
@@ -93,7 +94,7 @@ class HealthCheck:
         self._kill_condemned()
 
     def _find_stalled(self, activities: Activities) -> None:
-        running: dict[tuple[str, int], ManagedProcess] = {
+        running: dict[tuple[Role, int], ManagedProcess] = {
             (each.role, each.index): each for each in self._members if each.running
         }
         settled = clock.now() - self._settle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from karvan.discovery.roles import START_ORDER, Role
+from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import Handle, Process, name_of
 
 

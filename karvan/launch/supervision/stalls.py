@@ -19,18 +19,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from karvan.activity import TRAINERS, ActivityReport
-from karvan.discovery.roles import LOADER, SERVER, TRAINER, WORKER
+from karvan.job.roles import Role
 
 SERVICE_TIMEOUT = 240.0  # seconds
 
-Activities = Mapping[tuple[str, int], ActivityReport]
+Activities = Mapping[tuple[Role, int], ActivityReport]
 
 
 @dataclass(frozen=True)
 class Stall:
     """A process that holds up the job, and who waits for it."""
 
-    role: str
+    role: Role
     index: int
     report: ActivityReport
     waiters: tuple[str, ...]
@@ -56,17 +56,18 @@ def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
     stalls = [
         each
         for each in found
-        if (each.role == TRAINER and each.report.task)
+        if (each.role == Role.TRAINER and each.report.task)
         or (
-            each.role in (LOADER, WORKER, SERVER)
+            each.role in (Role.LOADER, Role.EMBEDDING_WORKER, Role.PARAMETER_SERVER)
             and _waiters(activities, (each.role, each.index), _limit(each.role, timeout))
         )
     ]
     return stalls or _trainers_that_wait_for_each_other(activities, timeout)
 
 
-def _limit(role: str, timeout: float) -> float:
-    return min(timeout, SERVICE_TIMEOUT) if role in (SERVER, WORKER) else timeout
+def _limit(role: Role, timeout: float) -> float:
+    answers_calls = role in (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
+    return min(timeout, SERVICE_TIMEOUT) if answers_calls else timeout
 
 
 def _waits(report: ActivityReport, timeout: float) -> bool:
@@ -74,9 +75,9 @@ def _waits(report: ActivityReport, timeout: float) -> bool:
     return any(seconds >= timeout / 2 for seconds in report.waits.values())
 
 
-def _waiters(activities: Activities, whom: tuple[str, int], timeout: float) -> tuple[str, ...]:
+def _waiters(activities: Activities, whom: tuple[Role, int], timeout: float) -> tuple[str, ...]:
     role, index = whom
-    names = {f"{role}-{index}", TRAINERS} if role == TRAINER else {f"{role}-{index}"}
+    names = {f"{role}-{index}", TRAINERS} if role == Role.TRAINER else {f"{role}-{index}"}
     return tuple(
         f"{key[0]}-{key[1]}"
         for key, report in sorted(activities.items())
@@ -86,7 +87,7 @@ def _waiters(activities: Activities, whom: tuple[str, int], timeout: float) -> t
 
 def _trainers_that_wait_for_each_other(activities: Activities, timeout: float) -> list[Stall]:
     """All trainers, if each has only ever waited for the others."""
-    trainers = {key: report for key, report in activities.items() if key[0] == TRAINER}
+    trainers = {key: report for key, report in activities.items() if key[0] == Role.TRAINER}
     stuck = [
         each.task and each.idle >= timeout and set(each.waits) <= {TRAINERS} for each in trainers.values()
     ]

@@ -34,8 +34,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from karvan.clock import clock
-from karvan.discovery.roles import LOADER, SERVER, START_ORDER, TRAINER
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
+from karvan.job.roles import START_ORDER, Role
+from karvan.job.server_loss import ServerLoss
 from karvan.launch.engines.base import Engine, Handle, Process, end_text
 from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import Commands, commands_of
@@ -63,7 +64,7 @@ class RegistryView(HealthSource, Protocol):
     def address(self) -> str:
         """host:port."""
 
-    def forget(self, role: str, index: int) -> None:
+    def forget(self, role: Role, index: int) -> None:
         """A process has ended; another one will take its place."""
 
     def begin_generation(self, generation: int) -> None:
@@ -158,17 +159,17 @@ class Supervisor:
     def _judge(self, member: ManagedProcess, code: int) -> None:
         """React to the end of a process; of several trainers, to that of the one that says why."""
         counts: End | None = (member, code)
-        if member.role == TRAINER and self._rollback is None:
-            counts = self._verdict.judge(member, code, self._members.any_running(TRAINER))
+        if member.role == Role.TRAINER and self._rollback is None:
+            counts = self._verdict.judge(member, code, self._members.any_running(Role.TRAINER))
         if counts is not None:
             self._react(*counts)
 
     def _react(self, member: ManagedProcess, code: int) -> None:
-        if code == 0 and member.role in (TRAINER, LOADER):
+        if code == 0 and member.role in (Role.TRAINER, Role.LOADER):
             self.logs.tell(f"{member.name} is done.")
-            if all(trainer.code == 0 for trainer in self._members.of(TRAINER)):
+            if all(trainer.code == 0 for trainer in self._members.of(Role.TRAINER)):
                 self._outcome = JobOutcome(0)
-        elif self._rollback is not None and member.role in (TRAINER, SERVER):
+        elif self._rollback is not None and member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
             pass  # the rollback starts it again
         elif code in _NOT_RETRIED:
             self._fail(member, code, f"{member.name} {end_text(code)}, which is not tried again.")
@@ -178,9 +179,11 @@ class Supervisor:
         elif not self._restarts.take():
             failed = TEMPORARY if code == TEMPORARY else FAILED
             self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
-        elif member.role == TRAINER or (member.role == SERVER and self.spec.on_server_loss == "rollback"):
+        elif member.role == Role.TRAINER or (
+            member.role == Role.PARAMETER_SERVER and self.spec.on_server_loss is ServerLoss.ROLLBACK
+        ):
             self.logs.tell(f"{member.name} {end_text(code)}; all trainers {self._attempts.next_start}.")
-            kill(self._members.of(TRAINER))
+            kill(self._members.of(Role.TRAINER))
             self._rollback = self._restarts.due()
             self._verdict.clear()
         else:
@@ -191,7 +194,7 @@ class Supervisor:
         if not 0 < code < _OF_SIGNALS and not member.stalled:
             self._attempts.forget()
             return False
-        return code != TEMPORARY and member.role == TRAINER and self._attempts.failed()
+        return code != TEMPORARY and member.role == Role.TRAINER and self._attempts.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
         if reason := self.logs.reason(member.name):
@@ -199,8 +202,9 @@ class Supervisor:
                 [f"{text} {'It said:' if reason.is_error else 'Its last lines:'}", *reason.lines]
             )
         self._outcome = JobOutcome(code, text)
-        if member.role in (TRAINER, SERVER):  # without it the trainers have nothing left to save
-            kill(self._members.of(TRAINER))
+        # Without a server the trainers have nothing left to save.
+        if member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
+            kill(self._members.of(Role.TRAINER))
 
     # Starting
 
@@ -210,7 +214,7 @@ class Supervisor:
         moments += [member.due for member in self._members if member.due is not None]
         if self._verdict.due is not None:
             moments.append(self._verdict.due)
-        if self._rollback is not None and not self._members.any_running(TRAINER):
+        if self._rollback is not None and not self._members.any_running(Role.TRAINER):
             moments.append(self._rollback)
         return min(moments) - clock.now()
 
@@ -218,7 +222,8 @@ class Supervisor:
         now = clock.now()
         if (counts := self._verdict.overdue()) is not None:
             self._react(*counts)
-        if self._rollback is not None and self._rollback <= now and not self._members.any_running(TRAINER):
+        due = self._rollback is not None and self._rollback <= now
+        if due and not self._members.any_running(Role.TRAINER):
             self._roll_back()
         self._start([each for each in self._members if each.due is not None and each.due <= now])
 
@@ -231,8 +236,8 @@ class Supervisor:
             [
                 member
                 for member in self._members
-                if (member.role in (SERVER, TRAINER) and not member.running)
-                or (member.role == LOADER and member.code == 0)
+                if (member.role in (Role.PARAMETER_SERVER, Role.TRAINER) and not member.running)
+                or (member.role == Role.LOADER and member.code == 0)
             ]
         )
 

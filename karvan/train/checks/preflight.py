@@ -13,6 +13,8 @@ from torch import nn
 
 from karvan import distributed
 from karvan.distributed import Connection
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
 from karvan.train.losses import ColumnLoss, Sum
 from karvan.train.step.optimizer_step import OptimizerStep, engines_of
@@ -83,7 +85,8 @@ def _check_connected(connection: Connection) -> None:
     """A program that was started as one of several has said how they train together."""
     if connection.chosen:
         return
-    if os.environ.get("KARVAN_ROLE") == "trainer" and os.environ.get("KARVAN_SERVERS") != "0":
+    job = JobEnvironment.read()
+    if job.role == Role.TRAINER and job.parameter_server_count != 0:
         who, kind = "karvan launch has started this program as a trainer", "remote"
     elif "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         who, kind = f"torchrun has started {os.environ['WORLD_SIZE']} processes of this program", "sharded"

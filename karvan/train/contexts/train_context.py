@@ -127,8 +127,7 @@ class TrainContext(ContextState):
         self.device = run.device
         self._label = label
         self._raises = nonfinite == "raise"
-        together = here.world == 1 or here.settings.mode != "async"
-        self._passes = Accumulation(accumulate, None, here.rank, here.world, together)
+        self._passes = Accumulation(accumulate, None, here.rank, here.world, here.joint_steps)
         self._parallel = make_parallel(model, self.connection)
         self._moving = make_placement(self.model, self.device, same, [])
         for engine in engines_of(model):

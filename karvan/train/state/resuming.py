@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 
 from karvan.checkpoint.recovery import check_resume
+from karvan.job.environment import JobEnvironment
 from karvan.train.state.saving import NoSaver
-
-# Above 0 in processes that were started again.
-_RESTARTS = ("KARVAN_GENERATION", "TORCHELASTIC_RESTART_COUNT")
 
 
 def check_choice(saver: NoSaver, resume: bool | str) -> None:
@@ -31,5 +29,6 @@ def check_choice(saver: NoSaver, resume: bool | str) -> None:
 
 def chosen(resume: bool | str) -> str | None:
     """The name of the checkpoint to take; None for the newest."""
-    restarted = any(os.environ.get(name, "") not in ("", "0") for name in _RESTARTS)
+    by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
+    restarted = by_torchrun or JobEnvironment.read().generation > 0
     return resume if isinstance(resume, str) and not restarted else None

@@ -16,6 +16,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import pyarrow.flight as flight
 
+from karvan.job.environment import JobEnvironment
+from karvan.job.loopback import is_loopback
 from karvan.wire.errors import BusyError
 from karvan.wire.security.token_file import check_token, read_token
 
@@ -68,10 +70,9 @@ class Security:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Security:
         """As KARVAN_TOKEN_FILE, KARVAN_TLS_CERT, _KEY, _CA (files) and _MUTUAL (1) say."""
-        given = os.environ if environment is None else environment
+        job = JobEnvironment.read(environment)
 
-        def content(name: str) -> bytes:
-            path = given.get(name, "")
+        def content(name: str, path: str) -> bytes:
             if not path:
                 return b""
             read = Path(path).read_bytes()
@@ -79,16 +80,12 @@ class Security:
                 raise ValueError(f"{name} expects a file with something in it, got {path}, which is empty.")
             return read
 
-        token_file = given.get("KARVAN_TOKEN_FILE", "")
-        mutual = given.get("KARVAN_TLS_MUTUAL", "").strip()
-        if mutual not in ("", "0", "1"):
-            raise ValueError(f"KARVAN_TLS_MUTUAL expects 0 or 1, got {mutual!r}.")
         return cls(
-            token=read_token(token_file) if token_file else "",
-            cert=content("KARVAN_TLS_CERT"),
-            key=content("KARVAN_TLS_KEY"),
-            ca=content("KARVAN_TLS_CA"),
-            mutual=mutual == "1",
+            token=read_token(job.token_file) if job.token_file else "",
+            cert=content("KARVAN_TLS_CERT", job.tls_cert),
+            key=content("KARVAN_TLS_KEY", job.tls_key),
+            ca=content("KARVAN_TLS_CA", job.tls_ca),
+            mutual=bool(job.tls_mutual),
         )
 
     def server_options(self, watch: StreamWatch) -> dict[str, Any]:
@@ -171,16 +168,6 @@ class OpenedStream(flight.ServerMiddleware):  # type: ignore[misc]
     def call_completed(self, exception: BaseException | None) -> None:
         """Flight says that the stream has ended."""
         self.hand_over()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def join_address(host: str, port: int) -> str:

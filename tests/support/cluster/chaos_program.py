@@ -58,9 +58,9 @@ trainer = kv.Trainer(
     callbacks=[Note()],
     progress="none",
 )
-if int(os.environ["KARVAN_LOADERS"]):
+if int(os.environ["KARVAN_LOADER_COUNT"]):
     batches = kv.data.from_loaders(
-        ids=["record", "user"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=60
+        ids=["record", "user"] if int(os.environ["KARVAN_EMBEDDING_WORKER_COUNT"]) else [], timeout=60
     )
 else:
     batches = kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3)

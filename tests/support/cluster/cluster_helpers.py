@@ -44,7 +44,7 @@ class Processes:
         """For trainers."""
         return {
             "KARVAN_REGISTRY": self.registry.address,
-            "KARVAN_SERVERS": str(self.count),
+            "KARVAN_PARAMETER_SERVER_COUNT": str(self.count),
             "KARVAN_GENERATION": str(self.generation),
         }
 

@@ -257,7 +257,7 @@ class WorkerSubject(Subject):
 
     def __init__(self, folder):
         self._server = Server(ParameterServer(checkpoints=folder))
-        os.environ["KARVAN_PARAMETER_SERVERS"] = self._server.address
+        os.environ["KARVAN_PARAMETER_SERVER_ADDRESSES"] = self._server.address
         hello = {**TRAINER, "run": "run", "worker": 0, "servers": 1, "divisor": 1}
         super().__init__("embedding worker", EmbeddingWorker(most=10**9), hello)
         told = {"mean": ["t", 4, "mean", None, None], "stack": ["u", 8, "sum", None, [2, 100]]}
@@ -325,7 +325,7 @@ class WorkerSubject(Subject):
     def close(self):
         super().close()
         self._server.close(0.1)
-        del os.environ["KARVAN_PARAMETER_SERVERS"]
+        del os.environ["KARVAN_PARAMETER_SERVER_ADDRESSES"]
 
 
 class _Workers:

@@ -54,8 +54,10 @@ trainer = kv.Trainer(
     callbacks=[Note()],
     progress="none",
 )
-if int(os.environ["KARVAN_LOADERS"]):
-    batches = kv.data.from_loaders(ids=["record"] if int(os.environ["KARVAN_WORKERS"]) else [], timeout=120)
+if int(os.environ["KARVAN_LOADER_COUNT"]):
+    batches = kv.data.from_loaders(
+        ids=["record"] if int(os.environ["KARVAN_EMBEDDING_WORKER_COUNT"]) else [], timeout=120
+    )
 else:
     batches = kv.data.read(str(data / "*.parquet"), batch_size=16, shuffle=64, seed=3)
 result = trainer.fit(batches)

@@ -31,7 +31,7 @@ class Cluster:
         self._environment = {
             **os.environ,
             "KARVAN_REGISTRY": self.registry.address,
-            "KARVAN_SERVERS": str(servers),
+            "KARVAN_PARAMETER_SERVER_COUNT": str(servers),
             "KARVAN_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "KARVAN_CHECKPOINTS": tempfile.gettempdir(),
@@ -97,8 +97,8 @@ class Cluster:
     def connect(self, monkeypatch, workers=None, **options):
         """This process becomes a trainer, whose tables are empty."""
         monkeypatch.setenv("KARVAN_REGISTRY", self.registry.address)
-        monkeypatch.setenv("KARVAN_SERVERS", str(self.servers))
-        monkeypatch.setenv("KARVAN_WORKERS", str(self.workers if workers is None else workers))
+        monkeypatch.setenv("KARVAN_PARAMETER_SERVER_COUNT", str(self.servers))
+        monkeypatch.setenv("KARVAN_EMBEDDING_WORKER_COUNT", str(self.workers if workers is None else workers))
         monkeypatch.setenv("KARVAN_GENERATION", str(self.next_generation()))
         return kv.connect("remote", timeout=60, **options)
 

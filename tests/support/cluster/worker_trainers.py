@@ -65,7 +65,7 @@ def main():
     for number, workers in enumerate((0, 2)):
         if number:  # with empty tables
             generation = next_generation(folder, rank)
-        os.environ |= {"KARVAN_GENERATION": str(generation), "KARVAN_WORKERS": str(workers)}
+        os.environ |= {"KARVAN_GENERATION": str(generation), "KARVAN_EMBEDDING_WORKER_COUNT": str(workers)}
         connection = kv.connect("remote", timeout=60)
         if not workers:
             made.append(train(dict, rank, count))

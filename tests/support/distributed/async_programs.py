@@ -124,7 +124,7 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
         "model": {name: each.detach().clone() for name, each in trainer.model.named_parameters()},
         "told": told(trainer),
         "staleness": vars(trainer.dense.staleness),
-        "settings": (here.settings.mode, here.settings.staleness, here.settings.dense.lr_staleness),
+        "settings": (here.settings.mode.name, here.settings.staleness, here.settings.dense.lr_staleness),
     }
     distributed.disconnect()
     return made

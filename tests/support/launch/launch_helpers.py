@@ -12,7 +12,7 @@ from pathlib import Path
 
 from support_paths import support_path
 
-from karvan.discovery.roles import START_ORDER
+from karvan.job.roles import START_ORDER
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs

@@ -1,0 +1,1 @@
+"""What all processes of a job agree on: roles, environment variables, modes."""

@@ -1,0 +1,174 @@
+"""`JobEnvironment`: the environment variables of a job, all of them, read and written in one place.
+
+A field `x` is the variable KARVAN_X; docs/launch.md has the table. The launcher sets the fields of the first
+part for every process of a job; those of the second part are set by users. A variable that is empty counts
+as not set. A value that is not what its field expects is a ValueError that names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+from karvan.job.roles import Role
+from karvan.job.server_loss import ServerLoss
+
+_SET_BY_USERS = (
+    *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
+    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "debug"),
+)
+Verbatim: TypeAlias = str  # white space at its ends is a part of it, as in paths
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What a process knows of its job; without a job, the defaults. None and "" are not written.
+
+    data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. advertise: the host by
+    which other processes reach this one. *_addresses: "host:port" by index, for jobs without a registry.
+    """
+
+    # Set by the launcher.
+    job: str = ""
+    role: Role | None = None
+    index: int = 0
+    count: int = 1
+    registry: str = ""
+    generation: int = 0
+    mode: str = ""
+    staleness: int | None = None
+    wire: str = ""
+    lr_staleness: bool | None = None
+    grads_to_wait: int | None = None
+    tolerance: int | None = None
+    trainer_count: int | None = None
+    parameter_server_count: int | None = None
+    embedding_worker_count: int | None = None
+    loader_count: int | None = None
+    host: str = ""
+    port: int = 0
+    checkpoints: Verbatim = ""
+    owner: str = ""
+    data: Verbatim = ""
+    threads: int | None = None
+    token_file: Verbatim = ""
+    tls_cert: Verbatim = ""
+    tls_key: Verbatim = ""
+    tls_ca: Verbatim = ""
+    tls_mutual: bool | None = None
+    on_server_loss: ServerLoss | None = None
+    # Set by users.
+    advertise: str = ""
+    parameter_server_addresses: tuple[str, ...] = ()
+    embedding_worker_addresses: tuple[str, ...] = ()
+    loader_addresses: tuple[str, ...] = ()
+    embedding_worker_expire: float | None = None
+    embedding_worker_batches: int | None = None
+    lease_seconds: float | None = None
+    debug: str = ""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> JobEnvironment:
+        """As the variables say; without a mapping, those of this process."""
+        given = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            text = given.get(variable(field.name), "")
+            if text.strip():
+                values[field.name] = _READERS[str(field.type)](variable(field.name), text)
+        return cls(**values)
+
+    def variables(self) -> dict[str, str]:
+        """What to set for a process so that `read` gives the same there."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {variable(name): _text(value) for name, value in values if value not in (None, "", ())}
+
+    def count_of(self, role: Role) -> int | None:
+        """How many processes of a role the job has, if a launcher has said so."""
+        found: int | None = getattr(self, f"{_prefix(role)}_count")
+        return found
+
+    def addresses_of(self, role: Role) -> tuple[str, ...]:
+        """The addresses of a role's processes that were given in place of a registry."""
+        found: tuple[str, ...] = getattr(self, f"{_prefix(role)}_addresses", ())
+        return found
+
+
+def variable(field: str) -> str:
+    """The name of a field's environment variable."""
+    return f"KARVAN_{field.upper()}"
+
+
+def addresses_variable(role: Role) -> str:
+    """The variable with the addresses of a role's processes."""
+    return variable(f"{_prefix(role)}_addresses")
+
+
+def set_variables(environment: MutableMapping[str, str], values: Mapping[str, object]) -> None:
+    """Set the variables of some fields; those that are None stay as they are."""
+    known = {field.name for field in fields(JobEnvironment)}
+    for name, value in values.items():
+        assert name in known, name
+        if value is not None:
+            environment[variable(name)] = _text(value)
+
+
+def _prefix(role: Role) -> str:
+    return role.value.replace("-", "_")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _integer(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} expects a whole number, got {text.strip()!r}.") from None
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} expects seconds, got {text.strip()!r}.") from None
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.strip() not in ("0", "1"):
+        raise ValueError(f"{name} expects 0 or 1, got {text.strip()!r}.")
+    return text.strip() == "1"
+
+
+def _role(name: str, text: str) -> Role:
+    if text.strip() not in tuple(Role):
+        raise ValueError(f"{name} expects one of {', '.join(Role)}, got {text.strip()!r}.")
+    return Role(text.strip())
+
+
+def _server_loss(name: str, text: str) -> ServerLoss:
+    if text.strip() not in tuple(ServerLoss):
+        raise ValueError(f"{name} expects one of {', '.join(ServerLoss)}, got {text.strip()!r}.")
+    return ServerLoss(text.strip())
+
+
+# By the types of fields.
+_READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "str": lambda name, text: text.strip(),
+    "Verbatim": lambda name, text: text,
+    "int": _integer,
+    "int | None": _integer,
+    "float | None": _seconds,
+    "bool | None": _flag,
+    "Role | None": _role,
+    "ServerLoss | None": _server_loss,
+    "tuple[str, ...]": lambda name, text: tuple(part.strip() for part in text.split(",") if part.strip()),
+}
+
+# Those that the launcher sets, which no process takes from the environment of the launcher.
+LAUNCHED = tuple(variable(field.name) for field in fields(JobEnvironment) if field.name not in _SET_BY_USERS)
