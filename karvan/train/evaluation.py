@@ -5,26 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from karvan.activity import activity
-from karvan.distributed import Connection
 from karvan.label_columns import required_labels
 from karvan.name_hints import listed
 from karvan.ragged import NestedRagged, Ragged
+from karvan.train.assembly import ModelSetup
 from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
 from karvan.train.checks.label_values import check_of
-from karvan.train.feed.feed import Feed, feed
-from karvan.train.feed.rank_rounds import RankRounds
+from karvan.train.feed.feed import Feed
 from karvan.train.losses import named, total
 from karvan.train.state.gathering import merged, summed
 from karvan.train.state.randomness import same_random_state_afterwards
-from karvan.train.step.device_placement import Placement
-from karvan.train.step.precision import Precision
 from karvan.train.types import Loss, MetricLike, rows_of
 
 
@@ -38,22 +34,10 @@ class Prediction(NamedTuple):
 class Evaluator:
     """Runs a model on data without training it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        placement: Placement,
-        precision: Precision,
-        ahead: int,
-        connection: Connection,
-    ) -> None:
-        self._model = model
+    def __init__(self, runs: ModelSetup, loss: Loss) -> None:
+        self._runs = runs
         self._loss = loss
         self._check_labels = check_of(loss)
-        self._placement = placement
-        self._precision = precision
-        self._ahead = ahead
-        self._connection = connection
         self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
@@ -65,7 +49,12 @@ class Evaluator:
         samples = 0
         seen = NonFinite("The loss")
         required = required_labels(data, self._loss, metrics.values())
-        with activity.task("evaluate"), required, same_random_state_afterwards(), self._feed(data) as batches:
+        with (
+            activity.task("evaluate"),
+            required,
+            same_random_state_afterwards(),
+            self._runs.evaluation_feed(data) as batches,
+        ):
             for batch, output in self._outputs(batches):
                 rows = rows_of(batch)
                 with torch.no_grad():
@@ -80,7 +69,7 @@ class Evaluator:
                 samples += rows
         seen.warn()
         self.nonfinite = seen.columns
-        channel = self._connection.main
+        channel = self._runs.connection.main
         of_all = summed(channel, {"": samples, **{name: float(value) for name, value in sums.items()}})
         count = of_all.pop("")
         require_samples(count)
@@ -90,7 +79,7 @@ class Evaluator:
         """Outputs on the CPU, and columns of the batch beside them; of this rank's data."""
         wanted = list(columns)
         seen = NonFinite("The output")
-        with self._feed(data) as batches:
+        with self._runs.evaluation_feed(data) as batches:
             for batch, output in self._outputs(batches):
                 if missing := [name for name in wanted if name not in batch]:
                     raise KeyError(
@@ -102,24 +91,12 @@ class Evaluator:
                 yield Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in wanted})
         seen.warn()
 
-    def _feed(self, data: Iterable[Any]) -> Feed:
-        rounds = RankRounds(self._connection, "evaluate")
-        place = partial(self._placement.place, training=False)
-        return feed(data, place, ahead=self._ahead, rounds=rounds)
-
     def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
         for fed in batches:
-            self._placement.receive(fed.batch)
-            # Only around the forward: between batches the caller's own code runs.
-            with (
-                torch.no_grad(),
-                evaluating(self._model),
-                self._placement.forward(),
-                self._precision.context(),
-                self._precision.forward(),
-            ):
-                output = self._model(fed.batch)
-            if fed.rows or self._connection.world == 1:  # else it was for the others
+            self._runs.placement.receive(fed.batch)
+            with evaluating(self._runs.model):  # between batches the caller's own code runs
+                output = self._runs.infer(fed.batch)
+            if fed.rows or self._runs.connection.world == 1:  # else it was for the others
                 yield fed.batch, output
 
 

@@ -20,7 +20,7 @@ from karvan.train.checks.evaluation_results import require_numbers
 from karvan.train.checks.preflight import check_fit
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
-from karvan.train.losses import named, nothing_of, total
+from karvan.train.losses import named
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, Losses, ReportWindow, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
@@ -31,6 +31,7 @@ from karvan.train.state.resuming import check_choice, chosen
 from karvan.train.state.saving import Snapshot
 from karvan.train.state.transforms import Transforms
 from karvan.train.step.nonfinite import Skips
+from karvan.train.step.step_routine import StepBatches
 from karvan.train.stopping.goal import Goal
 from karvan.train.stopping.stopping import Stopping
 
@@ -59,13 +60,15 @@ class Fit:
         self._window = trainer.window
         self._stopping = Stopping(trainer)
         self._transforms = Transforms()
+        runs, self._passes = trainer.setup.runs, trainer.setup.passes
+        self._placement = runs.placement
         self._course = Epoch(
             data,
-            trainer.connection,
-            trainer.placement,
-            trainer.passes,
+            runs.connection,
+            runs.placement,
+            self._passes,
             trainer.counts,
-            trainer.ahead,
+            runs.ahead,
             stopped=self._stopping.asked,
             due=trainer.saver.take_time,
             ends=self._cut_short,
@@ -100,7 +103,7 @@ class Fit:
                             self._save()
                 if self._course.complete:
                     self._end_epoch()
-            trainer.placement.forget()  # what was looked up ahead is withdrawn, and counts nowhere
+            self._placement.forget()  # what was looked up ahead is withdrawn, and counts nowhere
             return self._end()
 
     def _over(self) -> bool:
@@ -141,7 +144,7 @@ class Fit:
         trainer.model.train()
         trainer.saver.begin()
         self._reporter = Reporter(trainer)
-        trainer.progress.begin(counts.step, self._goal.steps(self._data, trainer.passes, counts))
+        trainer.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
         stack.callback(trainer.progress.end)
         if resumed is not None:
             found, (_, other) = resumed
@@ -196,13 +199,11 @@ class Fit:
         """One optimizer step."""
         trainer, counts = self._trainer, self._counts
         samples = self._course.samples(group)
-        weights, whole_weight = trainer.passes.weights(group)
+        step = trainer.setup.routine.begin(group, self._course)
         with closing(trainer.dense.attempts()) as attempts:
             for attempt in attempts:
-                losses = self._compute(group, weights, whole_weight, first=attempt == 0)
-                learns = trainer.passes.together or any(weights)
-                taken = trainer.update.apply() if learns else trainer.update.pass_over()
-                if taken is not None:
+                losses = self._compute(step, first=attempt == 0)
+                if (taken := trainer.setup.routine.apply(step)) is not None:
                     break
         self._course.trained(group, samples)
         self._trained += 1
@@ -215,31 +216,24 @@ class Fit:
             counts.skipped += 1
             self._skips.skip(counts.step, (fed.batch for fed in group))
         means = losses.means()
-        self._window.add(means, losses.weight / whole_weight)
+        self._window.add(means, losses.weight / step.whole_weight)
         trainer.progress.step(counts.step)
         trainer.callbacks.on_step_end(
             trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
         )
 
-    def _compute(self, group: list[FedBatch], weights: list[float], whole: float, first: bool) -> Losses:
+    def _compute(self, step: StepBatches, first: bool) -> Losses:
         """The gradients of a step; metrics see what the first attempt at it gives."""
-        trainer, passes = self._trainer, self._trainer.passes
+        trainer, routine = self._trainer, self._trainer.setup.routine
         losses = Losses()
-        for number, (fed, weight) in enumerate(zip(group, weights, strict=True), 1):
-            batch = fed.batch
-            trainer.placement.receive(batch)
-            with trainer.parallel.passing(number == len(group)), trainer.precision.context():
-                with trainer.placement.forward(), trainer.precision.forward():
-                    output = trainer.parallel.forward(batch)
-                    if weight:
-                        parts = trainer.loss(output, batch)
-                        loss = total(parts)
-                    begin = trainer.parallel.begin(output, loss if weight else nothing_of(output))
-                trainer.update.backward(begin, passes.divisor(weight, weights, whole))
-            if weight:
+        for made in step.passes():
+            self._placement.receive(made.batch)
+            routine.forward(made, made.batch, trainer.loss)
+            routine.backward(made)
+            if made.losses is not None and made.loss is not None:
                 for metric in trainer.metrics.values() if first else ():
-                    metric.update(output, batch)
-                losses.add(named(parts, loss), weight)
+                    metric.update(made.output, made.batch)
+                losses.add(named(made.losses, made.loss), made.weight)
         return losses
 
     def _evaluate(self) -> None:
@@ -271,7 +265,7 @@ class Fit:
     def _end(self) -> FitResult:
         trainer, counts = self._trainer, self._counts
         self._reporter.training()
-        if self._stopping.reason is None and trainer.passes.together:  # so that all ranks come to the same
+        if self._stopping.reason is None and self._passes.together:  # so that all ranks come to the same
             self._skips.end()
         trainer.dense.take()
         wanted = self._goal.eval_data is not None and self._stopping.reason is None

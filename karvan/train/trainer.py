@@ -10,21 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from karvan import distributed
 from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.data.identity import Identity
-from karvan.dense.factory import make_stepping
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
-from karvan.train.checks.frozen import Frozen, Patterns
+from karvan.train.checks.frozen import Patterns
 from karvan.train.checks.label_values import check_of
-from karvan.train.checks.preflight import check_connection
 from karvan.train.evaluation import Evaluator, Prediction
-from karvan.train.feed.feed import ahead_of, same
+from karvan.train.feed.feed import same
 from karvan.train.fit import Begin, Fit
 from karvan.train.reporting.describe import describe
 from karvan.train.reporting.history import History
@@ -34,19 +32,8 @@ from karvan.train.reporting.results import FitResult, ReportWindow, TrainingCoun
 from karvan.train.state.dataset import remaining
 from karvan.train.state.saving import SaveSettings, make_saver
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.accumulation import Accumulation
-from karvan.train.step.data_parallel import make_parallel
-from karvan.train.step.device_placement import device_of, exact_device, make_placement
 from karvan.train.step.lr_schedule import Schedule, Schedulers
-from karvan.train.step.optimizer_step import (
-    DenseOptimizer,
-    OptimizerStep,
-    OptimizerStepSettings,
-    engines_of,
-    make_dense,
-    make_sparse,
-)
-from karvan.train.step.precision import make_precision
+from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, engines_of
 from karvan.train.stopping.goal import Goal
 from karvan.train.stopping.signals import Signals
 from karvan.train.types import Loss, MetricLike
@@ -117,30 +104,28 @@ class Trainer:
         check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
-        ahead = ahead_of(ahead, distributed.current())
-        self.device = device_of(model) if device is None else exact_device(device)
-        self.model = model if device is None else model.to(self.device)
+        settings = OptimizerStepSettings(accumulate, clip_norm, clip_value, skip_nonfinite)
+        runs = make_model_setup(
+            model, precision=precision, device=device, ahead=ahead, prepare=prepare, check=check_of(loss)
+        )
+        self.setup = make_training_setup(
+            runs,
+            dense_optimizer=dense_optimizer,
+            sparse_optimizer=sparse_optimizer,
+            frozen=frozen,
+            settings=settings,
+            global_accumulate=global_accumulate,
+            must_train=False,
+        )
+        self.model = runs.model
+        self.device = runs.device
+        self.connection = runs.connection
+        self.precision = runs.precision
+        self.update = self.setup.update
+        self.dense = self.setup.dense
         self.loss = loss
         self.metrics = dict(metrics or {})
         self.accumulate = accumulate
-        self.connection = distributed.current()
-        self.precision = make_precision(precision, self.device, engines_of(model))
-        here = self.connection
-        self.passes = Accumulation(accumulate, global_accumulate, here.rank, here.world, here.joint_steps)
-        self.frozen = Frozen(model, frozen)
-        dense = make_dense(dense_optimizer, model, self.frozen)
-        self.dense = make_stepping(model, dense, engines_of(model), here, ahead)
-        self.update = OptimizerStep(
-            dense,
-            make_sparse(sparse_optimizer, model, self.frozen),
-            OptimizerStepSettings(accumulate, clip_norm, clip_value, skip_nonfinite),
-            self.precision,
-            self.dense,
-            self.frozen,
-        )
-        if self.update.optimizers:  # one that only evaluates may have rows of its own
-            check_connection(model, self.connection)
-        self.parallel = make_parallel(model, self.connection)
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
         first = self.connection.rank == 0  # who watches wants to see everything once
@@ -152,13 +137,7 @@ class Trainer:
         )
         self._history = History(self.saver.folder, writes=first)
         self.logs = LoggerGroup([self._history, *(logs if first else ())])
-        self.placement = make_placement(
-            model, self.device, prepare, engines_of(model) if ahead else [], check_of(loss)
-        )
-        self.evaluator = Evaluator(model, loss, self.placement, self.precision, ahead, self.connection)
-        for engine in engines_of(model):  # batches that wait for a step, in a fit and in an evaluation
-            engine.hold_ahead(2 * ahead + self.passes.count + 2)
-        self.ahead = ahead
+        self.evaluator = Evaluator(runs, loss)
         self.signals = Signals()
         self.counts = TrainingCounts()
         self.window = ReportWindow()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def check_fit(trainer: Trainer, goal: Goal) -> None:
     """What a fit of the Trainer depends on."""
-    check_trained(trainer.model, trainer.update, trainer.frozen, trainer.connection)
+    trainer.setup.check()
     _check_metrics(trainer, goal)
 
 

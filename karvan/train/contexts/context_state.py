@@ -1,4 +1,4 @@
-"""What a TrainContext keeps: counts, checkpoints of its state, and its tables."""
+"""The state of a TrainContext: counts, position in its data, checkpoints and tables."""
 
 from __future__ import annotations
 
@@ -6,49 +6,35 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from karvan import checkpoint as checkpoints
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
 from karvan.data.identity import Identity
-from karvan.dense.local import LocalDense
-from karvan.distributed import Connection
+from karvan.train.assembly import TrainingSetup
 from karvan.train.contexts.context_saves import ContextSaves
 from karvan.train.feed.epoch import Epoch
 from karvan.train.reporting.results import ReportWindow, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.finished_data import FinishedData, with_newest
 from karvan.train.state.gathering import summed
-from karvan.train.state.randomness import set_random_state
+from karvan.train.state.randomness import random_state, set_random_state
 from karvan.train.state.saving import Snapshot
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.optimizer_step import OptimizerStep, engines_of
-from karvan.train.step.precision import Precision
+from karvan.train.step.optimizer_step import engines_of
+from karvan.train.types import Positioned
 
 
 class ContextState:
-    """The state of training in a hand-written loop; `TrainContext` derives from it."""
+    """What training in a hand-written loop has reached; a `TrainContext` has one."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        connection: Connection,
-        precision: Precision,
-        update: OptimizerStep,
-        dense: LocalDense,
-        transforms: Transforms,
-        saves: ContextSaves,
-    ) -> None:
-        self.model = model
-        self.connection = connection
-        self.precision = precision
-        self.update = update
-        self.dense = dense
-        self.transforms = transforms
+    def __init__(self, setup: TrainingSetup, saves: ContextSaves) -> None:
         self.counts = TrainingCounts()
-        self._course: Epoch | None = None  # of the loader that was used last
+        self.transforms = Transforms()
+        self.epoch: Epoch | None = None  # of the loader that was used last
+        self._setup = setup
+        self._model = setup.runs.model
+        self._connection = setup.runs.connection
+        self._data: Any = None  # of that loader
         self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
         self._loaded: Checkpoint | None = None  # what that is of
         self._identity: Identity | None = None  # of the data of that loader
@@ -59,113 +45,82 @@ class ContextState:
         self._drop_unfinished = False  # as `load` was told
         self._saves = saves
 
-    @property
-    def dense_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the model's parameters."""
-        return self.update.optimizers.get("dense")
+    def begin_epoch(self, data: Iterable[Any], name: str | None) -> Epoch:
+        """The epoch that the next loader of data goes through: a new one, or the rest of one."""
+        self.epoch = self._epoch_of(data, name)
+        return self.epoch
 
-    @property
-    def sparse_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the rows."""
-        return self.update.optimizers.get("sparse")
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps so far, those that were left out included."""
-        return self.counts.step
-
-    @property
-    def skipped(self) -> int:
-        """Steps that were left out, because a gradient was not finite."""
-        return self.counts.skipped
-
-    @property
-    def epoch(self) -> int:
-        """How often a loader has come to the end of its data."""
-        return self.counts.epoch
-
-    def _in_step(self) -> bool:
-        """Whether some of a step has been done and some has not."""
-        return False
-
-    def _in_loop(self) -> bool:
-        """Whether a loader is being iterated."""
-        return False
+    def _epoch_of(self, data: Iterable[Any], name: str | None) -> Epoch:
+        self.transforms.use(data)
+        self.transforms.match_loaders()
+        self.transforms.require_fitted(self._model)
+        same_data = data is self._data and isinstance(data, Positioned)
+        if self._saved is None and same_data and self.epoch is not None:
+            return self.epoch
+        name, self._data_name = self._data_name if name is None else name, None
+        if self._loaded is not None:
+            if self._is_other(self._loaded, data, name, self._drop_unfinished):
+                self._begin_data()
+        elif data is not self._data:
+            self._change_data(dataset.identify(data, name, self._connection))
+        if self._saved is None:
+            self.counts.batches = 0
+        runs = self._setup.runs
+        self.transforms.require_equal(self._connection.main, self._model)
+        made = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.ahead)
+        self._data = data
+        if self._saved is not None:
+            made.load(self._saved, random_state(), self._drop_unfinished)
+            self._saved = self._loaded = None
+        return made
 
     def save(
         self,
         folder: str | os.PathLike[str] | Checkpoints,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        wait: bool = True,
+        extra: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        wait: bool,
     ) -> Pending:
-        """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
-
-        It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
-        transforms, and the position of the loader used last. extra is a tree of one's own, such as a
-        scheduler's state_dict. Unless wait, it is written while training goes on; leaving the context waits.
-        All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
-        and `error` of the result says why; see `tolerate_failed_saves`.
-        """
-        if self._in_step():
-            raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
-        self.dense.take()
-        course = self._course
+        """See `TrainContext.save`."""
+        self._setup.dense.take()
         data: dict[str, Any] = {"position": None, "epoch_random": None}
-        if course is not None:
-            data = course.state()
+        if self.epoch is not None:
+            data = self.epoch.state()
         finished = self.counts.batches == 0 and (self.counts.epoch > 0 or self._identity is None)
         data["data"] = dataset.state_of(self._identity, finished, past=self._past)
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
+        own = {"metrics": {}, "window": ReportWindow().state_dict()}
         whole = {
-            **train_state.take_trained(self, {"metrics": {}, "window": ReportWindow().state_dict()}),
+            **train_state.take_trained(self._setup, self.counts, own),
             **data,
             **self.transforms.state(),
             "scheduler": {"schedulers": []},
             "callbacks": {},
             "extra": dict(extra or {}),
         }
-        return self._saves.save(folder, Snapshot(self.step, whole, self.model, metrics), wait=wait)
+        return self._saves.save(folder, Snapshot(self.counts.step, whole, self._model, metrics), wait=wait)
 
     def load(
         self,
         checkpoint: str | os.PathLike[str] | Checkpoint,
-        *,
-        data: Iterable[Any] | None = None,
-        data_name: str | None = None,
-        drop_unfinished: bool = False,
+        data: Iterable[Any] | None,
+        data_name: str | None,
+        drop_unfinished: bool,
     ) -> dict[str, Any]:
-        """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
-
-        Of a run's folder the newest whole one is taken: a damaged one is a warning, and is renamed to
-        damaged-step-…. A damaged checkpoint that was named is an error.
-        The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
-        metrics and callbacks is left out. All ranks load together.
-
-        data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
-        `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
-        its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
-        trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
-        `kv.data.from_loaders()`, has begun, which drop_unfinished starts again.
-        """
-        if self._in_loop() or self._in_step():
-            raise RuntimeError(
-                "load was called inside of a loop over a loader: expected it before or behind."
-            )
+        """See `TrainContext.load`."""
         self._saves.wait()
 
         def load(one: Checkpoint) -> tuple[dict[str, Any], bool]:
             is_other = data is not None and self._is_other(one, data, data_name, drop_unfinished)
-            self.update.forget()
-            return one.load(self.model), is_other
+            self._setup.update.forget()
+            return one.load(self._model), is_other
 
         found, (saved, other) = checkpoints.resume_at(checkpoint, load)
-        train_state.restore_trained(self, saved)
+        train_state.restore_trained(self._setup, self.counts, saved)
         self.transforms.load(saved)
-        set_random_state(train_state.random_of(self.connection, saved))
-        self.dense.begin()
+        set_random_state(train_state.random_of(self._connection, saved))
+        self._setup.dense.begin()
         self._saved, self._loaded, self._data_name = saved, found, data_name
         self._drop_unfinished = drop_unfinished
         if other:
@@ -174,7 +129,7 @@ class ContextState:
 
     def _is_other(self, found: Checkpoint, data: Any, name: str | None, drop_unfinished: bool) -> bool:
         """Whether data is other data than a checkpoint's; see `dataset.py`. A collective."""
-        self._identity = dataset.identify(data, name, self.connection)
+        self._identity = dataset.identify(data, name, self._connection)
         record = dataset.record_of(found)
         other = dataset.is_other(record, self._identity, found, drop_unfinished)
         if record is not None:
@@ -196,25 +151,22 @@ class ContextState:
             return
         epochs = self.counts.epoch - epoch
         if known is not None and not known.grows and epochs > 0 and self.counts.batches == 0:
-            newest = FinishedData(known.id, known.label, self.step, epochs, self.step - step)
+            newest = FinishedData(known.id, known.label, self.counts.step, epochs, self.counts.step - step)
             self._past = with_newest(self._past, newest)
-        self._data_begin = (self.counts.epoch, self.step)
+        self._data_begin = (self.counts.epoch, self.counts.step)
 
     def sizes(self) -> dict[str, int]:
-        """How many rows each table has, over all ranks or servers together; a collective."""
-        mine = {name: rows for engine in engines_of(self.model) for name, rows in engine.sizes().items()}
-        return {name: int(rows) for name, rows in summed(self.connection.main, mine).items()}
+        """See `TrainContext.sizes`."""
+        mine = {name: rows for engine in engines_of(self._model) for name, rows in engine.sizes().items()}
+        return {name: int(rows) for name, rows in summed(self._connection.main, mine).items()}
 
-    def clear(self, tables: str | Sequence[str] | None = None) -> None:
-        """Remove all rows of these tables, or of all; a collective.
-
-        What optimizers count for a table goes on; gradients of rows that have gone are dropped.
-        """
-        handles = tables_of(self.model)
+    def clear(self, tables: str | Sequence[str] | None) -> None:
+        """See `TrainContext.clear`."""
+        handles = tables_of(self._model)
         names = list(handles) if tables is None else [tables] if isinstance(tables, str) else list(tables)
         if unknown := [name for name in names if name not in handles]:
             raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
-        channel = self.connection.main
+        channel = self._connection.main
         channel.barrier()  # nobody is in a step any more
         for name in names:
             handles[name].clear()

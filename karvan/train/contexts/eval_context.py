@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,54 +12,15 @@ import torch
 from torch import nn
 
 from karvan import checkpoint as checkpoints
-from karvan import distributed
-from karvan.distributed import Connection
 from karvan.label_columns import required_values
+from karvan.train.assembly import ModelSetup, make_model_setup
 from karvan.train.checks.common_mistakes import check_data
+from karvan.train.contexts.context_loader import ContextLoader
 from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of, precision_named
-from karvan.train.contexts.step_passes import ContextLoader
 from karvan.train.evaluation import evaluating
-from karvan.train.feed.feed import Feed, ahead_of, feed, same
-from karvan.train.feed.rank_rounds import RankRounds
+from karvan.train.feed.feed import Feed
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.state.transforms import Transforms
-from karvan.train.step.device_placement import Placement, device_of, exact_device, make_placement
-from karvan.train.step.optimizer_step import engines_of
-from karvan.train.step.precision import Precision, make_precision
-
-
-@dataclass(frozen=True)
-class Running:
-    """What it takes to run a model on batches; a `TrainContext` has the same as its evaluations."""
-
-    model: nn.Module
-    device: torch.device
-    connection: Connection
-    precision: Precision
-    placement: Placement
-    ahead: int
-    transforms: Transforms
-
-
-def running(
-    model: nn.Module, mixed_precision: bool | str, device: torch.device | str | None, ahead: int
-) -> Running:
-    """What it takes to run this model; it is moved to the device, if one is given."""
-    connection = distributed.current()
-    ahead = ahead_of(ahead, connection)
-    where = device_of(model) if device is None else exact_device(device)
-    name = precision_named(mixed_precision, where)
-    moved = model if device is None else model.to(where)
-    engines = engines_of(model)
-    return Running(
-        moved,
-        where,
-        connection,
-        make_precision(name, where, engines),
-        make_placement(moved, where, same, engines if ahead else []),
-        ahead,
-        Transforms(),
-    )
 
 
 class EvalContext:
@@ -84,25 +43,25 @@ class EvalContext:
         device: torch.device | str | None = None,
         ahead: int = 2,
     ) -> None:
-        self._begin(running(model, mixed_precision, device, ahead), label)
-        for engine in engines_of(model):
-            engine.hold_ahead(2 * self._running.ahead + 2)
+        name = precision_named(mixed_precision, model, device)
+        self._begin(make_model_setup(model, precision=name, device=device, ahead=ahead), Transforms(), label)
 
     @classmethod
-    def of(cls, running: Running, label: Labels) -> Self:
+    def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:
         """One that runs a model as another context does."""
         made = cls.__new__(cls)
-        made._begin(running, label)
+        made._begin(runs, transforms, label)
         return made
 
-    def _begin(self, running: Running, label: Labels) -> None:
-        self._running = running
+    def _begin(self, runs: ModelSetup, transforms: Transforms, label: Labels) -> None:
+        self._runs = runs
+        self._transforms = transforms
         self._label = label
         self._stack: ExitStack | None = None
         self._feed: Feed | None = None
         self._given: Any = None  # the batch that the loader gave last
-        self.model = running.model
-        self.device = running.device
+        self.model = runs.model
+        self.device = runs.device
 
     def __enter__(self) -> Self:
         if self._stack is not None:
@@ -135,22 +94,20 @@ class EvalContext:
             raise RuntimeError(
                 "Another loader of this context has not come to its end: expected one at a time."
             )
-        run = self._running
-        run.transforms.use(data)
-        run.transforms.match_loaders()
-        place = partial(run.placement.place, training=False)
-        rounds = RankRounds(run.connection, "evaluate")
+        runs = self._runs
+        self._transforms.use(data)
+        self._transforms.match_loaders()
         required = required_values(data, names_of(self._label))
-        with required, feed(data, place, ahead=run.ahead, rounds=rounds) as batches:
+        with required, runs.evaluation_feed(data) as batches:
             self._feed = batches
             try:
                 for fed in batches:
-                    run.placement.receive(fed.batch)
+                    runs.placement.receive(fed.batch)
                     self._given = fed.batch
-                    if fed.rows or run.connection.world == 1:
+                    if fed.rows or runs.connection.world == 1:
                         yield fed.batch
                     else:  # it is for the others
-                        self._run(fed.batch)
+                        runs.infer(fed.batch)
             finally:
                 self._feed = self._given = None
 
@@ -162,14 +119,9 @@ class EvalContext:
     def _output(self, method: str, batch: Any) -> tuple[Any, Any]:
         self._require(method)
         if batch is not self._given:  # it may be from anywhere
-            batch = self._running.placement.place(batch, training=False)
-            self._running.placement.receive(batch)
-        return self._run(batch), batch
-
-    def _run(self, batch: Any) -> Any:
-        run = self._running
-        with torch.no_grad(), run.placement.forward(), run.precision.context(), run.precision.forward():
-            return full(self.model(batch))
+            batch = self._runs.placement.place(batch, training=False)
+            self._runs.placement.receive(batch)
+        return full(self._runs.infer(batch)), batch
 
     def _require(self, method: str) -> None:
         if self._stack is None:
@@ -207,7 +159,7 @@ class InferContext(EvalContext):
             if "model" not in state:
                 raise checkpoints.CheckpointError.mismatch(found.path, "a model's state", ", ".join(state))
             model.load_state_dict(state["model"])
-            self._running.transforms.load(state)
+            self._transforms.load(state)
             self.step = found.step
 
     def predict(self, batch: Any) -> Any:

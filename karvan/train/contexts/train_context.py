@@ -5,59 +5,40 @@
 | `for batch in ctx.loader(data)` | batches are taken ahead, in groups that make a step; one epoch |
 | `ctx.forward(batch)` | placed, autocast, by DistributedDataParallel where several ranks train |
 | `ctx.backward(loss)` | scaled and weighted; the last pass of a step makes it, dense and sparse, or neither |
-
-Between a forward and its backward, the context remembers the pass: how much it weighs, and whether it is a
-step's last, which DistributedDataParallel must know before the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from inspect import GEN_CLOSED, getgeneratorstate
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from karvan.dense.factory import make_stepping
+from karvan import distributed
+from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.embedding.optim.base import SparseOptimizer
-from karvan.exit_codes import note_training
 from karvan.label_columns import required_values
+from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.checks.common_mistakes import check_data
-from karvan.train.checks.frozen import Frozen, Patterns
-from karvan.train.checks.preflight import check_trained
+from karvan.train.checks.frozen import Patterns
+from karvan.train.contexts.context_loader import ContextLoader
 from karvan.train.contexts.context_saves import ContextSaves
 from karvan.train.contexts.context_state import ContextState
-from karvan.train.contexts.eval_context import EvalContext, running
-from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
-from karvan.train.contexts.step_passes import ContextLoader, ContextStep, Pass
-from karvan.train.feed.batch_source import FedBatch
-from karvan.train.feed.epoch import Epoch
-from karvan.train.feed.feed import same
-from karvan.train.losses import nothing_of, total
-from karvan.train.state import dataset
-from karvan.train.state.randomness import random_state
-from karvan.train.step.accumulation import Accumulation
-from karvan.train.step.data_parallel import make_parallel
-from karvan.train.step.device_placement import make_placement
-from karvan.train.step.nonfinite import Skips, nonfinite_text
-from karvan.train.step.optimizer_step import (
-    DenseOptimizer,
-    OptimizerStep,
-    OptimizerStepSettings,
-    engines_of,
-    make_dense,
-    make_sparse,
-)
-from karvan.train.types import Losses, Positioned, rows_of
+from karvan.train.contexts.context_steps import ContextSteps
+from karvan.train.contexts.eval_context import EvalContext
+from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of, precision_named
+from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings
+from karvan.train.types import Losses
 
 _in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
 
 
-class TrainContext(ContextState):
+class TrainContext:
     """Trains a model in a loop of one's own.
 
     ```
@@ -104,46 +85,66 @@ class TrainContext(ContextState):
     ) -> None:
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
-        run = self._running = running(model, mixed_precision, device, ahead)
-        self.frozen = Frozen(model, frozen)
-        here, dense = run.connection, make_dense(dense_optimizer, model, self.frozen)
-        if here.settings.dense.rejects:
+        if distributed.current().settings.dense.rejects:
             raise ValueError(
                 "With grads_to_wait or tolerance servers may reject a step, which a loop of one's own cannot "
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
-        stepping = make_stepping(model, dense, engines_of(model), here, run.ahead)
-        update = OptimizerStep(
-            dense,
-            make_sparse(sparse_optimizer, model, self.frozen),
-            OptimizerStepSettings(accumulate, clip_norm, clip_value),
-            run.precision,
-            stepping,
-            self.frozen,
+        name = precision_named(mixed_precision, model, device)
+        settings = OptimizerStepSettings(accumulate, clip_norm, clip_value)
+        self._saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
+        runs = make_model_setup(model, precision=name, device=device, ahead=ahead)
+        self._setup = make_training_setup(
+            runs,
+            dense_optimizer=dense_optimizer,
+            sparse_optimizer=sparse_optimizer,
+            frozen=frozen,
+            settings=settings,
+            must_train=True,
         )
-        check_trained(model, update, self.frozen, here)
-        saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
-        super().__init__(run.model, here, run.precision, update, stepping, run.transforms, saves)
-        self.device = run.device
+        self._runs = runs
+        self._state = ContextState(self._setup, self._saves)
+        self._steps = ContextSteps(self._setup, self._state.counts, raises=nonfinite == "raise")
+        self.model = runs.model
+        self.device = runs.device
+        self.connection = runs.connection
+        self.precision = runs.precision
+        self.update = self._setup.update
+        self.dense = self._setup.dense
+        self.counts = self._state.counts
         self._label = label
-        self._raises = nonfinite == "raise"
-        self._passes = Accumulation(accumulate, None, here.rank, here.world, here.joint_steps)
-        self._parallel = make_parallel(model, self.connection)
-        self._moving = make_placement(self.model, self.device, same, [])
-        for engine in engines_of(model):
-            engine.hold_ahead(2 * run.ahead + accumulate + 2)
-        self._skips = Skips(run.precision.always_checks, here.rank == 0)
         self._entered = False
-        self._data: Any = None  # of the loader that was used last
-        self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration over it, held by the loop
-        self._turn: Pass | None = None  # the batch that the loader gave, until its forward
-        self._pass: Pass | None = None  # the forward that waits for its backward
-        self._step: ContextStep | None = None  # one of which some batches, but not all, have been trained
+        self._batches: ref[Generator[Any, None, None]] | None = None  # an iteration that the loop holds
+
+    @property
+    def dense_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the model's parameters."""
+        return self.update.optimizers.get("dense")
+
+    @property
+    def sparse_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of the rows."""
+        return self.update.optimizers.get("sparse")
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those that were left out included."""
+        return self.counts.step
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were left out, because a gradient was not finite."""
+        return self.counts.skipped
+
+    @property
+    def epoch(self) -> int:
+        """How often a loader has come to the end of its data."""
+        return self.counts.epoch
 
     def __enter__(self) -> Self:
         if self.model in _in_use:
             raise RuntimeError("This model is in a TrainContext already: expected one at a time.")
-        check_trained(self.model, self.update, self.frozen, self.connection)
+        self._setup.check()
         _in_use.add(self.model)
         self._entered = self._saves.training = True
         self.update.forget()
@@ -163,16 +164,14 @@ class TrainContext(ContextState):
 
     def _leave(self, error: BaseException | None) -> None:
         if (batches := self._iteration()) is not None:
-            if error is not None and self._course is not None:
-                self._course.abandon(error)
+            if error is not None and self._state.epoch is not None:
+                self._state.epoch.abandon(error)
             batches.close()
-        self._turn = self._pass = self._step = None
-        self.update.forget()
+        self._steps.forget()
         if error is None:
             self.dense.take()
             self._saves.finish(self.step)
-            if self._passes.together:  # so that all ranks come to the same
-                self._skips.end()
+            self._steps.end()
 
     def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> ContextLoader:
         """The batches of data, taken and prepared ahead; every iteration is an epoch.
@@ -187,7 +186,7 @@ class TrainContext(ContextState):
 
     def _iterate(self, data: Iterable[Any], name: str | None) -> Iterator[Any]:
         self._require("A loader")
-        if self._in_loop():
+        if self._iteration() is not None:
             raise RuntimeError(
                 "Another loader of this context has not come to its end: expected one at a time."
             )
@@ -196,53 +195,8 @@ class TrainContext(ContextState):
         return batches
 
     def _epoch(self, data: Iterable[Any], name: str | None) -> Generator[Any, None, None]:
-        course = self._course = self._course_of(data, name)
-        trained = True
-        try:
-            required = required_values(data, names_of(self._label))
-            with required, closing(course.groups()) as groups:
-                for group in groups:
-                    step = ContextStep(group, *self._passes.weights(group), course)
-                    trained = False
-                    for place, fed in enumerate(group):
-                        self._running.placement.receive(fed.batch)
-                        self._turn = Pass(step, place)
-                        yield fed.batch
-                    trained = step.done == len(group)
-                    if step.done and not trained:
-                        raise _incomplete(step)
-            course.end_epoch()
-        finally:
-            self._turn = None
-            if self._step is not None:
-                self._step = None
-                self.update.forget()
-            if not trained:
-                course.move_back()
-
-    def _course_of(self, data: Iterable[Any], name: str | None) -> Epoch:
-        self.transforms.use(data)
-        self.transforms.match_loaders()
-        self.transforms.require_fitted(self.model)
-        goes_on = data is self._data and isinstance(data, Positioned)
-        if self._saved is None and goes_on and self._course is not None:
-            return self._course
-        name, self._data_name = self._data_name if name is None else name, None
-        if self._loaded is not None:
-            if self._is_other(self._loaded, data, name, self._drop_unfinished):
-                self._begin_data()
-        elif data is not self._data:
-            self._change_data(dataset.identify(data, name, self.connection))
-        if self._saved is None:
-            self.counts.batches = 0
-        run = self._running
-        self.transforms.require_equal(run.connection.main, self.model)
-        made = Epoch(data, run.connection, run.placement, self._passes, self.counts, run.ahead)
-        self._data = data
-        if self._saved is not None:
-            made.load(self._saved, random_state(), self._drop_unfinished)
-            self._saved = self._loaded = None
-        return made
+        epoch = self._state.begin_epoch(data, name)
+        yield from self._steps.batches(epoch, required_values(data, names_of(self._label)))
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """The output for a batch, and its labels.
@@ -251,44 +205,8 @@ class TrainContext(ContextState):
         as their rows do.
         """
         self._require("forward")
-        if self._pass is not None:
-            raise RuntimeError(
-                "forward was called twice: expected backward(loss) in between. Outputs that are not trained "
-                "on are those of ctx.eval()."
-            )
-        if not self.model.training:
-            raise RuntimeError("forward trains, but the model is in eval mode: expected train mode.")
-        made, batch = self._pass_of(batch)
-        if not made.place:
-            self.dense.fresh()
-        run = self._running
-        with (
-            self._parallel.passing(made.last),
-            run.precision.context(),
-            run.placement.forward(),
-            run.precision.forward(),
-        ):
-            made.output = self._parallel.forward(batch)
-        self._pass, self._turn = made, None
-        return full(made.output), labels_of(batch, self._label, self.device)
-
-    def _pass_of(self, batch: Any) -> tuple[Pass, Any]:
-        if self._turn is not None and batch is self._turn.batch:
-            return self._turn, batch
-        moved = self._moving.place(batch)
-        self._moving.receive(moved)
-        rows = rows_of(moved)
-        if self._turn is not None and rows == rows_of(self._turn.batch):
-            return self._turn, moved
-        if self._passes.accumulate > 1:
-            raise RuntimeError(
-                f"accumulate={self._passes.accumulate} is for batches of ctx.loader, which knows those of a "
-                "step, got another one."
-            )
-        channel = self.connection.main
-        every = rows if channel.world == 1 else int(channel.sum(torch.tensor([rows]))[0])
-        group = [FedBatch(moved, None, rows, every)]
-        return Pass(ContextStep(group, *self._passes.weights(group)), 0), moved
+        output, used = self._steps.forward(batch)
+        return full(output), labels_of(used, self._label, self.device)
 
     def backward(self, loss: Losses) -> bool:
         """Go backward from a loss, a mean over the batch, and make the step if it is complete.
@@ -297,55 +215,7 @@ class TrainContext(ContextState):
         Several losses by name are summed.
         """
         self._require("backward")
-        made = self._pass
-        if made is None:
-            raise RuntimeError(
-                "backward was called without a forward: expected output, labels = ctx.forward(batch) before."
-            )
-        whole = total(loss) if made.weight else nothing_of(made.output)
-        if not whole.requires_grad:
-            raise ValueError(
-                "The loss depends on nothing that is trained: expected one that is computed from the output "
-                "of forward, without detach, item or torch.no_grad."
-            )
-        self._pass = None
-        step = made.step
-        with self._parallel.passing(made.last), self.precision.context():
-            begin = self._parallel.begin(made.output, whole)
-            self.update.backward(begin, self._passes.divisor(made.weight, step.weights, step.whole))
-        step.done += 1
-        if not made.last:
-            self._step = step
-            return False
-        if step.done < len(step.group):
-            raise _incomplete(step)
-        self._step = None
-        learns = self._passes.together or any(step.weights)
-        taken = bool(self.update.apply() if learns else self.update.pass_over())
-        self._count(step)
-        if taken:
-            self._skips.take()
-        else:
-            self._skip(step, whole)
-        return taken
-
-    def _count(self, step: ContextStep) -> None:
-        if step.course is not None:
-            step.course.trained(step.group, step.course.samples(step.group))
-        else:
-            note_training()
-            self.counts.step += 1
-            self.counts.samples += sum(fed.all_rows for fed in step.group)
-
-    def _skip(self, step: ContextStep, loss: Tensor) -> None:
-        self.counts.skipped += 1
-        what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
-        batches = [fed.batch for fed in step.group]
-        if self._raises and not self.precision.always_checks:  # with fp16, one now and then is too large
-            raise FloatingPointError(
-                f"ContextStep {self.step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
-            )
-        self._skips.skip(self.step, batches, what)
+        return self._steps.backward(loss)
 
     def eval(self) -> EvalContext:
         """A context that evaluates the model as it is now, and changes nothing of training.
@@ -354,17 +224,70 @@ class TrainContext(ContextState):
         """
         self._require("eval")
         self.dense.settle()
-        return EvalContext.of(self._running, self._label)
+        return EvalContext.of(self._runs, self._state.transforms, self._label)
+
+    def save(
+        self,
+        folder: str | os.PathLike[str] | Checkpoints,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = True,
+    ) -> Pending:
+        """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
+
+        It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
+        transforms, and the position of the loader used last. extra is a tree of one's own, such as a
+        scheduler's state_dict. Unless wait, it is written while training goes on; leaving the context waits.
+        All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
+        and `error` of the result says why; see `tolerate_failed_saves`.
+        """
+        if self._steps.in_step:
+            raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
+        return self._state.save(folder, extra, metrics, wait)
+
+    def load(
+        self,
+        checkpoint: str | os.PathLike[str] | Checkpoint,
+        *,
+        data: Iterable[Any] | None = None,
+        data_name: str | None = None,
+        drop_unfinished: bool = False,
+    ) -> dict[str, Any]:
+        """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
+
+        Of a run's folder the newest whole one is taken: a damaged one is a warning, and is renamed to
+        damaged-step-…. A damaged checkpoint that was named is an error.
+        The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
+        metrics and callbacks is left out. All ranks load together.
+
+        data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
+        `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
+        its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
+        trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
+        `kv.data.from_loaders()`, has begun, which drop_unfinished starts again.
+        """
+        if self._iteration() is not None or self._steps.in_step:
+            raise RuntimeError(
+                "load was called inside of a loop over a loader: expected it before or behind."
+            )
+        return self._state.load(checkpoint, data, data_name, drop_unfinished)
+
+    def sizes(self) -> dict[str, int]:
+        """How many rows each table has, over all ranks or servers together; a collective."""
+        return self._state.sizes()
+
+    def clear(self, tables: str | Sequence[str] | None = None) -> None:
+        """Remove all rows of these tables, or of all; a collective.
+
+        What optimizers count for a table goes on; gradients of rows that have gone are dropped.
+        """
+        self._state.clear(tables)
 
     def _iteration(self) -> Generator[Any, None, None] | None:
+        """The iteration over a loader that has not come to its end, if there is one."""
         batches = None if self._batches is None else self._batches()
         return None if batches is None or getgeneratorstate(batches) == GEN_CLOSED else batches
-
-    def _in_loop(self) -> bool:
-        return self._iteration() is not None
-
-    def _in_step(self) -> bool:
-        return self._pass is not None or self._step is not None
 
     def _require(self, method: str) -> None:
         if not self._entered:
@@ -372,10 +295,3 @@ class TrainContext(ContextState):
                 f"{method} was called outside of the context: expected it inside of "
                 "`with kv.TrainContext(…) as ctx:`."
             )
-
-
-def _incomplete(step: ContextStep) -> RuntimeError:
-    return RuntimeError(
-        f"Of a step's {len(step.group)} batches {step.done} were trained: expected forward and backward for "
-        "each of them."
-    )

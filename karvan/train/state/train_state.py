@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from karvan.distributed import Connection
+from karvan.train.assembly import TrainingSetup
 from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimizer
 from karvan.train.state.randomness import random_state
-from karvan.train.step.optimizer_step import OptimizerStep
-from karvan.train.step.precision import Precision
 
 if TYPE_CHECKING:
     from karvan.train.trainer import Trainer
-
-
-class TrainingProcess(Protocol):
-    """What all who train have: a Trainer and a TrainContext."""
-
-    model: nn.Module
-    update: OptimizerStep
-    precision: Precision
-    counts: TrainingCounts
-    connection: Connection
 
 
 def take(trainer: Trainer) -> dict[str, Any]:
@@ -36,21 +23,22 @@ def take(trainer: Trainer) -> dict[str, Any]:
         "window": trainer.window.state_dict(),
     }
     return {
-        **take_trained(trainer, own),
+        **take_trained(trainer.setup, trainer.counts, own),
         "scheduler": trainer.schedule.state_dict(),
         "callbacks": trainer.callbacks.state_dict(),
     }
 
 
-def take_trained(trained: TrainingProcess, own: Mapping[str, Any]) -> dict[str, Any]:
+def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str, Any]) -> dict[str, Any]:
     """The state of what is trained, and by what; `own` is what else is another on every rank."""
+    runs, optimizers = setup.runs, setup.update.optimizers
     return {
-        "model": _without_content(trained.model.state_dict()),
-        **{f"{name}_optimizer": each.state_dict() for name, each in trained.update.optimizers.items()},
-        KINDS: kinds_of(trained.update.optimizers),
-        "scaler": trained.precision.state_dict(),
-        "trainer": trained.counts.state_dict(),
-        "ranks": gather_state(trained.connection.main, {**own, "random": random_state()}),
+        "model": _without_content(runs.model.state_dict()),
+        **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
+        KINDS: kinds_of(optimizers),
+        "scaler": runs.precision.state_dict(),
+        "trainer": counts.state_dict(),
+        "ranks": gather_state(runs.connection.main, {**own, "random": random_state()}),
     }
 
 
@@ -65,23 +53,23 @@ def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_trained(
-    trained: TrainingProcess, state: Mapping[str, Any], *, new_settings: bool = False
+    setup: TrainingSetup, counts: TrainingCounts, state: Mapping[str, Any], *, new_settings: bool = False
 ) -> None:
     """Go back to what `take_trained` gave, apart from the random generators.
 
     new_settings: optimizers keep the learning rates and other settings that the program has given.
     """
-    trained.model.load_state_dict(state["model"])
-    speaks = trained.connection.rank == 0
-    for name, optimizer in trained.update.optimizers.items():
+    setup.runs.model.load_state_dict(state["model"])
+    speaks = setup.runs.connection.rank == 0
+    for name, optimizer in setup.update.optimizers.items():
         restore_optimizer(name, optimizer, state, new_settings=new_settings, speaks=speaks)
-    trained.precision.load_state_dict(state["scaler"])
-    trained.counts.load_state_dict(state["trainer"])
+    setup.runs.precision.load_state_dict(state["scaler"])
+    counts.load_state_dict(state["trainer"])
 
 
 def restore(trainer: Trainer, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
     """Go back to what `take` gave, apart from the random generators; new_settings: see `restore_trained`."""
-    restore_trained(trainer, state, new_settings=new_settings)
+    restore_trained(trainer.setup, trainer.counts, state, new_settings=new_settings)
     trainer.schedule.load_state_dict(state["scheduler"])
     if new_settings:
         trainer.schedule.use_initial_rates()

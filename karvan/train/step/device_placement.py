@@ -132,13 +132,13 @@ def make_placement(
     return Placement(prepare, engines, check)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's parameters are; the CPU for one that has none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+def target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device that is asked for, with its number, or the one that the model is on.
 
-
-def exact_device(device: torch.device | str) -> torch.device:
-    """The same device with its number: other threads have their own current GPU, which is the first."""
+    With its number, because other threads have their own current GPU, which is the first.
+    """
+    if device is None:
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     exact = check_device(device)
     if exact.type == "cuda" and exact.index is None:
         return torch.device("cuda", torch.cuda.current_device())

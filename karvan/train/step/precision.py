@@ -68,7 +68,7 @@ class Autocast(Precision):
             warnings.warn(
                 "This CPU has no instructions for bf16: products are computed in fp32 from operands rounded "
                 "to bf16. The numbers are those of bf16, the speed is at most that of fp32.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def context(self) -> AbstractContextManager[Any]:

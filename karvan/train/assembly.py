@@ -1,0 +1,132 @@
+"""Builds the parts of training and evaluation, for the Trainer and the contexts alike.
+
+`Trainer`, `TrainContext`, `EvalContext` and `InferContext` all begin here: `make_model_setup` gives what runs
+a model on batches, `make_training_setup` adds what trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from karvan import distributed
+from karvan.dense.factory import make_stepping
+from karvan.dense.local import LocalDense
+from karvan.distributed import Connection
+from karvan.embedding.optim.base import SparseOptimizer
+from karvan.train.checks.frozen import Frozen, Patterns
+from karvan.train.checks.label_values import Check, no_check
+from karvan.train.checks.preflight import check_connection, check_trained
+from karvan.train.feed.feed import Feed, ahead_of, feed, same
+from karvan.train.feed.rank_rounds import RankRounds
+from karvan.train.step.accumulation import Accumulation
+from karvan.train.step.data_parallel import make_parallel
+from karvan.train.step.device_placement import Placement, make_placement, target_device
+from karvan.train.step.optimizer_step import (
+    DenseOptimizer,
+    OptimizerStep,
+    OptimizerStepSettings,
+    engines_of,
+    make_dense,
+    make_sparse,
+)
+from karvan.train.step.precision import Precision, make_precision
+from karvan.train.step.step_routine import StepRoutine
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """What runs a model on batches."""
+
+    model: nn.Module
+    device: torch.device
+    connection: Connection
+    precision: Precision
+    placement: Placement
+    ahead: int
+
+    def infer(self, batch: Any) -> Any:
+        """The output for a batch on the model's device, without gradients."""
+        with torch.no_grad(), self.placement.forward(), self.precision.context(), self.precision.forward():
+            return self.model(batch)
+
+    def evaluation_feed(self, data: Iterable[Any]) -> Feed:
+        """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
+        place = partial(self.placement.place, training=False)
+        return feed(data, place, ahead=self.ahead, rounds=RankRounds(self.connection, "evaluate"))
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What trains a model: how it runs, what is frozen, where dense parameters are, how steps are made."""
+
+    runs: ModelSetup
+    frozen: Frozen
+    dense: LocalDense
+    update: OptimizerStep
+    passes: Accumulation
+    routine: StepRoutine
+
+    def check(self) -> None:
+        """Raise unless all of the model is trained or said to be frozen, under the program's connection."""
+        check_trained(self.runs.model, self.update, self.frozen, self.runs.connection)
+
+
+def make_model_setup(
+    model: nn.Module,
+    *,
+    precision: str,
+    device: torch.device | str | None,
+    ahead: int,
+    prepare: Callable[[Any], Any] = same,
+    check: Check = no_check,
+) -> ModelSetup:
+    """What runs this model; it is moved to the device, if one is given. The arguments are a Trainer's."""
+    connection = distributed.current()
+    ahead = ahead_of(ahead, connection)
+    where = target_device(model, device)
+    moved = model if device is None else model.to(where)
+    engines = engines_of(moved)
+    for engine in engines:  # batches that wait, in training and in an evaluation meanwhile
+        engine.hold_ahead(2 * ahead + 2)
+    return ModelSetup(
+        moved,
+        where,
+        connection,
+        make_precision(precision, where, engines),
+        make_placement(moved, where, prepare, engines if ahead else [], check),
+        ahead,
+    )
+
+
+def make_training_setup(
+    runs: ModelSetup,
+    *,
+    dense_optimizer: DenseOptimizer | None,
+    sparse_optimizer: SparseOptimizer | None,
+    frozen: Patterns,
+    settings: OptimizerStepSettings,
+    global_accumulate: int | None = None,
+    must_train: bool,
+) -> TrainingSetup:
+    """What trains a model; a collective. must_train: one that is not trained completely is an error."""
+    model, here, engines = runs.model, runs.connection, engines_of(runs.model)
+    passes = Accumulation(settings.accumulate, global_accumulate, here.rank, here.world, here.joint_steps)
+    left = Frozen(model, frozen)
+    optimizer = make_dense(dense_optimizer, model, left)
+    dense = make_stepping(model, optimizer, engines, here, runs.ahead)
+    sparse = make_sparse(sparse_optimizer, model, left)
+    update = OptimizerStep(optimizer, sparse, settings, runs.precision, dense, left)
+    if must_train:
+        check_trained(model, update, left, here)
+    elif update.optimizers:  # one that only evaluates may have rows of its own
+        check_connection(model, here)
+    for engine in engines:
+        engine.hold_ahead(2 * runs.ahead + passes.count + 2)
+    routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, here), passes, update)
+    return TrainingSetup(runs, left, dense, update, passes, routine)

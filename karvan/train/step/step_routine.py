@@ -1,0 +1,115 @@
+"""One step of training: forward, loss and backward of each of its batches, then clip and apply.
+
+`Fit` and `TrainContext` both train by it. They differ in who computes the loss: a Trainer's loss is computed
+inside of `forward`, in its precision, and that of a hand-written loop between `forward` and `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.feed.epoch import Epoch
+from karvan.train.losses import nothing_of, total
+from karvan.train.step.accumulation import Accumulation
+from karvan.train.step.data_parallel import Parallel
+from karvan.train.step.device_placement import Placement
+from karvan.train.step.optimizer_step import OptimizerStep
+from karvan.train.step.precision import Precision
+from karvan.train.types import Loss, Losses
+
+
+@dataclass
+class StepBatches:
+    """The batches that make a step, how much each counts, and how many of them have been trained.
+
+    epoch is where they were taken from; None for a batch that a hand-written loop has made itself.
+    """
+
+    group: list[FedBatch]
+    weights: list[float]
+    whole_weight: float
+    epoch: Epoch | None = None
+    done: int = 0
+
+    def passes(self) -> Iterator[StepPass]:
+        """One batch after the other; none is referenced once the next one is taken."""
+        return (StepPass(self, index) for index in range(len(self.group)))
+
+
+@dataclass
+class StepPass:
+    """One of a step's batches, the model's output for it, and its loss."""
+
+    step: StepBatches
+    index: int
+    output: Any = None
+    losses: Losses | None = None  # as the loss function gave them; None for a batch without samples
+    loss: Tensor | None = None  # their sum
+    root: Tensor | None = None  # what the backward starts from
+
+    @property
+    def batch(self) -> Any:
+        """The batch as the feed gave it."""
+        return self.step.group[self.index].batch
+
+    @property
+    def weight(self) -> float:
+        """How much it counts; 0 without samples."""
+        return self.step.weights[self.index]
+
+    @property
+    def last(self) -> bool:
+        """Whether it completes the step."""
+        return self.index == len(self.step.group) - 1
+
+
+@dataclass(frozen=True)
+class StepRoutine:
+    """Makes steps with these parts."""
+
+    placement: Placement
+    precision: Precision
+    parallel: Parallel
+    passes: Accumulation
+    update: OptimizerStep
+
+    def begin(self, group: list[FedBatch], epoch: Epoch | None = None) -> StepBatches:
+        """A step of these batches."""
+        return StepBatches(group, *self.passes.weights(group), epoch)
+
+    def forward(self, made: StepPass, batch: Any, loss: Loss | None = None) -> None:
+        """Compute the output for a batch on the model's device, and its loss unless that comes later."""
+        with (
+            self.parallel.passing(made.last),
+            self.precision.context(),
+            self.placement.forward(),
+            self.precision.forward(),
+        ):
+            made.output = self.parallel.forward(batch)
+            if loss is not None:
+                self.add_loss(made, loss(made.output, batch) if made.weight else None)
+
+    def add_loss(self, made: StepPass, losses: Losses | None) -> Tensor:
+        """Take the loss of an output, a mean over the batch; that of a batch without samples is 0."""
+        made.losses = losses if made.weight else None
+        made.loss = nothing_of(made.output) if made.losses is None else total(made.losses)
+        made.root = self.parallel.begin(made.output, made.loss)
+        return made.loss
+
+    def backward(self, made: StepPass) -> None:
+        """Add the gradients of a pass to those of its step."""
+        assert made.root is not None
+        step = made.step
+        with self.parallel.passing(made.last), self.precision.context():
+            self.update.backward(made.root, self.passes.divisor(made.weight, step.weights, step.whole_weight))
+        step.done += 1
+
+    def apply(self, step: StepBatches) -> bool | None:
+        """Clip the gradients of a complete step and apply them; see `OptimizerStep.apply`."""
+        learns = self.passes.together or any(step.weights)
+        return self.update.apply() if learns else self.update.pass_over()
