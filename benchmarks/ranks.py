@@ -189,24 +189,25 @@ def remote_dlrm(
     trainer = train.karvan_trainer("fp32", model)
     train.fill(model, rows)
     store = model.embeddings.store
+    at_servers = store.batches.at_servers
 
     def run() -> dict[str, float]:
-        keys, moved, cpu = store.keys_asked, sum(connection.servers.bytes()), sum(os.times()[:2])
+        keys, moved, cpu = at_servers.keys_asked, sum(connection.servers.bytes()), sum(os.times()[:2])
         busy = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
-        for listed in store.seconds.values():
+        for listed in at_servers.seconds.values():
             listed.clear()
         result = trainer.fit(kv.data.read(path, batch, epochs=epochs))
         after = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
         made: dict[str, float] = {
             "samples": result.samples,
             "steps": result.step,
-            "keys": store.keys_asked - keys,
+            "keys": at_servers.keys_asked - keys,
             "bytes": sum(connection.servers.bytes()) - moved,
             "trainer_cpu": sum(os.times()[:2]) - cpu,
             "servers_cpu": sum(after) - sum(busy),
             "staleness": store.window.most,
         }
-        for name, listed in store.seconds.items():
+        for name, listed in at_servers.seconds.items():
             for share in (50, 99):
                 made[f"{name}_p{share}"] = float(np.percentile(list(listed), share))
         return made

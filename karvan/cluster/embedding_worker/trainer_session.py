@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from karvan.distributed.clients.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput
 from karvan.embedding.feature_program import features_from_json, make_program
 from karvan.store.exchange.wire_format import from_wire, to_wire
-from karvan.store.remote.server_lookup import ServerLookup
+from karvan.store.remote.server_lookup import ServerLookup, begin_pull
 from karvan.wire import Array, RefusedError, Reply
 
 
@@ -86,11 +87,8 @@ class Embedding:
         self.wire = wire
         self.features = features_from_json(features)
         self.program = make_program(self.features)
-        self._dims = {feature[1]: feature[5] for feature in self.program.features}
-
-    def dim(self, table: str) -> int:
-        """See `Puller.dim`."""
-        return self._dims[table]
+        dims = {feature[1]: feature[5] for feature in self.program.features}
+        self.dims = [dims[table] for table in self.program.tables]
 
     def group(self, ids: Mapping[str, Any]) -> Embedded:
         """Group a batch by key."""
@@ -102,27 +100,10 @@ class Embedding:
         made.pull.begin(batch)
         return made
 
-    def send_pull(self, pull: ServerLookup) -> list[Reply]:
-        """See `Puller.send_pull`."""
-        assert isinstance(pull, _Pull)
-        head = {
-            "store": pull.of_store,
-            "batch": pull.number,
-            "tables": pull.program.tables,
-            "training": pull.training,
-            "step": pull.step,
-            "now": pull.now,
-            "wire": self.wire,
-            "done": self._speaker.take_done(pull.of_store),
-        }
-        servers = self._speaker.servers
-        return [
-            servers.peer(server).begin("pull", {**head, "counts": pull.wanted[server]}, [pull.sent[server]])
-            for server in range(self.count)
-        ]
-
-    def forget(self, number: int) -> None:
-        """See `Puller.forget`: the trainer says when."""
+    def send_pull(self, store: int, lookup: ServerLookup) -> list[Reply]:
+        """Ask the servers for one of the trainer's stores."""
+        done = self._speaker.take_done(store)
+        return begin_pull(self._speaker.servers, lookup, store=store, done=done)
 
     def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
         """Send sums by key, by pass and server, and wait until they have been applied.
@@ -162,15 +143,17 @@ class Embedded:
         plan = _native.prepare(
             engine.program.native, [number for one in self.inputs for number in one.numbers()]
         )
-        self.pull = _Pull(
-            engine,
+        self.pull = ServerLookup(
             engine.program,
             plan,
+            servers=engine.count,
+            dims=engine.dims,
+            wire=engine.wire,
+            send=partial(engine.send_pull, int(head["store"])),
             training=bool(head["training"]),
             step=int(head["step"]),
             now=float(head["now"]),
         )
-        self.pull.of_store = int(head["store"])
         self._sizes = [one.numel() for one in self.inputs]
 
     def finish(self) -> list[Tensor]:
@@ -205,9 +188,3 @@ class Embedded:
             at += self._sizes[place]
         made = self.pull.plan.reduce(addresses, strides)
         return self.pull.pack(made, self._engine.scale, complete)
-
-
-class _Pull(ServerLookup):
-    """A pull that knows which of the trainer's stores it is for."""
-
-    of_store = 0

@@ -8,7 +8,7 @@ from karvan.store.base import LookupProgram
 
 
 class PendingLookup(ABC):
-    """What it is for, and how far it is; `Pull` asks parameter servers, `Claim` an embedding worker."""
+    """What it is for, and how far it is; `ServerLookup` asks parameter servers, `WorkerLookup` a worker."""
 
     def __init__(self, program: LookupProgram, *, training: bool, step: int, now: float) -> None:
         self.program = program

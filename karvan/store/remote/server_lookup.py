@@ -1,13 +1,14 @@
-"""`ServerLookup`: a batch whose keys are looked up at parameter servers."""
+"""`ServerLookup`: a batch whose keys are looked up at parameter servers, and the `pull` request for it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from karvan import _native, output_buffers
+from karvan.distributed.clients.parameter_servers import Servers
 from karvan.store.base import LookupProgram
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import cut, floats, words
@@ -17,51 +18,45 @@ from karvan.wire import Reply
 from karvan.wire.schema.calls import expect_array
 
 
-class Puller(Protocol):
-    """Who sends a pull and hears when it is not needed any more."""
-
-    count: int  # of servers
-    wire: str
-
-    def dim(self, table: str) -> int:
-        """The floats of a vector."""
-
-    def send_pull(self, pull: ServerLookup) -> list[Reply]:
-        """Ask the servers."""
-
-    def forget(self, number: int) -> None:
-        """A lookup whose gradients have been sent, or will not be."""
-
-
 class ServerLookup(PendingLookup):
-    """A batch whose keys are to be looked up, or are."""
+    """A batch whose keys are to be looked up, or are.
+
+    dims: of the program's tables. wire: what vectors travel as. send: asks the servers, see `begin_pull`.
+    forget: is called with the number of a lookup that nobody holds any more, at any moment.
+    """
 
     def __init__(
         self,
-        store: Puller,
         program: LookupProgram,
         plan: _native.Plan,
         *,
+        servers: int,
+        dims: Sequence[int],
+        wire: str,
+        send: Callable[[ServerLookup], list[Reply]],
+        forget: Callable[[int], None] = lambda number: None,
         training: bool,
         step: int,
         now: float,
     ) -> None:
         super().__init__(program, training=training, step=step, now=now)
-        self._store = store
+        self._send = send
+        self._forget = forget
+        self.wire = wire
         self.plan = plan
         self.replies: list[Reply] = []
-        servers, slots = store.count, len(program.tables)
+        slots = len(program.tables)
         self.route = _native.Route(plan, servers, True)
         counts = self.route.counts
         self.wanted = [counts[server * slots : (server + 1) * slots] for server in range(servers)]
-        self.dims = [store.dim(table) for table in program.tables]
+        self.dims = list(dims)
         sizes = [words(sum(of_server)) for of_server in self.wanted]
         message = torch.empty(sum(sizes), dtype=torch.int64)
         self.route.pack_keys(message.data_ptr())
         self.sent = cut(message, sizes)
 
     def _ask(self) -> None:
-        self.replies = self._store.send_pull(self)
+        self.replies = self._send(self)
 
     def ready(self) -> tuple[bool, float]:
         """See `PendingLookup.ready`."""
@@ -75,7 +70,7 @@ class ServerLookup(PendingLookup):
         flat, at = vectors.numpy(), 0
         for reply, size in zip(self.replies, sizes, strict=True):
             array = reply.wait().arrays[0]
-            received = from_wire(expect_array(array, "vectors", array.dtype.name, size), self._store.wire)
+            received = from_wire(expect_array(array, "vectors", array.dtype.name, size), self.wire)
             np.copyto(flat[at : at + size], received)
             at += size
         self.route.pool(vectors.data_ptr())
@@ -92,4 +87,22 @@ class ServerLookup(PendingLookup):
 
     def __del__(self) -> None:
         if self.number:
-            self._store.forget(self.number)
+            self._forget(self.number)
+
+
+def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequence[int]) -> list[Reply]:
+    """Ask each server for its keys, without waiting; done: the lookups that servers need not keep."""
+    head = {
+        "store": store,
+        "batch": lookup.number,
+        "tables": lookup.program.tables,
+        "training": lookup.training,
+        "step": lookup.step,
+        "now": lookup.now,
+        "wire": lookup.wire,
+        "done": list(done),
+    }
+    return [
+        servers.peer(server).begin("pull", {**head, "counts": lookup.wanted[server]}, [lookup.sent[server]])
+        for server in range(len(servers))
+    ]

@@ -1,138 +1,62 @@
-"""`RemoteTables`: calls to parameter servers about tables.
+"""`RemoteTables`: calls to parameter servers about whole tables.
 
-Of W trainers, number r speaks for the servers r, r + W, …, so that all trainers together have each server
-once. Whatever is asked waits for the gradients that are on their way.
+Of W trainers, number r asks the servers r, r + W, …, so that all trainers together ask each server once.
+Every request waits for the gradients that are in flight.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan import distributed
-from karvan.outages import is_temporary
-from karvan.store.base import Counts, Found, Keys, Push, Rows, Rule, SharedStore, StalenessStats, TableSpec
-from karvan.store.capture import Capture
+from karvan.distributed.clients.parameter_servers import Servers
+from karvan.store.base import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
-from karvan.store.remote.staleness_window import Countdown, StalenessWindow, taken
-from karvan.wire import Message, Reply, WireError
+from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.wire import Message
 from karvan.wire.schema.calls import expect_array
 
-_log = logging.getLogger("karvan.store")
-
 _ROWS_AT_ONCE = 1 << 18  # of a load
-_SAVING = 24 * 3600.0  # seconds for what depends on the size of tables; signs of life come meanwhile
 _STATS = (
     *("rows", "bytes", "inserted", "evicted", "rejected", "dropped_gradients", "skipped_updates"),
     "moved",
 )
 
 
-class RemoteTables(SharedStore):
-    """Tables that are spread over parameter servers."""
+class RemoteTables:
+    """Tables that are spread over parameter servers; the methods are those of `Store`."""
 
-    def __init__(self, connection: distributed.Connection) -> None:
-        assert connection.servers is not None
-        self._connection = connection
-        self._servers = connection.servers
-        self.count = len(self._servers)
-        self.window = StalenessWindow(connection.settings.staleness)
+    def __init__(self, servers: Servers, lookups: LookupsInFlight, rank: int, world: int) -> None:
+        self._servers = servers
+        self._lookups = lookups
+        self._count = len(servers)
+        self._rank = rank
+        self._world = world
+        self._mine = range(rank, self._count, world)
         self._dims: dict[str, int] = {}
-        self._mine = range(connection.rank, self.count, connection.world)
-        self._store = self._servers.new_store()
-        self._sequence = 0  # of the last push
-        self._sequences = [0] * connection.world  # of each trainer's, at the last capture
-        self._ahead: set[int] = set()  # training lookups that no forward has used yet
-        self._used: set[int] = set()  # … that one has, and that have had no push
-        # Lookups that were dropped before they were used, and the workers that made them.
-        self._withdrawn: deque[tuple[int | None, int]] = deque()
-        self._servers.when_lost(self._note_loss)
 
     def dim(self, table: str) -> int:
         """The floats of a vector."""
         return self._dims[table]
 
-    @property
-    def ahead(self) -> StalenessStats:
-        """See `Store.ahead`."""
-        return StalenessStats(self.window.lookups, self.window.total, self.window.most)
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """See `Store.share`; of what passes through this process."""
-        return self._connection.rank, self._connection.world
-
-    def settle(self) -> None:
-        """Wait until all gradients have been applied, and lookups that were dropped have been undone."""
-        for reply in self._send_withdrawn():
-            reply.wait()
-        self.window.drain()
-
-    def _send_withdrawn(self) -> list[Reply]:
-        """Withdraw the lookups that nobody will use any more."""
-        withdrawn = taken(self._withdrawn)
-        if not withdrawn:
-            return []
-        head = {"store": self._store, "batches": [number for _, number in withdrawn]}
-        pending = Countdown(self.count, partial(self._forget_withdrawn, withdrawn), self.window.fail)
-        return [
-            self._servers.peer(server).begin("withdraw", head, then=lambda reply: pending.one(reply.error))
-            for server in range(self.count)
-        ]
-
-    def _forget_withdrawn(self, withdrawn: list[tuple[int | None, int]]) -> None:
-        """Servers have undone these lookups; the workers that made some of them need not keep them."""
-
     def _ask(self, method: str, head: Mapping[str, Any]) -> list[Message]:
-        """The answers of the servers that this trainer speaks for, after its gradients."""
-        self.settle()
+        """The answers of the servers that this trainer asks, after its gradients."""
+        self._lookups.settle()
         return self._servers.call(method, head, of=self._mine)
-
-    def _note_loss(self, server: int, life: str) -> None:
-        _log.warning(
-            "Parameter server %d has restarted with the rows that were saved last: updates since are lost.",
-            server,
-        )
-
-    @property
-    def lost_updates(self) -> int:
-        """How many updates of all trainers are not in the rows, because servers have restarted.
-
-        A push to two servers is two updates. Servers count what they contain (`cluster/update_counts.py`).
-        Of other trainers it is known how many they had made at the last save; so the number is the same on
-        all trainers once a fit has ended with its save.
-        """
-        if not self._servers.reloads:
-            return 0
-        self.window.drain()
-        made = list(self._sequences)
-        made[self._connection.rank] = self._sequence
-        contained = [
-            answer.head["trainers"] for answer in self._servers.call("updates", {"store": self._store})
-        ]
-        return sum(
-            max(0, number - of_server.get(str(trainer), 0))
-            for of_server in contained
-            for trainer, number in enumerate(made)
-        )
 
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`."""
-        self.window.drain()
-        owners = {table: owners_of(hashes_of(unique), self.count) for table, (unique, _) in keys.items()}
+        self._lookups.window.drain()
+        owners = {table: owners_of(hashes_of(unique), self._count) for table, (unique, _) in keys.items()}
         head = {"tables": list(keys), "training": training, "step": step, "now": now}
         replies = []
-        for server in range(self.count):
+        for server in range(self._count):
             arrays: list[NDArray[Any]] = []
             for table, (unique, counts) in keys.items():
                 mine = owners[table] == server
@@ -156,18 +80,18 @@ class RemoteTables(SharedStore):
         steps: Mapping[str, int],
     ) -> None:
         """See `Store.apply`; gradients of rows that left are of no harm: they are not inserted."""
-        self.window.drain()
+        self._lookups.window.drain()
         head = {
             "rules": {table: rule_to_json(rules[table]) for table in pushes},
             "steps": {table: steps[table] for table in pushes},
             "numbers": {table: len(listed) for table, listed in pushes.items()},
         }
         replies = []
-        for server in range(self.count):
+        for server in range(self._count):
             arrays: list[NDArray[Any]] = []
             for listed in pushes.values():
                 for push in listed:
-                    mine = owners_of(hashes_of(push.keys), self.count) == server
+                    mine = owners_of(hashes_of(push.keys), self._count) == server
                     arrays += [push.keys[mine], push.gradients[mine]]
             replies.append(self._servers.peer(server, "ask").begin("apply", head, arrays))
         for reply in replies:
@@ -181,7 +105,7 @@ class RemoteTables(SharedStore):
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
-        self.window.drain()
+        self._lookups.window.drain()
         self._servers.call(
             "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, line="train"
         )
@@ -189,7 +113,7 @@ class RemoteTables(SharedStore):
 
     def skip(self, table: str) -> None:
         """See `Store.skip`; the first server counts for all."""
-        self.window.drain()
+        self._lookups.window.drain()
         self._servers.call("skip", {"table": table}, of=[0] if 0 in self._mine else [])
 
     def evict(self, table: str, *, step: int, now: float) -> int:
@@ -198,8 +122,8 @@ class RemoteTables(SharedStore):
 
     def erase(self, table: str, keys: Keys) -> int:
         """See `Store.erase`."""
-        self.window.drain()
-        owners = owners_of(hashes_of(keys), self.count)
+        self._lookups.window.drain()
+        owners = owners_of(hashes_of(keys), self._count)
         replies = [
             self._servers.peer(server, "ask").begin("erase", {"table": table}, [keys[owners == server]])
             for server in self._mine
@@ -242,12 +166,12 @@ class RemoteTables(SharedStore):
 
     def load(self, table: str, rows: Rows) -> None:
         """See `Store.load`; of W trainers each loads the rows of its share of the hashes."""
-        self.window.drain()
+        self._lookups.window.drain()
         hashes = hashes_of(rows.keys)
-        mine = owners_of(hashes, self._connection.world) == self._connection.rank
-        owners = owners_of(hashes, self.count)
+        mine = owners_of(hashes, self._world) == self._rank
+        owners = owners_of(hashes, self._count)
         replies = []
-        for server in range(self.count):
+        for server in range(self._count):
             places = np.flatnonzero(mine & (owners == server))
             for begin in range(0, len(places), _ROWS_AT_ONCE):
                 chosen = places[begin : begin + _ROWS_AT_ONCE]
@@ -256,129 +180,11 @@ class RemoteTables(SharedStore):
         for reply in replies:
             reply.wait()
 
-    def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`: servers save theirs themselves."""
-        return {}
-
-    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`: nothing, as `extra` gives nothing."""
-
-    def stats(self, table: str) -> dict[str, int]:
-        """See `Store.stats`; of the servers that this trainer speaks for."""
-        return self._stats([table])[table]
-
-    def sizes(self, tables: Sequence[str]) -> dict[str, int]:
-        """See `Store.sizes`; one question for all."""
-        return {table: told["rows"] for table, told in self._stats(tables).items()}
-
-    def _stats(self, tables: Sequence[str]) -> dict[str, dict[str, int]]:
-        self.settle()
+    def stats(self, tables: Sequence[str]) -> dict[str, dict[str, int]]:
+        """The counters of some tables, see `Store.stats`; of the servers that this trainer asks."""
+        self._lookups.settle()
         answers = self._servers.call("stats", {"tables": list(tables)}, of=self._mine)
-        told = [answer.head["stats"] for answer in answers]
-        return {table: {name: sum(each[table][name] for each in told) for name in _STATS} for table in tables}
-
-    def capture(
-        self,
-        tables: Sequence[str],
-        parts: Mapping[str, int],
-        since: Mapping[str, int] | None = None,
-        *,
-        track: bool = False,
-    ) -> Capture:
-        """See `Store.capture`; a collective of all trainers. The servers hold it and write it down.
-
-        Lookups that run ahead may be answered at any time meanwhile; servers leave out all those whose batch
-        has neither had a push nor been used (`_used`).
-        """
-        self.settle()
-        channel = self._connection.here
-        # Gradients of all trainers are there, then. A lookup without a gradient may be done with, and servers
-        # need not have heard of it yet.
-        said = channel.gather_json([self._sequence, sorted(self._used)])
-        self._used.clear()
-        self._sequences = [sequence for sequence, _ in said]
-        told: dict[str, Any] = {}
-        if channel.rank == 0:
-            number = secrets.randbits(52)
-            head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
-            head |= {"store": self._store, "used": [used for _, used in said]}
-            before = None if since is None else max(since.values(), default=0)
-            try:
-                # On the line on which the one before was closed, so that it is.
-                self._servers.call("capture", {**head, "since": before}, line="save")
-                told["number"] = number
-            except Exception as error:  # to be raised on all
-                self.close_capture(number)  # of the servers that have it
-                told["error"] = [type(error).__name__, str(error), is_temporary(error)]
-        told = channel.gather_json(told)[0]
-        if "error" in told:
-            kind, text, temporary = told["error"]
-            if temporary:
-                raise WireError(text)
-            raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
-        return _Captured(self, tables, told["number"])
-
-    def save_away(
-        self,
-        capture: Capture,
-        folder: str,
-        tables: Mapping[str, Mapping[str, Any]],
-        waiting: Callable[[], None],
-    ) -> list[dict[str, Any]]:
-        """See `SharedStore.save_away`."""
-        assert isinstance(capture, _Captured)
-        head = {
-            "capture": capture.number,
-            "store": self._store,
-            "folder": folder,
-            "tables": {n: dict(t) for n, t in tables.items()},
+        counted = [answer.head["stats"] for answer in answers]
+        return {
+            table: {name: sum(each[table][name] for each in counted) for name in _STATS} for table in tables
         }
-        replies = [
-            self._servers.peer(server, "save").begin("save", head, deadline=_SAVING)
-            for server in range(self.count)
-        ]
-        while not all(reply.done for reply in replies):
-            waiting()
-            replies[0].pause(0.05)
-        return [reply.wait().head["shares"] for reply in replies]
-
-    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """See `SharedStore.fill_away`."""
-        self.window.drain()
-        head = {"path": path, "tables": {name: dict(told) for name, told in tables.items()}}
-        replies = [
-            self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)
-            for server in range(self.count)
-        ]
-        answers = [reply.wait() for reply in replies]
-        return [(str(path), str(problem)) for each in answers for path, problem in each.head["damaged"]]
-
-    def close_capture(self, number: int) -> None:
-        """For a capture that is not needed any more."""
-        if self._connection.rank == 0:
-            for server in range(self.count):
-                self._servers.peer(server, "save").begin("close_capture", {"capture": number})
-
-
-class _Captured(Capture):
-    """What servers hold of one moment. They write it; nobody reads it here."""
-
-    def __init__(self, store: RemoteTables, tables: Sequence[str], number: int) -> None:
-        self._store = store
-        self.number = number
-        self.versions = dict.fromkeys(tables, number)
-        self._open = True
-
-    def part(self, table: str, part: int) -> Rows:
-        """See `Capture.part`."""
-        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
-
-    def erased(self, table: str) -> Keys:
-        """See `Capture.erased`."""
-        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
-
-    def close(self) -> None:
-        """See `Capture.close`."""
-        if self._open:
-            self._open = False
-            self._store.close_capture(self.number)

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,18 +28,6 @@ from karvan.wire import Array, Message, RefusedError
 from karvan.wire.schema.calls import expect_array
 
 
-class Claimer(Protocol):
-    """Who sends a claim and hears when it is not needed any more."""
-
-    wire: str
-
-    def send_claim(self, claim: WorkerLookup) -> Future[Message]:
-        """Ask the worker."""
-
-    def forget_claim(self, worker: int, number: int) -> None:
-        """A claim whose gradients have been applied, or will not be."""
-
-
 class Sent(NamedTuple):
     """Gradients as they travel: one array for all features that have any, and which those are."""
 
@@ -48,20 +36,28 @@ class Sent(NamedTuple):
 
 
 class WorkerLookup(PendingLookup):
-    """A batch that is to be claimed, or is."""
+    """A batch that is to be claimed, or is.
+
+    wire: what vectors travel as. send: asks the worker. forget: is called with the number of a lookup that
+    nobody holds any more, at any moment.
+    """
 
     def __init__(
         self,
-        store: Claimer,
         program: LookupProgram,
         reference: IdsReference,
         *,
+        wire: str,
+        send: Callable[[WorkerLookup], Future[Message]],
+        forget: Callable[[int], None],
         training: bool,
         step: int,
         now: float,
     ) -> None:
         super().__init__(program, training=training, step=step, now=now)
-        self._store = store
+        self._send = send
+        self._forget = forget
+        self._wire = wire
         self.reference = reference
         self._answer: Future[Message] | None = None
         self._there: list[float] = []  # when the answer came
@@ -69,7 +65,7 @@ class WorkerLookup(PendingLookup):
         self.laid: list[OutputLayout] = []
 
     def _ask(self) -> None:
-        self._answer = self._store.send_claim(self)
+        self._answer = self._send(self)
         there = self._there
         self._answer.add_done_callback(lambda _: there.append(time.monotonic()))
 
@@ -83,7 +79,7 @@ class WorkerLookup(PendingLookup):
         answer, self._answer = self._answer.result(), None
         vectors, offsets = answer.arrays
         self._check(answer)
-        flat = from_wire(vectors, self._store.wire)
+        flat = from_wire(vectors, self._wire)
         at = at_offset = 0
         for feature, (rows, ids, length, has_offsets) in zip(
             self.program.features, answer.head["laid"], strict=True
@@ -114,7 +110,7 @@ class WorkerLookup(PendingLookup):
                 ends = len(begins) == rows + 1 and begins[0] == 0 and begins[-1] == ids
                 if not ends or (np.diff(begins) < 0).any():
                     raise RefusedError(f"expected offsets of {rows} rows and {ids} ids for '{feature[0]}'.")
-        expect_array(vectors, "vectors", "float32" if self._store.wire == "float32" else "uint16", size)
+        expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
         expect_array(offsets, "offsets", "int64", at)
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
@@ -126,7 +122,7 @@ class WorkerLookup(PendingLookup):
         """Gradients of the outputs as they travel."""
         given = [place for place, each in enumerate(gradients) if each is not None]
         floats = [each.detach().reshape(-1) for each in gradients if each is not None]
-        return Sent(to_wire(torch.cat(floats), self._store.wire), given)
+        return Sent(to_wire(torch.cat(floats), self._wire), given)
 
     def finite(self, gradients: Sequence[Tensor | None]) -> list[bool]:
         """Whether a table's gradients are finite; those of cells without an id do not count."""
@@ -150,7 +146,7 @@ class WorkerLookup(PendingLookup):
 
     def __del__(self) -> None:
         if self.number:
-            self._store.forget_claim(self.reference.worker, self.number)
+            self._forget(self.number)
 
 
 def watch(reference: IdsReference, gone: Callable[[IdsReference], None]) -> None:

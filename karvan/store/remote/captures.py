@@ -1,0 +1,159 @@
+"""`RemoteCaptures`: checkpoints of the rows that parameter servers hold, and the updates that were lost.
+
+Servers hold what was captured, write it into a folder and read it from there; trainers agree on the moment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from karvan.distributed import Connection
+from karvan.distributed.clients.parameter_servers import Servers
+from karvan.outages import is_temporary
+from karvan.store.base import Keys, Rows
+from karvan.store.capture import Capture
+from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.wire import WireError
+
+_SAVING = 24 * 3600.0  # seconds for what depends on the size of tables; heartbeats come meanwhile
+
+
+class RemoteCaptures:
+    """The captures of one store."""
+
+    def __init__(
+        self, connection: Connection, servers: Servers, store: int, lookups: LookupsInFlight
+    ) -> None:
+        self._connection = connection
+        self._servers = servers
+        self._store = store
+        self._lookups = lookups
+        self._sequences = [0] * connection.world  # of each trainer's last push, at the last capture
+
+    def lost_updates(self) -> int:
+        """How many updates of all trainers are not in the rows, because servers have restarted.
+
+        A push to two servers is two updates. Servers count what they contain (`cluster/update_counts.py`).
+        Of other trainers it is known how many they had made at the last save; so the number is the same on
+        all trainers once a fit has ended with its save.
+        """
+        if not self._servers.reloads:
+            return 0
+        self._lookups.window.drain()
+        made = list(self._sequences)
+        made[self._connection.rank] = self._lookups.sequence
+        contained = [
+            answer.head["trainers"] for answer in self._servers.call("updates", {"store": self._store})
+        ]
+        return sum(
+            max(0, number - of_server.get(str(trainer), 0))
+            for of_server in contained
+            for trainer, number in enumerate(made)
+        )
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`; a collective of all trainers. The servers hold it and write it down.
+
+        Lookups that run ahead may be answered at any time meanwhile; servers leave out all those whose batch
+        has neither had a push nor been used.
+        """
+        self._lookups.settle()
+        channel = self._connection.here
+        # Gradients of all trainers are there, then. A lookup without a gradient may be done with, and servers
+        # need not have heard of it yet.
+        said = channel.gather_json([self._lookups.sequence, self._lookups.take_used()])
+        self._sequences = [sequence for sequence, _ in said]
+        told: dict[str, Any] = {}
+        if channel.rank == 0:
+            number = secrets.randbits(52)
+            head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
+            head |= {"store": self._store, "used": [used for _, used in said]}
+            before = None if since is None else max(since.values(), default=0)
+            try:
+                # On the line on which the one before was closed, so that it is.
+                self._servers.call("capture", {**head, "since": before}, line="save")
+                told["number"] = number
+            except Exception as error:  # to be raised on all
+                self.close(number)  # of the servers that have it
+                told["error"] = [type(error).__name__, str(error), is_temporary(error)]
+        told = channel.gather_json(told)[0]
+        if "error" in told:
+            kind, text, temporary = told["error"]
+            if temporary:
+                raise WireError(text)
+            raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
+        return _ServerCapture(self, tables, told["number"])
+
+    def save(
+        self,
+        capture: Capture,
+        folder: str,
+        tables: Mapping[str, Mapping[str, Any]],
+        waiting: Callable[[], None],
+    ) -> list[dict[str, Any]]:
+        """See `SharedStore.save_away`."""
+        assert isinstance(capture, _ServerCapture)
+        head = {
+            "capture": capture.number,
+            "store": self._store,
+            "folder": folder,
+            "tables": {n: dict(t) for n, t in tables.items()},
+        }
+        replies = [
+            self._servers.peer(server, "save").begin("save", head, deadline=_SAVING)
+            for server in range(len(self._servers))
+        ]
+        while not all(reply.done for reply in replies):
+            waiting()
+            replies[0].pause(0.05)
+        return [reply.wait().head["shares"] for reply in replies]
+
+    def fill(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """See `SharedStore.fill_away`."""
+        self._lookups.window.drain()
+        head = {"path": path, "tables": {name: dict(told) for name, told in tables.items()}}
+        replies = [
+            self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)
+            for server in range(len(self._servers))
+        ]
+        answers = [reply.wait() for reply in replies]
+        return [(str(path), str(problem)) for each in answers for path, problem in each.head["damaged"]]
+
+    def close(self, number: int) -> None:
+        """For a capture that is not needed any more."""
+        if self._connection.rank == 0:
+            for server in range(len(self._servers)):
+                self._servers.peer(server, "save").begin("close_capture", {"capture": number})
+
+
+class _ServerCapture(Capture):
+    """What servers hold of one moment. They write it; nobody reads it here."""
+
+    def __init__(self, captures: RemoteCaptures, tables: Sequence[str], number: int) -> None:
+        self._captures = captures
+        self.number = number
+        self.versions = dict.fromkeys(tables, number)
+        self._open = True
+
+    def part(self, table: str, part: int) -> Rows:
+        """See `Capture.part`."""
+        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
+
+    def erased(self, table: str) -> Keys:
+        """See `Capture.erased`."""
+        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
+
+    def close(self) -> None:
+        """See `Capture.close`."""
+        if self._open:
+            self._open = False
+            self._captures.close(self.number)

@@ -1,0 +1,138 @@
+"""`WorkerBatches`: the batches whose ids embedding workers keep.
+
+A worker looks the ids up in the trainer's name, and sums the gradients of its outputs by key. Numbers of
+batches and pushes are the trainer's, so a worker that replaces another can ask for the same once more:
+servers do each once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from karvan.distributed.clients.embedding_workers import Workers
+from karvan.distributed.clients.parameter_servers import Servers
+from karvan.ragged import IdsReference
+from karvan.store.base import LookupProgram
+from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.store.remote.staleness_window import Countdown, taken
+from karvan.store.remote.worker_lookup import Sent, WorkerLookup, watch
+from karvan.wire import Message
+
+
+class WorkerBatches:
+    """Lookups that workers make, and the gradients that return to them."""
+
+    def __init__(
+        self, workers: Workers, servers: Servers, store: int, wire: str, lookups: LookupsInFlight
+    ) -> None:
+        self._workers = workers
+        self._servers = servers
+        self._store = store
+        self._wire = wire
+        self._lookups = lookups
+        self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
+        self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def make(
+        self, program: LookupProgram, reference: IdsReference, *, training: bool, step: int, now: float
+    ) -> WorkerLookup:
+        """A lookup of a batch by the worker that has its ids."""
+        if reference not in self._watched:
+            self._watched.add(reference)
+            watch(reference, self._forget_ids)
+        return WorkerLookup(
+            program,
+            reference,
+            wire=self._wire,
+            send=self._send,
+            forget=partial(self._lookups.drop, reference.worker),
+            training=training,
+            step=step,
+            now=now,
+        )
+
+    def _send(self, lookup: WorkerLookup) -> Future[Message]:
+        if lookup.training:
+            self._lookups.add(lookup.number)
+        worker = lookup.reference.worker
+        head = {
+            "engine": lookup.program.name,
+            "store": self._store,
+            "batch": lookup.number,
+            "reference": lookup.reference.name,
+            "training": lookup.training,
+            "step": lookup.step,
+            "now": lookup.now,
+            **self._released(worker),
+        }
+        return self._workers.begin(
+            *(worker, "claim", "claim", head),
+            engine=self._engine(lookup),
+            references=[lookup.reference],
+            then=self._note_restarts,
+        )
+
+    def push(
+        self,
+        worker: int,
+        head: Mapping[str, Any],
+        lookups: Sequence[WorkerLookup],
+        gradients: Sequence[Sent],
+        pending: Countdown,
+    ) -> None:
+        """Send gradients of outputs to a worker; `pending` counts its answer."""
+        sent = {
+            **head,
+            "engine": lookups[0].program.name,
+            "passes": [
+                {"reference": lookup.reference.name, "given": one.given}
+                for lookup, one in zip(lookups, gradients, strict=True)
+            ],
+            **self._released(worker),
+        }
+        self._workers.begin(
+            *(worker, "backward", "backward", sent, [one.array for one in gradients]),
+            engine=self._engine(lookups[0]),
+            references=[lookup.reference for lookup in lookups],
+            then=partial(self._pushed, pending),
+        )
+
+    def _pushed(self, pending: Countdown, answer: Message | Exception) -> None:
+        """A worker has had gradients applied."""
+        self._note_restarts(answer)
+        pending.one(answer if isinstance(answer, Exception) else None)
+
+    def _note_restarts(self, answer: Message | Exception) -> None:
+        """A worker reports servers that have restarted."""
+        for server, life in answer.head["begun_anew"] if isinstance(answer, Message) else ():
+            self._servers.note_loss(server, life)
+
+    def _engine(self, lookup: WorkerLookup) -> dict[str, Any]:
+        return {
+            "engine": lookup.program.name,
+            "features": lookup.program.told,
+            "wire": self._wire,
+            "tables": self._servers.declared,
+            "declarations": self._servers.declarations,
+        }
+
+    def _released(self, worker: int) -> dict[str, Any]:
+        """What a worker, and the servers by way of it, need not keep; and what it should know by now."""
+        return {
+            "done": self._lookups.take_done(worker),
+            "gone": taken(self._gone[worker]),
+            "declarations": self._servers.declarations,
+        }
+
+    def _forget_ids(self, reference: IdsReference) -> None:
+        self._gone[reference.worker].append(reference.name)
+        if self._workers.release is not None:
+            self._workers.release(reference)
