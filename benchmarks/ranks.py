@@ -239,7 +239,7 @@ def pulls(servers: list[str], rows: int, keys: int, count: int) -> Callable[[], 
                 engine.prepare(batches[(number + 1) % len(batches)], training=False)
                 engine(batches[number % len(batches)])
         after = [each.head["cpu_seconds"] for each in connection.servers.call("describe")]
-        engine.forget_ahead()
+        engine.forget_prepared()
         return {"samples": keys * count, "servers_cpu": sum(after) - sum(busy)}
 
     return run

@@ -62,7 +62,7 @@ class EmbeddingEngine(nn.Module):
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = portable.Content()
         self._pending: list[_Pending] = []
-        self._ahead = PreparedBatches(self.features)
+        self._prepared = PreparedBatches(self.features)
         self.again = StepReplay()  # forwards of a step that may have to be computed again
         self._promised = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
@@ -101,7 +101,7 @@ class EmbeddingEngine(nn.Module):
         if kept is not None:
             inputs, prepared = kept.inputs, None
         else:
-            found = self._ahead.take(batch)
+            found = self._prepared.take(batch)
             inputs, prepared = (self._inputs(batch), None) if found is None else found
         if training:
             # An input that requires a gradient makes autograd call back; the anchor is that and no more.
@@ -135,7 +135,7 @@ class EmbeddingEngine(nn.Module):
             prepared = self.store.prepare(
                 self._program, asked, training=training, step=step, now=self._clock()
             )
-            self._ahead.put(batch, inputs, prepared)
+            self._prepared.put(batch, inputs, prepared)
         except (
             AttributeError,
             KeyError,
@@ -145,14 +145,14 @@ class EmbeddingEngine(nn.Module):
             return False
         return True
 
-    def forget_ahead(self) -> None:
+    def forget_prepared(self) -> None:
         """Batches that were prepared will not be used."""
-        self._ahead.clear()
+        self._prepared.clear()
         self._promised = 0
 
-    def hold_ahead(self, batches: int) -> None:
+    def hold_prepared(self, batches: int) -> None:
         """Hold so many prepared batches at least; ranks that train together must not drop any."""
-        self._ahead.hold(batches)
+        self._prepared.hold(batches)
 
     def _inputs(self, batch: Mapping[str, Any]) -> Inputs:
         if not hasattr(batch, "get"):

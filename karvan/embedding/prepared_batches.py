@@ -1,4 +1,9 @@
-"""Batches that were grouped ahead of their forward, found again by the very tensors that they consist of."""
+"""Batches that were prepared before their forward, recognized by their tensors.
+
+They are not handed on with the batch, because the user's model is between the feed and the engine. It may
+give the engine a new mapping (`{**batch, "hour": hours}`), other ids, or ids that were written to since. What
+was prepared is right only for the same tensors, unchanged, so that is what decides.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,7 @@ class PreparedBatches:
             self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all."""
         with self._lock:
             self._entries.clear()
 

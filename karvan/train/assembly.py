@@ -93,7 +93,7 @@ def make_model_setup(
     moved = model if device is None else model.to(where)
     engines = engines_of(moved)
     for engine in engines:  # batches that wait, in training and in an evaluation meanwhile
-        engine.hold_ahead(2 * ahead + 2)
+        engine.hold_prepared(2 * ahead + 2)
     return ModelSetup(
         moved,
         where,
@@ -127,6 +127,6 @@ def make_training_setup(
     elif update.optimizers:  # one that only evaluates may have rows of its own
         check_connection(model, here)
     for engine in engines:
-        engine.hold_ahead(2 * runs.ahead + passes.count + 2)
+        engine.hold_prepared(2 * runs.ahead + passes.count + 2)
     routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, here), passes, update)
     return TrainingSetup(runs, left, dense, update, passes, routine)

@@ -130,7 +130,7 @@ def test_features_without_a_gradient_leave_their_keys_alone(job):
 def test_hybrid_training_stays_within_its_bound(job, staleness):
     loader = job(2, 2, staleness=staleness)
     engine = kv.EmbeddingEngine(all_layouts(), seed=5)
-    engine.hold_ahead(staleness + 2)
+    engine.hold_prepared(staleness + 2)
     given = [loader.send(batch) for batch in batches(16)]
     seen = train(engine, given, kv.optim.Adagrad(engine, lr=0.01), ahead=staleness)
     engine.store.window.drain()
@@ -414,7 +414,7 @@ def test_workers_killed_at_any_moment(job, clusters, staleness):
     engine = kv.EmbeddingEngine(all_layouts(), seed=5)
     with killing(clusters[2], staleness):
         optimizer = kv.optim.Adagrad(engine, lr=0.1)
-        engine.hold_ahead(staleness + 2)
+        engine.hold_prepared(staleness + 2)
         waiting = deque()
         for batch in [*given, *[None] * (staleness - 1)]:
             if batch is not None:

@@ -359,7 +359,7 @@ def test_persia_12_values_stay_within_the_weight_bound(job, servers, way):
 def test_persia_13_no_more_batches_are_out_than_staleness_allows(job, bound, way):
     send = job(2, way, staleness=bound)
     engine = kv.EmbeddingEngine({"f": kv.Table(1, init=kv.init.Constant(0.0))})
-    engine.hold_ahead(bound + 2)
+    engine.hold_prepared(bound + 2)
     optimizer = kv.optim.SGD(engine, lr=1.0)
     given = [send({"f": torch.arange(16)}) for _ in range(32)]
     ahead = iter(given)

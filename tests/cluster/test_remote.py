@@ -128,7 +128,7 @@ def test_batches_that_are_never_used_do_not_stand_in_the_way():
         sparse = kv.optim.SGD(engine, lr=0.1)
         for number in range(6):
             engine.prepare({"user": torch.tensor([number])}, training=True)
-        engine.forget_ahead()
+        engine.forget_prepared()
         gc.collect()
         for _ in range(5):
             engine({"user": torch.tensor([1])})["user"]  # no gradient comes of it

@@ -49,7 +49,7 @@ class Placement:
     def forget(self) -> None:
         """Batches that were prepared for training and not used will not be."""
         for engine in self._engines:
-            engine.forget_ahead()
+            engine.forget_prepared()
 
     def receive(self, batch: Any) -> None:
         """Called by who computes with a batch, before it does."""
