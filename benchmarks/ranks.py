@@ -301,7 +301,7 @@ def work(path: str, rows: int, batch: int, epochs: int) -> Callable[[], dict[str
 
     times: list[float] = []
 
-    class Stopwatch(kv.train.Callback):
+    class Stopwatch(kv.callbacks.Callback):
         def on_step_end(self, trainer: kv.Trainer, logs: object) -> None:
             times.append(time.perf_counter())
 

@@ -77,7 +77,7 @@ class Data:
 
 
 def karvan_trainer(
-    precision: str, model: kv.models.DLRM, callbacks: Sequence[kv.train.Callback] = ()
+    precision: str, model: kv.models.DLRM, callbacks: Sequence[kv.callbacks.Callback] = ()
 ) -> kv.Trainer:
     """A trainer of the model."""
     return kv.Trainer(
@@ -285,7 +285,7 @@ def checkpoints(report: Report, data: Data, model: kv.models.DLRM, rounds: int) 
     report.ratios["step_during_save"] = statistics.median(stopwatch.busy) / statistics.median(stopwatch.quiet)
 
 
-class Stopwatch(kv.train.Callback):
+class Stopwatch(kv.callbacks.Callback):
     """Times steps, with a save going on beside them or not."""
 
     def __init__(self, folder: Path, model: nn.Module) -> None:

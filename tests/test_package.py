@@ -155,6 +155,29 @@ def test_a_former_argument_says_the_new_one():
         read("a", ahead=3)
 
 
+def test_former_arguments_of_the_trainer_and_its_siblings_say_the_new_ones():
+    calls = {
+        karvan.Trainer: {
+            "accumulate": "gradient_accumulation_steps",
+            "global_accumulate": "global_accumulation_steps",
+            "ahead": "prefetch",
+            "logs": "loggers",
+            "skip_nonfinite": "nonfinite",
+        },
+        karvan.Trainer.fit: {"train_steps": "max_steps"},
+        karvan.TrainContext: {"mixed_precision": "precision", "ahead": "prefetch"},
+        karvan.TrainContext.save: {"wait": "block"},
+        karvan.EvalContext: {"mixed_precision": "precision", "ahead": "prefetch"},
+        karvan.InferContext: {"mixed_precision": "precision", "ahead": "prefetch"},
+        karvan.data.from_loaders: {"ahead": "prefetch"},
+    }
+    for call, names in calls.items():
+        for name, new in names.items():
+            assert new in inspect.signature(call).parameters
+            with pytest.raises(TypeError, match=f"has no argument '{name}': it is {new} now"):
+                call(**{name: 1})
+
+
 def _seconds(code):
     """The processor's time that a program takes, whatever else runs on the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

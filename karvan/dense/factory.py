@@ -17,13 +17,13 @@ def make_stepping(
     optimizer: torch.optim.Optimizer | None,
     engines: Sequence[EmbeddingEngine],
     connection: Connection,
-    ahead: int,
+    prefetch: int,
 ) -> LocalDense:
     """Where this connection's mode has the dense parameters; servers are given them, a collective."""
     if optimizer is None or not connection.settings.mode.dense_on_servers:
         return LocalDense(optimizer)
     from karvan.dense.remote import RemoteDense  # with Flight, which others need not wait for
 
-    away = RemoteDense(model, optimizer, engines, connection, ahead)
+    away = RemoteDense(model, optimizer, engines, connection, prefetch)
     away.begin()
     return away

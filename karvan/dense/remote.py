@@ -37,7 +37,7 @@ class RemoteDense(LocalDense):
         optimizer: torch.optim.Optimizer,
         engines: Sequence[EmbeddingEngine],
         connection: Connection,
-        ahead: int,
+        prefetch: int,
     ) -> None:
         super().__init__(optimizer)
         assert connection.servers is not None
@@ -52,7 +52,7 @@ class RemoteDense(LocalDense):
         self._dense = AsyncDense(model, optimizer, self._servers, trainer=name, call=self._call)
         self._rejects = connection.settings.dense.rejects
         self._engines = list(engines) if self._rejects else []
-        self._most = _MOST_REJECTIONS + connection.world * (ahead + 2)
+        self._most = _MOST_REJECTIONS + connection.world * (prefetch + 2)
 
     @property
     def staleness(self) -> Staleness:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -38,12 +38,15 @@ class Section(BaseModel):
     """A part of settings, which knows all its keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    former: ClassVar[Mapping[str, str]] = {}  # keys that were renamed, and what they are called now
 
     @model_validator(mode="before")
     @classmethod
     def _known_keys_only(cls, given: Any) -> Any:
         if isinstance(given, Mapping):
             for key in given:
+                if key in cls.former:
+                    raise ValueError(f"unknown key '{key}': it is {cls.former[key]} now")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
         return given

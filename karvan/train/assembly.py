@@ -22,7 +22,7 @@ from karvan.embedding.optim.base import SparseOptimizer
 from karvan.train.checks.frozen import Frozen, Patterns
 from karvan.train.checks.label_values import Check, no_check
 from karvan.train.checks.preflight import check_connection, check_trained
-from karvan.train.feed.feed import Feed, ahead_of, feed, same
+from karvan.train.feed.feed import Feed, feed, prefetch_of, same
 from karvan.train.feed.rank_rounds import RankRounds
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.data_parallel import make_parallel
@@ -48,7 +48,7 @@ class ModelSetup:
     connection: Connection
     precision: Precision
     placement: Placement
-    ahead: int
+    prefetch: int
 
     def infer(self, batch: Any) -> Any:
         """The output for a batch on the model's device, without gradients."""
@@ -58,7 +58,7 @@ class ModelSetup:
     def evaluation_feed(self, data: Iterable[Any]) -> Feed:
         """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
         place = partial(self.placement.place, training=False)
-        return feed(data, place, ahead=self.ahead, rounds=RankRounds(self.connection, "evaluate"))
+        return feed(data, place, prefetch=self.prefetch, rounds=RankRounds(self.connection, "evaluate"))
 
 
 @dataclass(frozen=True)
@@ -82,25 +82,25 @@ def make_model_setup(
     *,
     precision: str,
     device: torch.device | str | None,
-    ahead: int,
+    prefetch: int,
     prepare: Callable[[Any], Any] = same,
     check: Check = no_check,
 ) -> ModelSetup:
     """What runs this model; it is moved to the device, if one is given. The arguments are a Trainer's."""
     connection = distributed.current()
-    ahead = ahead_of(ahead, connection)
+    prefetch = prefetch_of(prefetch, connection)
     where = target_device(model, device)
     moved = model if device is None else model.to(where)
     engines = engines_of(moved)
     for engine in engines:  # batches that wait, in training and in an evaluation meanwhile
-        engine.hold_prepared(2 * ahead + 2)
+        engine.hold_prepared(2 * prefetch + 2)
     return ModelSetup(
         moved,
         where,
         connection,
         make_precision(precision, where, engines),
-        make_placement(moved, where, prepare, engines if ahead else [], check),
-        ahead,
+        make_placement(moved, where, prepare, engines if prefetch else [], check),
+        prefetch,
     )
 
 
@@ -111,15 +111,21 @@ def make_training_setup(
     sparse_optimizer: SparseOptimizer | None,
     frozen: Patterns,
     settings: OptimizerStepSettings,
-    global_accumulate: int | None = None,
+    global_accumulation_steps: int | None = None,
     must_train: bool,
 ) -> TrainingSetup:
     """What trains a model; a collective. must_train: one that is not trained completely is an error."""
     model, here, engines = runs.model, runs.connection, engines_of(runs.model)
-    passes = Accumulation(settings.accumulate, global_accumulate, here.rank, here.world, here.joint_steps)
+    passes = Accumulation(
+        settings.gradient_accumulation_steps,
+        global_accumulation_steps,
+        here.rank,
+        here.world,
+        here.joint_steps,
+    )
     left = Frozen(model, frozen)
     optimizer = make_dense(dense_optimizer, model, left)
-    dense = make_stepping(model, optimizer, engines, here, runs.ahead)
+    dense = make_stepping(model, optimizer, engines, here, runs.prefetch)
     sparse = make_sparse(sparse_optimizer, model, left)
     update = OptimizerStep(optimizer, sparse, settings, runs.precision, dense, left)
     if must_train:
@@ -127,6 +133,6 @@ def make_training_setup(
     elif update.optimizers:  # one that only evaluates may have rows of its own
         check_connection(model, here)
     for engine in engines:
-        engine.hold_prepared(2 * runs.ahead + passes.count + 2)
+        engine.hold_prepared(2 * runs.prefetch + passes.count + 2)
     routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, here), passes, update)
     return TrainingSetup(runs, left, dense, update, passes, routine)

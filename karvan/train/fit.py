@@ -68,12 +68,14 @@ class Fit:
             runs.placement,
             self._passes,
             trainer.counts,
-            runs.ahead,
+            runs.prefetch,
             stopped=self._stopping.asked,
             due=trainer.saver.take_time,
             ends=self._cut_short,
         )
-        self._skips = Skips(trainer.precision.always_checks, trainer.connection.rank == 0)
+        self._skips = Skips(
+            trainer.precision.always_checks, trainer.connection.rank == 0, trainer.nonfinite == "raise"
+        )
         self._alone = trainer.connection.world == 1
         self._unsaved = False
         self._trained = 0
@@ -154,8 +156,8 @@ class Fit:
                 trainer.progress.say(
                     dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
                 )
-        trainer.logs.open(counts.step)
-        stack.callback(trainer.logs.close)
+        trainer.loggers.open(counts.step)
+        stack.callback(trainer.loggers.close)
         trainer.callbacks.on_fit_begin(trainer)
         self._stopping.ask_all()
 

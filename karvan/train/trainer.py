@@ -16,6 +16,7 @@ from karvan.data import Window as DataWindow
 from karvan.data import Windows
 from karvan.data.identity import Identity
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.former_names import former_arguments
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
@@ -52,24 +53,31 @@ class Trainer:
     optimizer and is not named is an error when a fit begins.
     metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
-    precision: see `karvan/train/step/precision.py`. accumulate, clip_norm, clip_value, skip_nonfinite: see
-    `OptimizerStepSettings`. callbacks: see `callbacks.py`. logs: see `logs/`; they and progress get numbers
-    every log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere), "bar", "plain", "none",
-    or an object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every checkpoint_every steps,
-    every checkpoint_seconds, and at the end; with keep_best also after every evaluation. A save that the disk
-    or the servers refuse is a warning; after more than tolerate_failed_saves in a row the fit raises the
-    error. The last save of a fit is repeated for save_retry_seconds, and then raises it. device is where the
-    model is to be, "cuda" for this rank's GPU; without it, where it is. ahead batches are taken from the data
-    while one computes, 0 for none; on the thread that takes them, prepare is called with each, and embedding
-    engines group the ids that are in it already.
+    precision: see `karvan/train/step/precision.py`. gradient_accumulation_steps, clip_norm, clip_value,
+    nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
+    progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere),
+    "bar", "plain", "none", or an object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
+    checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
+    evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
+    in a row the fit raises the error. The last save of a fit is repeated for save_retry_seconds, and then
+    raises it. device is where the model is to be, "cuda" for this rank's GPU; without it, where it is.
+    prefetch batches are taken from the data while one computes, 0 for none; on the thread that takes them,
+    prepare is called with each, and embedding engines group the ids that are in it already.
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
-    share of the data. global_accumulate is the number of batches that make a step over all ranks, however
-    many there are. Rank 0 shows progress and writes logs. In mode async of `kv.connect("remote")` every rank
-    makes steps of its own, on dense parameters that servers have: `trainer.dense.staleness` tells how far
-    behind its gradients came.
+    share of the data. global_accumulation_steps is the number of batches of all ranks that make a step,
+    however many ranks there are. Rank 0 shows progress and writes logs. In mode async of
+    `kv.connect("remote")` every rank makes steps of its own, on dense parameters that servers have:
+    `trainer.dense.staleness` tells how far behind its gradients came.
     """
 
+    @former_arguments(
+        accumulate="gradient_accumulation_steps",
+        global_accumulate="global_accumulation_steps",
+        ahead="prefetch",
+        logs="loggers",
+        skip_nonfinite="nonfinite",
+    )
     def __init__(
         self,
         model: nn.Module,
@@ -82,13 +90,13 @@ class Trainer:
         scheduler: Schedulers = None,
         schedule_per: str = "step",
         precision: str = "fp32",
-        accumulate: int = 1,
-        global_accumulate: int | None = None,
+        gradient_accumulation_steps: int = 1,
+        global_accumulation_steps: int | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
-        skip_nonfinite: bool = True,
+        nonfinite: str = "skip",
         callbacks: Iterable[Callback] = (),
-        logs: Iterable[Logger] = (),
+        loggers: Iterable[Logger] = (),
         log_every: int = 100,
         progress: str | NoProgress = "auto",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -97,16 +105,21 @@ class Trainer:
         tolerate_failed_saves: int = 3,
         save_retry_seconds: float = 60.0,
         device: torch.device | str | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
         prepare: Callable[[Any], Any] = same,
     ) -> None:
-        check_integers(log_every=log_every, ahead=ahead)
+        check_integers(log_every=log_every, prefetch=prefetch)
         check_trainer(model, loss, dense_optimizer, sparse_optimizer, metrics, callbacks, checkpoints)
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
-        settings = OptimizerStepSettings(accumulate, clip_norm, clip_value, skip_nonfinite)
+        settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         runs = make_model_setup(
-            model, precision=precision, device=device, ahead=ahead, prepare=prepare, check=check_of(loss)
+            model,
+            precision=precision,
+            device=device,
+            prefetch=prefetch,
+            prepare=prepare,
+            check=check_of(loss),
         )
         self.setup = make_training_setup(
             runs,
@@ -114,7 +127,7 @@ class Trainer:
             sparse_optimizer=sparse_optimizer,
             frozen=frozen,
             settings=settings,
-            global_accumulate=global_accumulate,
+            global_accumulation_steps=global_accumulation_steps,
             must_train=False,
         )
         self.model = runs.model
@@ -125,7 +138,8 @@ class Trainer:
         self.dense = self.setup.dense
         self.loss = loss
         self.metrics = dict(metrics or {})
-        self.accumulate = accumulate
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
         first = self.connection.rank == 0  # who watches wants to see everything once
@@ -136,7 +150,7 @@ class Trainer:
             SaveSettings(checkpoint_every, checkpoint_seconds, tolerate_failed_saves, save_retry_seconds),
         )
         self._history = History(self.saver.folder, writes=first)
-        self.logs = LoggerGroup([self._history, *(logs if first else ())])
+        self.loggers = LoggerGroup([self._history, *(loggers if first else ())])
         self.evaluator = Evaluator(runs, loss)
         self.signals = Signals()
         self.counts = TrainingCounts()
@@ -186,12 +200,13 @@ class Trainer:
         self._stop = reason
         self.stop_is_final = self.stop_is_final or final
 
+    @former_arguments(train_steps="max_steps")
     def fit(
         self,
         data: Iterable[Any],
         *,
         epochs: int | None = None,
-        train_steps: int | None = None,
+        max_steps: int | None = None,
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
         resume: bool | str = True,
@@ -201,7 +216,7 @@ class Trainer:
     ) -> FitResult:
         """Train on data, any iterable of batches, an iteration of which is an epoch.
 
-        It ends after `epochs` epochs or `train_steps` optimizer steps of this data, whatever comes first;
+        It ends after `epochs` epochs or `max_steps` optimizer steps of this data, whatever comes first;
         without either after one epoch. eval_data is evaluated every eval_every steps, or after each epoch,
         and at the end.
 
@@ -209,7 +224,7 @@ class Trainer:
         steps of before count: a fit that had reached its end does nothing, any other continues behind the
         last batch. Data that knows its position is moved to it, of other data the batches of before are
         skipped. If it is of other data, which was trained to its end, training continues with the new data:
-        model, optimizers, schedules and `step` as they were, epochs and train_steps from 0. Other data that
+        model, optimizers, schedules and `step` as they were, epochs and max_steps from 0. Other data that
         was not trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of
         data has begun (`kv.data.from_loaders()` instead of a Loader), which drop_unfinished starts again.
         resume=False refuses checkpoints, and counts steps from 0, with the model as it is. A damaged
@@ -224,7 +239,7 @@ class Trainer:
         check_data("fit", data)
         if eval_data is not None:
             check_data("eval_data", eval_data)
-        goal = Goal(epochs, train_steps, eval_data, eval_every)
+        goal = Goal(epochs, max_steps, eval_data, eval_every)
         self._stop, self.stop_is_final = None, False
         return Fit(self, data, goal, Begin(resume, drop_unfinished, data_name, new_settings)).run()
 

@@ -18,7 +18,7 @@ from karvan.train.trainer import Trainer
 class TrainingJob:
     """A Trainer, its data, and how long it trains: what `def job()` of a file for `karvan train` returns.
 
-    `epochs`, `train_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
+    `epochs`, `max_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
     the columns of the data that `karvan predict` puts beside predictions, unless it is told otherwise.
     `data_name` is that of `Trainer.fit`. `warm_start` has the arguments of `kv.checkpoint.warm_start`, by
     which a run begins that has no checkpoint of its own.
@@ -28,7 +28,7 @@ class TrainingJob:
     data: Iterable[Any]
     eval_data: Iterable[Any] | None = None
     epochs: int | None = None
-    train_steps: int | None = None
+    max_steps: int | None = None
     eval_every: int | None = None
     predict_columns: Sequence[str] = ()
     data_name: str | None = None
@@ -57,7 +57,7 @@ class TrainingJob:
         return self.trainer.fit(
             self.data,
             epochs=self.epochs,
-            train_steps=self.train_steps,
+            max_steps=self.max_steps,
             eval_data=self.eval_data,
             eval_every=self.eval_every,
             resume=resume,
@@ -68,7 +68,7 @@ class TrainingJob:
 
     def check(self) -> None:
         """Raise what a fit would raise at its beginning, before a pass over the data that fits features."""
-        check_fit(self.trainer, Goal(self.epochs, self.train_steps, self.eval_data, self.eval_every))
+        check_fit(self.trainer, Goal(self.epochs, self.max_steps, self.eval_data, self.eval_every))
         self.trainer.saver.require_writable()
 
     def _warm_start(self, options: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_text_that_is_a_bool_is_no_number(kind):
         "data.seed",
         "data.workers",
         "train.epochs",
-        "train.ahead",
+        "train.prefetch",
         "train.seed",
     ],
 )
@@ -127,7 +127,7 @@ def test_a_bool_is_refused_where_a_number_is_expected(place, key):
 
 def test_all_of_a_config_reaches_the_trainer(place):
     settings = {
-        "train.accumulate": "2",
+        "train.gradient_accumulation_steps": "2",
         "train.clip_norm": "1",
         "train.eval_every": "5",
         "train.early_stopping": "{metric: auc, patience: 100}",
@@ -135,13 +135,13 @@ def test_all_of_a_config_reaches_the_trainer(place):
         "optimizers.schedule_per": "epoch",
         "checkpoints.keep_best": "{metric: auc}",
         "checkpoints.every": "7",
-        "logs.csv": str(place / "log.csv"),
-        "logs.tensorboard": str(place / "board"),
+        "loggers.csv": str(place / "log.csv"),
+        "loggers.tensorboard": str(place / "board"),
         "data.columns": "[label, user, item, category, price, history]",
     }
     job = make_job(read_config(place / "config.yaml", settings), progress="none")
     result = job.fit()
-    assert (result.step, job.eval_every, job.trainer.accumulate) == (24, 5, 2)
+    assert (result.step, job.eval_every, job.trainer.gradient_accumulation_steps) == (24, 5, 2)
     assert job.trainer.update.optimizers["dense"].param_groups[0]["lr"] == pytest.approx(0.01 / 4)
     assert "auc" in kv.checkpoint.find(place / "run").metrics
     assert (place / "log.csv").read_text().startswith("kind,step,epoch")

@@ -104,17 +104,17 @@ def test_three_days_with_a_kill_in_the_second_end_like_three_days_without(run, c
 
 
 def test_the_rest_of_a_day_can_be_dropped(run, config):
-    assert run("train", config, "--steps", 30, "--quiet").code == 0
-    given = ["--set", "train.steps=40", "--quiet", "--json"]
+    assert run("train", config, "--max-steps", 30, "--quiet").code == 0
+    given = ["--set", "train.max_steps=40", "--quiet", "--json"]
     job = config.with_name("job.py")
     job.write_text(
         "import karvan as kv\nfrom pathlib import Path\nfrom karvan.cli.config.target import Target\n"
-        "class Stop(kv.train.Callback):\n"
+        "class Stop(kv.callbacks.Callback):\n"
         "    def on_step_end(self, trainer, logs):\n"
         "        trainer.stop('enough')\n"
         "def job():\n"
         f"    made = Target(Path({str(config)!r}), {{}}, {{}}).job()\n"
-        "    made.trainer.callbacks = kv.train.callbacks.Callbacks([Stop()])\n"
+        "    made.trainer.callbacks = kv.callbacks.Callbacks([Stop()])\n"
         "    return made\n"
     )
     change_day(config, 16)
@@ -127,13 +127,13 @@ def test_the_rest_of_a_day_can_be_dropped(run, config):
 
 
 def test_a_warm_start_of_a_config_is_shown_and_not_repeated(run, config):
-    assert run("train", config, "--steps", 5, "--quiet").code == 0
+    assert run("train", config, "--max-steps", 5, "--quiet").code == 0
     new = yaml.safe_load(config.read_text())
     new["model"]["ids"] = ["user", "item", "category"]
     new["model"]["top"] = [6]
     new["checkpoints"]["folder"] = str(config.parent / "new")
     new["train"] = {
-        "steps": 3,
+        "max_steps": 3,
         "warm_start": {"path": str(config.parent / "run"), "tables": "*", "dense": "bottom.*"},
     }
     config.write_text(yaml.safe_dump(new))
@@ -144,16 +144,16 @@ def test_a_warm_start_of_a_config_is_shown_and_not_repeated(run, config):
     assert "not from the checkpoint: begins as made" in first.err
     state = kv.checkpoint.find(config.parent / "new").state()
     assert state["trainer"]["step"] == 3
-    again = run("train", config, "--steps", 6)
+    again = run("train", config, "--max-steps", 6)
     assert again.code == 0
     assert "Warm start" not in again.err
 
 
 def test_the_rows_of_a_warm_start_are_the_checkpoints(run, config):
-    assert run("train", config, "--quiet", "--steps", 50).code == 0
+    assert run("train", config, "--quiet", "--max-steps", 50).code == 0
     old = kv.checkpoint.find(config.parent / "run")
     more = ["--set", f"train.warm_start={{path: {config.parent}/run}}", "--folder", config.parent / "new"]
-    assert run("train", config, "--quiet", "--steps", 1, *more).code == 0
+    assert run("train", config, "--quiet", "--max-steps", 1, *more).code == 0
     new = kv.checkpoint.find(config.parent / "new")
     changed = sum(
         new.row("user", int(key)).vectors.tobytes() != old.row("user", int(key)).vectors.tobytes()
@@ -165,7 +165,7 @@ def test_the_rows_of_a_warm_start_are_the_checkpoints(run, config):
 
 def test_a_wrong_warm_start_is_an_error_before_training(run, config):
     old, new = config.parent / "run", config.parent / "new"
-    assert run("train", config, "--quiet", "--steps", 2).code == 0
+    assert run("train", config, "--quiet", "--max-steps", 2).code == 0
     for value, code, said in (
         ("{path: nowhere}", 3, "nowhere"),
         (f"{{path: {old}, tables: usr*}}", 3, "a table like 'usr*'"),

@@ -4,15 +4,20 @@ import pytest
 
 CONFIGS = {
     "an unknown section": ("nonsense: 1", "unknown key 'nonsense'; there are: data, features"),
-    "an unknown key": ("train: {epoch: 1}", "train: unknown key 'epoch'; there are: epochs, steps"),
+    "an unknown key": ("train: {epoch: 1}", "train: unknown key 'epoch'; there are: epochs, max_steps"),
+    "a former key": (
+        "train: {accumulate: 2}",
+        "train: unknown key 'accumulate': it is gradient_accumulation_steps now",
+    ),
+    "a former section": ("logs: {every: 2}", "unknown key 'logs': it is loggers now"),
     "a wrong value": ("train: {epochs: many}", "train.epochs: input should be a valid integer"),
     "a value out of range": (
-        "train: {accumulate: 0}",
-        "train.accumulate: input should be greater than or equal to 1",
+        "train: {gradient_accumulation_steps: 0}",
+        "train.gradient_accumulation_steps: input should be greater than or equal to 1",
     ),
     "an unknown precision": (
         "train: {precision: fp8}",
-        "train.precision: input should be 'fp32', 'bf16' or 'fp16'",
+        "train.precision: input should be 'fp32', 'bf16', 'fp16' or 'auto'",
     ),
     "a precision that does not fit": (
         "train: {precision: fp16}",

@@ -86,7 +86,7 @@ def test_train_fits_and_evaluate_and_predict_use_what_it_found(run, place, name)
 
 @pytest.mark.parametrize("name", ["config.yaml", "job.py"])
 def test_a_run_that_continues_keeps_its_statistics_though_the_data_has_changed(run, place, name):
-    assert run("train", place / name, "--quiet", "--steps", 3).code == 0
+    assert run("train", place / name, "--quiet", "--max-steps", 3).code == 0
 
     def saved():
         state = kv.checkpoint.find(place / "run").state()
@@ -101,7 +101,7 @@ def test_a_run_that_continues_keeps_its_statistics_though_the_data_has_changed(r
     pyarrow.parquet.write_table(
         table.set_column(table.column_names.index("price"), "price", doubled), place / "train.parquet"
     )
-    ran = run("train", place / name, "--steps", 6)
+    ran = run("train", place / name, "--max-steps", 6)
     assert ran.code == 0
     assert "Fitted" not in ran.err
     assert saved() == first
@@ -111,7 +111,7 @@ def test_a_checkpoint_without_the_statistics_is_a_clear_error(run, place):
     plain = CONFIG.format(folder=place).replace("[log1p, normalise]", "[log1p]").replace("  hour", "  other")
     plain = plain.replace("vocabulary: {max_words: 20}", "select: hour")
     (place / "plain.yaml").write_text(plain)
-    assert run("train", place / "plain.yaml", "--quiet", "--steps", 2).code == 0
+    assert run("train", place / "plain.yaml", "--quiet", "--max-steps", 2).code == 0
     ran = run("evaluate", place / "config.yaml")
     assert ran.code == 3
     assert "expected the statistics of transform 'features'" in ran.err

@@ -15,7 +15,7 @@ def _flip(path):
 def stopped(run, place):
     """A run with checkpoints of steps 10 and 20."""
     for steps in ("10", "20"):
-        assert run("train", place / "config.yaml", "--quiet", "--steps", steps).code == 0
+        assert run("train", place / "config.yaml", "--quiet", "--max-steps", steps).code == 0
     assert sorted(os.listdir(place / "run"))[-2:] == ["step-000000000010", "step-000000000020"]
     return place
 
@@ -23,7 +23,7 @@ def stopped(run, place):
 def test_train_takes_the_newest_whole_checkpoint_and_inspect_shows_the_damaged_one(run, stopped, caplog):
     _flip(stopped / "run" / "step-000000000020" / "dense.safetensors")
     (stopped / "run" / "step-000000000030").mkdir()
-    ran = run("train", stopped / "config.yaml", "--quiet", "--steps", "12", "--json")
+    ran = run("train", stopped / "config.yaml", "--quiet", "--max-steps", "12", "--json")
     assert ran.code == 0
     assert (ran.json["step"], ran.json["trained"]) == (12, 2)
     assert "lost are the 10 steps up to step-000000000020" in caplog.text
@@ -58,6 +58,6 @@ def test_a_checkpoint_can_be_chosen(run, stopped):
     assert "there are: step-000000000010, step-000000000020" in missing.err
     assert train("--resume-from", "15").code == 2
     assert train("--resume-from", "step-000000000010", "--no-resume").code == 2
-    chosen = train("--resume-from", "step-000000000010", "--steps", "14")
+    chosen = train("--resume-from", "step-000000000010", "--max-steps", "14")
     assert (chosen.json["step"], chosen.json["trained"]) == (14, 4)
     assert (stopped / "run" / "abandoned-step-000000000020").exists()

@@ -89,8 +89,8 @@ def test_other_data_is_evaluated(run, trained):
 @pytest.mark.parametrize("job", JOBS)
 def test_options_say_how_long_and_where_to(run, place, job):
     more = ["--quiet", "--json", "--folder", place / "other"]
-    assert run("train", place / job, "--steps", 5, *more).json["step"] == 5
-    assert run("train", place / job, "--steps", 8, "--eval-every", 4, *more).json["trained"] == 3
+    assert run("train", place / job, "--max-steps", 5, *more).json["step"] == 5
+    assert run("train", place / job, "--max-steps", 8, "--eval-every", 4, *more).json["trained"] == 3
     assert run("train", place / job, "--epochs", 1, *more).json["step"] == 24
     assert sorted(path.name for path in place.iterdir() if path.is_dir()) == ["other"]
     refused = run("train", place / job, "--no-resume", *more)
@@ -99,14 +99,14 @@ def test_options_say_how_long_and_where_to(run, place, job):
 
 
 def test_settings_reach_the_keys_of_a_config(run, place):
-    more = ["--set", "train.steps=2", "--set", "model.dim=6", "--set", "optimizers.sparse.lr=1e-2"]
+    more = ["--set", "train.max_steps=2", "--set", "model.dim=6", "--set", "optimizers.sparse.lr=1e-2"]
     assert run("train", place / "config.yaml", "--quiet", *more).code == 0
     seen = kv.checkpoint.summary(place / "run")
     assert (seen.step, {table.dim for table in seen.tables}) == (2, {6})
 
 
 def test_settings_reach_the_parameters_of_a_job(run, place):
-    more = ["--set", "widths=[4, 4]", "--set", "lr=0.5", "--steps", "2"]
+    more = ["--set", "widths=[4, 4]", "--set", "lr=0.5", "--max-steps", "2"]
     assert run("train", place / "job.py", "--quiet", *more).code == 0
     state = kv.checkpoint.find(place / "run").state()
     assert state["model"]["top.0.weight"].shape[0] == 4
@@ -122,7 +122,8 @@ def _process(*arguments):
 
 
 def _goes_on(run, place, saved):
-    went_on = run("train", place / "job.py", "--steps", saved + 3, "--epochs", 100_000, "--quiet", "--json")
+    until = ["--max-steps", saved + 3, "--epochs", 100_000]
+    went_on = run("train", place / "job.py", *until, "--quiet", "--json")
     assert (went_on.code, went_on.json["trained"]) == (0, 3)
 
 
@@ -184,7 +185,7 @@ def test_a_job_with_several_outputs_has_a_column_for_each(run, place):
         "auc": {"name": "AUC", "output": "a"},
         "gauc": {"name": "GAUC", "group": "user", "output": "a"},
     }
-    config["train"] = {"steps": 3}
+    config["train"] = {"max_steps": 3}
     (place / "many.yaml").write_text(yaml.safe_dump(config))
     result = run("train", place / "many.yaml", "--quiet", "--json").json
     assert set(result["evaluation"]) == {"loss", "loss/a", "loss/b", "auc", "gauc"}

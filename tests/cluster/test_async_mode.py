@@ -65,11 +65,11 @@ def test_one_trainer_has_the_bits_of_memory(tmp_path, name, servers):
             folder,
             dense=OPTIMIZERS[name],
             scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
-            accumulate=2,
+            gradient_accumulation_steps=2,
             clip_norm=0.05,
             dropout=0.2,
         )
-        trainer.fit(batches(), epochs=2, train_steps=9, eval_data=batches(2))
+        trainer.fit(batches(), epochs=2, max_steps=9, eval_data=batches(2))
 
     fit(tmp_path / "memory")
     with connected(servers):
@@ -79,7 +79,7 @@ def test_one_trainer_has_the_bits_of_memory(tmp_path, name, servers):
 
 def test_a_fit_goes_on_in_any_mode(tmp_path):
     def fit(folder, steps):
-        trainer_of(folder, dropout=0.2).fit(batches(), epochs=2, train_steps=steps)
+        trainer_of(folder, dropout=0.2).fit(batches(), epochs=2, max_steps=steps)
 
     fit(tmp_path / "straight", 20)
     for mode, servers, steps in (
@@ -145,7 +145,9 @@ class Intruder:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_rejected_step_is_computed_again_and_rows_see_it_once(tmp_path, accumulate):
     def fit(folder, times):
-        trainer = trainer_of(folder, loss=Intruder(times, servers=(0, 1)), accumulate=accumulate)
+        trainer = trainer_of(
+            folder, loss=Intruder(times, servers=(0, 1)), gradient_accumulation_steps=accumulate
+        )
         trainer.fit(batches(8), epochs=2)
         return trainer
 

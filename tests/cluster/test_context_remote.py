@@ -37,7 +37,7 @@ def evaluate(ctx):
                 evaluation.forward(batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 5}])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 5}])
 def test_synchronous_servers_hold_what_memory_would(tmp_path, options):
     def run(folder):
         ctx = train(context(**options), after=evaluate)
@@ -113,7 +113,7 @@ def test_inference_takes_rows_from_servers_and_inserts_none(tmp_path):
         assert all(torch.equal(one, two) for one, two in zip(outputs, expected * 2, strict=False))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 5}])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 5}])
 def test_one_trainer_with_dense_parameters_on_servers_has_the_bits_of_memory(tmp_path, options):
     def run(folder):
         def save(ctx):

@@ -89,7 +89,7 @@ def test_elasticdl_14_on_m_servers_training_goes_on_as_if_n_had_never_stopped(jo
     def fit(servers, folder, steps):
         job(servers, mode="async", staleness=1)
         trainer = trainer_of(tmp_path / folder)
-        result = trainer.fit(batches(), train_steps=steps)
+        result = trainer.fit(batches(), max_steps=steps)
         assert result.step == steps
         return [each["1"]["version"] for each in told(trainer)]
 

@@ -60,7 +60,7 @@ def take_while_killing(loaders, streams, moments, epochs=1):
 def test_a_killed_loader_is_replaced_without_losing_a_batch(mode):
     with Loaders(2, mode, ROWS, BATCH) as loaders:
         whole = expected(loaders, 3, epochs=2)
-        streams = loaders.streams(3, ahead=2)
+        streams = loaders.streams(3, prefetch=2)
         taken = take_while_killing(loaders, streams, [(17, 0)], epochs=2)
         assert taken == whole
         assert [ids_of(epoch) for epoch in taken] == [list(range(ROWS))] * 2
@@ -71,7 +71,7 @@ def test_a_killed_loader_is_replaced_without_losing_a_batch(mode):
 def test_a_loader_that_is_killed_behind_the_end_of_an_epoch_gives_the_next_one():
     with Loaders(1, "serve", ROWS, BATCH) as loaders:
         first, second = expected(loaders, 2, epochs=2)
-        streams = loaders.streams(2, ahead=2)
+        streams = loaders.streams(2, prefetch=2)
         assert take_all(streams) == first
         loaders.kill(0)
         loaders.start(0)
@@ -92,7 +92,7 @@ def test_loaders_that_are_killed_at_random_lose_nothing(seed):
     with Loaders(3, "serve", 600, 3) as loaders:
         whole = expected(loaders, 2, epochs=3)
         moments = sorted((chance.randrange(600), chance.randrange(3)) for _ in range(8))
-        streams = loaders.streams(2, ahead=chance.randint(1, 5))
+        streams = loaders.streams(2, prefetch=chance.randint(1, 5))
         assert take_while_killing(loaders, streams, moments, epochs=3) == whole
         streams = loaders.streams(2, ordered=False)
         for epoch in take_while_killing(loaders, streams, moments, epochs=3):

@@ -148,7 +148,7 @@ def test_fit_trains_on_a_stream_and_goes_on_after_a_stop(loaders, tmp_path):
     whole, weights = fit(streams[0], tmp_path / "whole", epochs=2)
     streams[0].close()
     assert whole.samples == 2 * ROWS
-    part, _ = fit(streams[1], tmp_path / "parts", train_steps=7)
+    part, _ = fit(streams[1], tmp_path / "parts", max_steps=7)
     streams[1].close()
     assert part.step == 7
     rest, same = fit(streams[2], tmp_path / "parts", epochs=2)
@@ -180,7 +180,7 @@ def test_values_of_all_kinds_arrive_as_they_were():
 def test_a_loader_reads_no_further_than_its_queues_allow(tmp_path):
     counter = tmp_path / "counter"
     with Loaders(1, "serve", 400, 2, counter) as loaders:
-        streams = loaders.streams(2, ahead=3)
+        streams = loaders.streams(2, prefetch=3)
         taken = take_all(streams, 5)
         # For each trainer five were taken, three wait there and three (a queue is at least loaders + 2) here;
         # one more is read and waits for room.
@@ -286,8 +286,8 @@ def test_a_stream_without_loaders_says_what_it_expects(monkeypatch):
         ValueError, match=re.escape("expects loaders: a job that has some (KARVAN_LOADER_COUNT)")
     ):
         kv.data.from_loaders()
-    with pytest.raises(ValueError, match="ahead must be at least 1"):
-        kv.data.from_loaders(loaders=1, ahead=0)
+    with pytest.raises(ValueError, match="prefetch must be at least 1"):
+        kv.data.from_loaders(loaders=1, prefetch=0)
 
 
 def test_karvans_own_loader_reads_what_the_job_says(tmp_path):

@@ -188,7 +188,7 @@ def test_several_loaders_and_an_engine_of_the_trainer_have_the_same_statistics(d
 
 def test_a_loader_that_is_replaced_by_one_with_other_statistics_is_an_error(days, monkeypatch):
     with ThreadLoaders(1, "serve", days[0]) as loaders:
-        stream = loaders.stream(timeout=60, ahead=1)
+        stream = loaders.stream(timeout=60, prefetch=1)
         stream.transform_states()
         batches = iter(stream)
         next(batches)

@@ -49,7 +49,7 @@ class Small(torch.nn.Module):
 def fit(data, folder, stop_at=None, **options):
     """What the fit came to, and the ids of each of its batches."""
 
-    class Stop(kv.train.Callback):
+    class Stop(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             if logs.step == stop_at:
                 trainer.stop("enough")

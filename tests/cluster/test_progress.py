@@ -88,7 +88,7 @@ def test_who_waits_for_an_answer_says_for_whom():
 def test_batches_steps_and_checkpoints_are_progress(tmp_path):
     seen = []
 
-    class Look(kv.train.Callback):
+    class Look(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             seen.append(activity.report())
 

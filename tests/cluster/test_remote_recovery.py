@@ -32,7 +32,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     with serving(2) as addresses:
         distributed.connect("remote", servers=addresses)
-        trainer_of(checkpoints_of(folder), checkpoint_every=2).fit(batches(), train_steps=8)
+        trainer_of(checkpoints_of(folder), checkpoint_every=2).fit(batches(), max_steps=8)
     assert [one.kind for one in checkpoints_of(folder).list()] == ["full", "delta"] * 2
     return folder
 

@@ -13,7 +13,7 @@ import karvan as kv
 from karvan import distributed
 from karvan.checkpoint import Checkpoint
 from karvan.discovery.registry import Registry
-from karvan.train import JSONLinesLogger
+from karvan.train.reporting.loggers import JSONLinesLogger
 from karvan.wire import PeerLostError, RefusedError
 
 
@@ -80,7 +80,7 @@ def assert_same_checkpoint(one, other):
 
 def fit(folder, steps, **options):
     trainer = trainer_of(folder, **options)
-    trainer.fit(batches(), epochs=2, train_steps=steps)
+    trainer.fit(batches(), epochs=2, max_steps=steps)
     return trainer
 
 
@@ -111,7 +111,7 @@ def test_deltas_have_what_changed_on_the_servers(tmp_path):
     def run(folder):
         checkpoints = kv.Checkpoints(folder, full_every=3)
         trainer = trainer_of(checkpoints, checkpoint_every=2)
-        trainer.fit(batches(), train_steps=8)
+        trainer.fit(batches(), max_steps=8)
 
     run(tmp_path / "memory")
     with serving(2) as addresses:
@@ -175,7 +175,7 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
 def reported(folder, **options):
     """What training reports about staleness, of every second step."""
     log = folder / "log.jsonl"
-    trainer_of(folder / "run", logs=[JSONLinesLogger(log)], log_every=2, **options).fit(batches())
+    trainer_of(folder / "run", loggers=[JSONLinesLogger(log)], log_every=2, **options).fit(batches())
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [{name: value for name, value in line.items() if "staleness" in name} for line in lines]
 

@@ -122,8 +122,8 @@ def test_deltas_have_them_too(in_memory, hybrid):
 
 def test_lookups_for_batches_that_a_fit_did_not_reach_are_withdrawn(in_memory, hybrid):
     def work(trainer):
-        trainer.fit(batches(), train_steps=5)
-        trainer.fit(batches(), train_steps=10)
+        trainer.fit(batches(), max_steps=5)
+        trainer.fit(batches(), max_steps=10)
 
     assert hybrid(work) == in_memory(work)
 
@@ -133,8 +133,8 @@ def test_gradient_accumulation_and_evaluation(in_memory, hybrid):
         trainer.fit(batches())
         trainer.evaluate(batches(5))
 
-    expected = in_memory(work, accumulate=2)
-    assert hybrid(work, accumulate=2) == expected
+    expected = in_memory(work, gradient_accumulation_steps=2)
+    assert hybrid(work, gradient_accumulation_steps=2) == expected
 
 
 def test_batches_whose_gradients_are_not_finite_count(in_memory, hybrid):
@@ -173,6 +173,6 @@ def test_a_rollback_repeats_lookups_without_counting_them_twice(tmp_path, in_mem
         with serving(2) as addresses:
             kv.connect("remote", servers=addresses, mode="hybrid", staleness=4)
             trainer = trainer_of(tmp_path / "rolled")
-            trainer.fit(batches(), **({} if steps is None else {"train_steps": steps}))
+            trainer.fit(batches(), **({} if steps is None else {"max_steps": steps}))
     found = uses_by_step(tmp_path / "rolled")
     assert found[14] == expected[14]

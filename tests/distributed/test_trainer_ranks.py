@@ -11,7 +11,7 @@ from ranks_helpers import free_port, run
 PROGRAMS = {
     "uneven": ["uneven", {}],
     "again": ["uneven", {}],
-    "without ahead": ["uneven", {"ahead": 0}],
+    "without ahead": ["uneven", {"prefetch": 0}],
     "dicts": ["uneven", {"plain": True}],
     "heads": ["heads", {}],
     "models": ["models", {}],

@@ -82,7 +82,10 @@ def trained(tmp_path_factory):
             sparse_optimizer=kv.optim.Adagrad(lr=lr),
             metrics={"auc": kv.metrics.AUC(), "calibration": kv.metrics.Calibration()},
             checkpoints=place / name,
-            logs=[kv.train.CSVLogger(place / f"{name}.csv"), kv.train.JSONLinesLogger(place / f"{name}.log")],
+            loggers=[
+                kv.loggers.CSVLogger(place / f"{name}.csv"),
+                kv.loggers.JSONLinesLogger(place / f"{name}.log"),
+            ],
             log_every=2,
             progress="none",
         )

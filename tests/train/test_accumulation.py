@@ -64,17 +64,19 @@ def test_a_fixed_number_of_batches_is_shared_out_evenly(together, world, step):
 
 def test_one_process_has_all_of_a_fixed_global_batch():
     one = model()
-    trainer(one, accumulate=5).fit(batches())
+    trainer(one, gradient_accumulation_steps=5).fit(batches())
     other = model()
-    trainer(other, global_accumulate=5).fit(batches())
+    trainer(other, global_accumulation_steps=5).fit(batches())
     assert_same(one, other)
 
 
 def test_batches_are_accumulated_by_rank_or_by_all():
-    with pytest.raises(ValueError, match="accumulate=2 is for every rank and global_accumulate=4"):
-        trainer(accumulate=2, global_accumulate=4)
-    with pytest.raises(ValueError, match="global_accumulate must be at least 1, got 0"):
-        trainer(global_accumulate=0)
+    with pytest.raises(
+        ValueError, match="gradient_accumulation_steps=2 is for every rank and global_accumulation_steps=4"
+    ):
+        trainer(gradient_accumulation_steps=2, global_accumulation_steps=4)
+    with pytest.raises(ValueError, match="global_accumulation_steps must be at least 1, got 0"):
+        trainer(global_accumulation_steps=0)
 
 
 def test_state_travels_as_bytes():

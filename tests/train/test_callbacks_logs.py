@@ -17,18 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_helpers import StopAt, batches, model, trainer
 
 import karvan as kv
-from karvan.train import (
-    BarProgress,
-    CSVLogger,
-    EarlyStopping,
-    JSONLinesLogger,
-    PlainProgress,
-    Report,
-    TensorBoardLogger,
-)
+from karvan.train import BarProgress, PlainProgress, Report
+from karvan.train.callbacks import EarlyStopping
+from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 
-class Moments(kv.train.Callback):
+class Moments(kv.callbacks.Callback):
     """Writes down everything it is called with."""
 
     def __init__(self):
@@ -135,7 +129,7 @@ def run_with_logs(folder, stop_at=None, epochs=2):
     csv_log, json_log = CSVLogger(folder / "log.csv"), JSONLinesLogger(folder / "log.jsonl")
     fit = trainer(
         metrics={"auc": kv.metrics.AUC()},
-        logs=[csv_log, json_log, TensorBoardLogger(folder / "board")],
+        loggers=[csv_log, json_log, TensorBoardLogger(folder / "board")],
         log_every=3,
         checkpoints=folder / "run",
         checkpoint_every=4,
@@ -203,7 +197,7 @@ def test_without_tensorboard_the_log_says_what_to_install():
     script = (
         "import sys; sys.modules['tensorboard'] = None\n"
         "import karvan as kv\n"
-        "try: kv.train.TensorBoardLogger('x')\n"
+        "try: kv.loggers.TensorBoardLogger('x')\n"
         "except ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

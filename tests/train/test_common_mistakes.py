@@ -12,7 +12,7 @@ from torch.nn import functional
 from train_helpers import batches, model, records, trainer
 
 import karvan as kv
-from karvan.train import EarlyStopping
+from karvan.train.callbacks import EarlyStopping
 
 COLUMNS = {name: column.numpy() for name, column in records(32).items()}
 TEXT = "kv.Feature('user').hash(\"farm\") in a FeatureEngine, or read it with columns=[kv.data.Varlen("
@@ -142,7 +142,7 @@ def test_a_class_is_no_model():
         ({"epochs": 0}, ValueError, "epochs must be at least 1 or None, got 0"),
         ({"epochs": "3"}, TypeError, "epochs must be an integer, but is '3'"),
         ({"epochs": 1.5}, TypeError, "epochs must be an integer, but is 1.5"),
-        ({"train_steps": True}, TypeError, "train_steps must be an integer, but is True"),
+        ({"max_steps": True}, TypeError, "max_steps must be an integer, but is True"),
     ],
 )
 def test_a_wrong_length_of_training_is_refused(options, error, message):

@@ -38,17 +38,21 @@ def train(ctx, data, epochs=1, until=None, after=lambda ctx: None):
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("data", [batches, loader])
 def test_a_loop_has_the_bits_of_a_plain_one_and_of_the_trainer(data, ahead):
-    ctx = train(context(ahead=ahead), data(), epochs=2)
+    ctx = train(context(prefetch=ahead), data(), epochs=2)
     assert (ctx.step, ctx.epoch, ctx.skipped, ctx.counts.samples) == (24, 2, 0, 24 * 16)
     assert_same(ctx.model, plain_loop(data(), epochs=2))
     fitted = model()
-    trainer(fitted, ahead=ahead).fit(data(), epochs=2)
+    trainer(fitted, prefetch=ahead).fit(data(), epochs=2)
     assert_same(ctx.model, fitted)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate": 5}, {"clip_norm": 0.05, "clip_value": 0.02}, {"accumulate": 2, "clip_norm": 0.1}],
+    [
+        {"gradient_accumulation_steps": 5},
+        {"clip_norm": 0.05, "clip_value": 0.02},
+        {"gradient_accumulation_steps": 2, "clip_norm": 0.1},
+    ],
 )
 def test_options_do_what_they_do_in_the_trainer(options):
     ctx = train(context(**options), batches(), epochs=2)
@@ -59,9 +63,9 @@ def test_options_do_what_they_do_in_the_trainer(options):
 
 
 @pytest.mark.filterwarnings("ignore:This CPU has no instructions")
-@pytest.mark.parametrize("mixed", ["bf16", True])
+@pytest.mark.parametrize("mixed", ["bf16", "auto"])
 def test_bf16_has_the_numbers_of_the_trainer_and_outputs_in_float32(mixed):
-    with context(mixed_precision=mixed) as ctx:
+    with context(precision=mixed) as ctx:
         for batch in ctx.loader(batches()):
             output, labels = ctx.forward(batch)
             assert output.dtype == torch.float32
@@ -73,11 +77,11 @@ def test_bf16_has_the_numbers_of_the_trainer_and_outputs_in_float32(mixed):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("mixed", [False, "bf16", "fp16"])
+@pytest.mark.parametrize("mixed", ["fp32", "bf16", "fp16"])
 def test_loops_on_a_gpu_have_the_numbers_of_the_trainer(mixed):
-    ctx = train(context(model(dropout=0.0), mixed_precision=mixed, device="cuda"), batches(), epochs=2)
+    ctx = train(context(model(dropout=0.0), precision=mixed, device="cuda"), batches(), epochs=2)
     fitted = model(dropout=0.0)
-    trainer(fitted, precision=mixed or "fp32", device="cuda").fit(batches(), epochs=2)
+    trainer(fitted, precision=mixed, device="cuda").fit(batches(), epochs=2)
     assert ctx.model.last.weight.is_cuda
     for name, value in everything(fitted).items():
         torch.testing.assert_close(everything(ctx.model)[name], value, rtol=1e-5, atol=1e-5)
@@ -85,7 +89,7 @@ def test_loops_on_a_gpu_have_the_numbers_of_the_trainer(mixed):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_an_overflow_of_fp16_leaves_out_both_steps_and_lowers_the_scale():
-    with context(model(dropout=0.0), mixed_precision="fp16", device="cuda", nonfinite="raise") as ctx:
+    with context(model(dropout=0.0), precision="fp16", device="cuda", nonfinite="raise") as ctx:
         batch, other = batches(2)
         output, labels = ctx.forward(batch)
         assert ctx.backward(loss_of(output, labels))
@@ -187,15 +191,15 @@ def test_an_evaluation_is_that_of_the_trainer_and_inserts_nothing():
 @pytest.mark.parametrize("data", [batches, loader])
 @pytest.mark.parametrize(("accumulate", "until"), [(1, 7), (1, 12), (3, 2), (1, 17)])
 def test_a_loop_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, data, accumulate, until):
-    straight = train(context(accumulate=accumulate), data(), epochs=2)
+    straight = train(context(gradient_accumulation_steps=accumulate), data(), epochs=2)
     train(
-        context(accumulate=accumulate),
+        context(gradient_accumulation_steps=accumulate),
         data(),
         epochs=2,
         until=until,
         after=lambda ctx: ctx.step == until and ctx.save(tmp_path, extra={"best": 0.5}),
     )
-    again = context(accumulate=accumulate)
+    again = context(gradient_accumulation_steps=accumulate)
     torch.manual_seed(2)  # dropout goes on with the generators of the checkpoint
     assert again.load(tmp_path) == {"best": 0.5}
     assert again.step == until
@@ -207,7 +211,7 @@ def test_a_loop_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, data, accumulate
 def test_a_checkpoint_goes_from_the_trainer_to_a_context_and_back(tmp_path):
     expected = model()
     trainer(expected).fit(loader(), epochs=2)
-    trainer(checkpoints=tmp_path).fit(loader(), train_steps=5, epochs=2)
+    trainer(checkpoints=tmp_path).fit(loader(), max_steps=5, epochs=2)
     ctx = context()
     ctx.load(tmp_path)
     train(ctx, loader(), epochs=2, until=15, after=lambda ctx: ctx.step == 15 and ctx.save(tmp_path))
@@ -218,7 +222,7 @@ def test_a_checkpoint_goes_from_the_trainer_to_a_context_and_back(tmp_path):
 
 
 def test_a_save_that_is_not_waited_for_is_complete_when_the_context_is_left(tmp_path):
-    ctx = train(context(), batches(), after=lambda ctx: ctx.save(tmp_path, wait=False))
+    ctx = train(context(), batches(), after=lambda ctx: ctx.save(tmp_path, block=False))
     assert newest(tmp_path)["step"] == 12
     with ctx:
         ctx.save(kv.Checkpoints(tmp_path / "others", keep_last=1))
@@ -228,7 +232,7 @@ def test_a_save_that_is_not_waited_for_is_complete_when_the_context_is_left(tmp_
 def test_a_loader_that_is_left_goes_on_behind_the_last_step():
     for ahead in (0, 2):
         data, seen = loader(), []
-        with context(ahead=ahead, accumulate=2) as ctx:
+        with context(prefetch=ahead, gradient_accumulation_steps=2) as ctx:
             for number, batch in enumerate(ctx.loader(data)):
                 if number == 5:  # the third step is not complete
                     break
@@ -344,8 +348,8 @@ def test_what_is_called_in_the_wrong_place_is_an_error(tmp_path):
 
 
 def test_the_batches_of_a_step_belong_together(tmp_path):
-    with context(accumulate=2) as ctx:
-        with pytest.raises(RuntimeError, match="accumulate=2 is for batches of"):
+    with context(gradient_accumulation_steps=2) as ctx:
+        with pytest.raises(RuntimeError, match="gradient_accumulation_steps=2 is for batches of"):
             ctx.forward(batches(1)[0])
         steps = []
         for batch in ctx.loader(batches(3)):
@@ -364,11 +368,11 @@ def test_the_batches_of_a_step_belong_together(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mixed_precision": "fp8"}, "mixed_precision must be False, True, .* got 'fp8'"),
-        ({"mixed_precision": "fp16"}, "'fp16' needs a CUDA device"),
-        ({"nonfinite": "hope"}, 'nonfinite must be "skip" or "raise", got \'hope\''),
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
-        ({"ahead": -1}, "ahead must not be negative, got -1"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, auto, got 'fp8'"),
+        ({"precision": "fp16"}, "'fp16' needs a CUDA device"),
+        ({"nonfinite": "hope"}, 'nonfinite must be "skip", "raise" or "apply", got \'hope\''),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
+        ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or None, got 0.0"),
         ({"dense_optimizer": None, "sparse_optimizer": None}, "needs a dense_optimizer or"),
     ],

@@ -104,7 +104,7 @@ def test_other_data_in_the_middle_of_an_epoch_is_an_error_that_says_what_is_left
 
 
 def test_an_epoch_that_was_not_begun_is_unfinished_too(tmp_path):
-    class StopAtEpochEnd(kv.train.Callback):
+    class StopAtEpochEnd(kv.callbacks.Callback):
         def on_epoch_end(self, trainer, epoch):
             trainer.stop("enough")
 
@@ -172,15 +172,15 @@ def test_data_without_an_identity_is_taken_as_the_same_with_a_warning(tmp_path, 
 
 
 def test_steps_are_counted_for_each_data_as_epochs_are(tmp_path):
-    assert fit_day(tmp_path, 15, train_steps=5)[1].step == 5
-    assert fit_day(tmp_path, 16, train_steps=5)[1].step == 10  # the fit of day 15 had come to its end
-    assert fit_day(tmp_path, 16, train_steps=8)[1].step == 13
-    assert fit_day(tmp_path, 16, train_steps=8)[1].trained == 0
+    assert fit_day(tmp_path, 15, max_steps=5)[1].step == 5
+    assert fit_day(tmp_path, 16, max_steps=5)[1].step == 10  # the fit of day 15 had come to its end
+    assert fit_day(tmp_path, 16, max_steps=8)[1].step == 13
+    assert fit_day(tmp_path, 16, max_steps=8)[1].trained == 0
 
 
 def test_early_stopping_finishes_a_day_and_starts_over_with_the_next(tmp_path):
     def fit(day, scores):
-        stopping = kv.train.EarlyStopping("score", patience=2)
+        stopping = kv.callbacks.EarlyStopping("score", patience=2)
         one = made(checkpoints=tmp_path, callbacks=[stopping])
         left = iter(scores)
         one.evaluate = lambda data: {"score": next(left)}
@@ -201,7 +201,7 @@ def test_a_late_retry_of_an_earlier_day_is_nothing_to_do_and_says_so(tmp_path, c
     assert (late.trained, late.step, late.epoch) == (0, 24, 1)
     said = capfd.readouterr().err
     assert "The run has trained 1 epoch of this data (memory, 192 records) already, up to step 12" in said
-    assert "larger epochs or train_steps, or a new data_name" in said
+    assert "larger epochs or max_steps, or a new data_name" in said
     assert "was trained before: 1 epoch, up to step 12" in caplog.text
     assert newest(tmp_path) == before
     assert fit_day(tmp_path, 17)[1].step == 36
@@ -226,7 +226,7 @@ def test_the_rest_of_data_that_was_dropped_is_not_taken_as_trained(tmp_path):
 
 
 def test_an_earlier_day_that_early_stopping_has_ended_is_nothing_to_do(tmp_path):
-    stopping = kv.train.EarlyStopping("score", patience=1)
+    stopping = kv.callbacks.EarlyStopping("score", patience=1)
     one = made(checkpoints=tmp_path, callbacks=[stopping])
     scores = iter([0.9, 0.8])
     one.evaluate = lambda data: {"score": next(scores)}
@@ -264,7 +264,7 @@ def test_days_of_one_loop_are_known_to_later_ones(tmp_path):
 def test_callbacks_are_told_of_new_data_and_only_of_that(tmp_path):
     told = []
 
-    class Told(kv.train.Callback):
+    class Told(kv.callbacks.Callback):
         def on_new_data(self, trainer):
             told.append((trainer.step, trainer.epoch))
 

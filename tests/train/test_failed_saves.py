@@ -21,7 +21,7 @@ def disk(tmp_path):
         yield made
 
 
-class At(kv.train.Callback):
+class At(kv.callbacks.Callback):
     """Does something after a step, when what was to be saved before has been."""
 
     def __init__(self, **actions):
@@ -155,7 +155,7 @@ def test_after_a_failure_the_next_checkpoint_of_a_chain_of_deltas_is_full(disk):
 
 
 def test_what_the_program_does_wrong_is_not_tolerated(tmp_path):
-    class Odd(kv.train.Callback):
+    class Odd(kv.callbacks.Callback):
         def state_dict(self):
             return {"odd": object()}
 
@@ -185,7 +185,7 @@ def loop(disk, caplog, *, wait=True, tolerate=3, fill_at=3, empty_at=7, save_at=
             output, _ = ctx.forward(batch)
             ctx.backward(kv.losses.BinaryCrossEntropy()(output, batch))
             if ctx.step in save_at:
-                pending = ctx.save(disk.folder / "run", wait=wait)
+                pending = ctx.save(disk.folder / "run", block=wait)
             if ctx.step in (fill_at, empty_at):
                 pending.join()
                 (disk.fill if ctx.step == fill_at else disk.empty)()
@@ -233,11 +233,11 @@ def test_the_last_save_is_repeated_also_if_it_was_due_by_steps(disk):
     run = disk.folder / "run"
     options = {"checkpoints": run, "checkpoint_every": 6, "tolerate_failed_saves": 0}
     made = trainer(model(), callbacks=[At(step5=fill_and_empty_later)], **options)
-    assert made.fit(loader(), train_steps=6).step == 6
+    assert made.fit(loader(), max_steps=6).step == 6
     assert steps(run) == [6]
 
 
-class WideLog(kv.train.Logger):
+class WideLog(kv.loggers.Logger):
     """A log with lines that are larger than what a full disk still takes."""
 
     def __init__(self, path):
@@ -256,7 +256,7 @@ class WideLog(kv.train.Logger):
 def test_a_full_disk_under_a_log_is_one_warning_and_training_continues(disk, tmp_path, caplog):
     log = WideLog(disk.folder / "log")
     actions = {"step3": disk.fill, "step7": disk.empty}
-    fit(disk, checkpoints=tmp_path / "run", actions=actions, logs=[log], log_every=1)
+    fit(disk, checkpoints=tmp_path / "run", actions=actions, loggers=[log], log_every=1)
     (warning,) = [each for each in warnings_of(caplog) if "WideLog" in each]
     assert "is incomplete from step" in warning
     assert f"\n{STEPS} ".encode() in (disk.folder / "log").read_bytes()

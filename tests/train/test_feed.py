@@ -44,20 +44,20 @@ def no_threads_left():
 
 @given(
     total=st.integers(0, 12),
-    ahead=st.integers(0, 3),
+    prefetch=st.integers(0, 3),
     leave=st.none() | st.integers(0, 12),
     skip=st.integers(0, 3),
     fail_at=st.none() | st.integers(0, 12),
 )
 def test_batches_come_in_order_with_the_position_behind_them_however_they_end(
-    total, ahead, leave, skip, fail_at
+    total, prefetch, leave, skip, fail_at
 ):
     data = Counted(total, fail_at)
     end = total if fail_at is None else min(total, fail_at)
     fails = fail_at is not None and fail_at < total
     received = []
     error = None
-    with closing(feed(data, lambda n: n * 10, ahead=ahead, skip=skip)) as batches:
+    with closing(feed(data, lambda n: n * 10, prefetch=prefetch, skip=skip)) as batches:
         try:
             for fed in batches:
                 assert fed.position == {"at": fed.batch // 10}
@@ -85,7 +85,7 @@ def test_batches_come_in_order_with_the_position_behind_them_however_they_end(
 def test_no_more_than_asked_for_are_taken_ahead(ahead):
     data = Counted(10)
     taken = threading.Semaphore(0)
-    with closing(feed(data, lambda n: taken.release() or n, ahead=ahead)) as batches:
+    with closing(feed(data, lambda n: taken.release() or n, prefetch=ahead)) as batches:
         assert next(batches).batch == 1
         for _ in range(1 + ahead):
             assert taken.acquire(timeout=20)
@@ -106,7 +106,7 @@ def test_one_who_waits_for_a_batch_is_let_go_when_asked_to_stop():
         waiting.wait(20)
         stop.set()
 
-    with closing(feed(slow(), ahead=1, stopped=stop.is_set)) as batches:
+    with closing(feed(slow(), prefetch=1, stopped=stop.is_set)) as batches:
         assert next(batches).batch == 1
         threading.Thread(target=wait_and_stop).start()
         threading.Timer(0.2, more.set).start()  # closing waits for the data
@@ -122,6 +122,6 @@ def test_the_error_of_preparing_a_batch_comes_in_its_place():
 
     received = []
     with pytest.raises(ValueError, match="a bad batch"):
-        received += [received.append(fed.batch) for fed in feed(range(1, 9), prepare, ahead=2)]
+        received += [received.append(fed.batch) for fed in feed(range(1, 9), prepare, prefetch=2)]
     assert received == [1, 2]
     assert no_threads_left()

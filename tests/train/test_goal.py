@@ -17,15 +17,15 @@ def read(records, rank=0, world=1, batch_size=10, **options):
     return kv.data.read({"x": np.arange(records)}, batch_size, rank=rank, world=world, **options)
 
 
-def goal(epochs=1, train_steps=None):
-    return Goal(epochs, train_steps, None, None)
+def goal(epochs=1, max_steps=None):
+    return Goal(epochs, max_steps, None, None)
 
 
 @given(st.integers(1, 300), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_the_end_is_that_of_the_rank_with_the_most_batches(records, world, epochs, accumulate, drop):
     loaders = [read(records, rank, world, drop_remainder=drop) for rank in range(world)]
     longest = max(len(list(loader)) for loader in loaders)
-    passes = Accumulation(accumulate=accumulate, world=world)
+    passes = Accumulation(gradient_accumulation_steps=accumulate, world=world)
     steps = goal(epochs).steps(loaders[0], passes, TrainingCounts())
     assert steps == epochs * -(-longest // accumulate)
 
@@ -45,22 +45,22 @@ def test_the_end_is_known_when_an_epoch_is_resumed_on_any_number_of_ranks(before
 
 
 def test_batches_without_a_position_are_counted_from_the_beginning():
-    batches, passes = [{}] * 7, Accumulation(accumulate=2)
+    batches, passes = [{}] * 7, Accumulation(gradient_accumulation_steps=2)
     assert goal(3).steps(batches, passes, TrainingCounts()) == 12
     assert goal(3).steps(batches, passes, TrainingCounts(step=6, epoch=1, batches=4)) == 12
     assert goal(3).steps(batches, passes, TrainingCounts(step=12, epoch=3)) == 12
-    assert goal(3, train_steps=5).steps(batches, passes, TrainingCounts()) == 5
+    assert goal(3, max_steps=5).steps(batches, passes, TrainingCounts()) == 5
 
 
 def test_without_an_end_only_the_steps_that_were_asked_for_are_known():
     endless = read(100, epochs=None)
     assert goal().steps(endless, Accumulation(), TrainingCounts()) is None
-    assert goal(1, train_steps=9).steps(endless, Accumulation(), TrainingCounts()) == 9
+    assert goal(1, max_steps=9).steps(endless, Accumulation(), TrainingCounts()) == 9
     assert goal().steps(iter([{}]), Accumulation(), TrainingCounts()) is None
 
 
-@pytest.mark.parametrize("name", ["epochs", "train_steps", "eval_every"])
+@pytest.mark.parametrize("name", ["epochs", "max_steps", "eval_every"])
 def test_a_bool_is_no_number_of_epochs_or_steps(name):
-    options = {"epochs": None, "train_steps": None, "eval_data": [], "eval_every": None, name: True}
+    options = {"epochs": None, "max_steps": None, "eval_data": [], "eval_every": None, name: True}
     with pytest.raises(TypeError, match=rf"{name} must be an integer, but is True \(bool\)"):
         Goal(**options)

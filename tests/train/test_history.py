@@ -84,7 +84,7 @@ def test_the_history_survives_kill_9(tmp_path):
         "import os, signal, sys\n"
         "from train_helpers import batches, trainer\n"
         "import karvan as kv\n"
-        "class Kill(kv.train.Callback):\n"
+        "class Kill(kv.callbacks.Callback):\n"
         "    def on_step_end(self, trainer, logs):\n"
         "        if logs.step == 9: trainer.saver._checkpoints.wait(); os.kill(os.getpid(), signal.SIGKILL)\n"
         "trainer(checkpoints=sys.argv[1], checkpoint_every=4, log_every=1, callbacks=[Kill()]).fit(batches())"

@@ -101,7 +101,7 @@ def test_a_signal_saves_a_checkpoint_says_where_and_ends_cleanly(tmp_path, numbe
     assert f"Stopped by {by} after step {step}; checkpoint at {latest.path}." in errors
 
 
-class Raise(kv.train.Callback):
+class Raise(kv.callbacks.Callback):
     """Sends signals to the process at a step."""
 
     def __init__(self, step, *numbers):
@@ -159,7 +159,7 @@ def test_a_second_interrupt_aborts_at_once(tmp_path):
 def test_a_signal_ends_the_wait_for_data():
     trained, more = threading.Event(), threading.Event()
 
-    class Watch(kv.train.Callback):
+    class Watch(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             if logs.step == 3:
                 trained.set()
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_wait_for_data():
 def test_a_fit_on_another_thread_leaves_signals_alone():
     seen = []
 
-    class Watch(kv.train.Callback):
+    class Watch(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             seen.append(signal.getsignal(signal.SIGINT))
 

@@ -38,7 +38,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_labels_that_cannot_be_meant_are_an_error_in_their_step(values, says, ahead):
     net = model()
-    fit = trainer(net, ahead=ahead)
+    fit = trainer(net, prefetch=ahead)
     with pytest.raises(ValueError, match=says):
         fit.fit(with_values(values))
     assert fit.step == 1  # the batch before was trained
@@ -160,7 +160,7 @@ def test_a_loader_brings_its_error_to_the_step():
 
 @pytest.mark.parametrize("metric", ["loss", "auc"])
 def test_a_nan_metric_that_early_stopping_needs_is_an_error_that_names_the_column(metric):
-    stopping = kv.train.EarlyStopping(metric, patience=3, mode="min")
+    stopping = kv.callbacks.EarlyStopping(metric, patience=3, mode="min")
     fit = trainer(metrics={"auc": kv.metrics.AUC()}, callbacks=[stopping])
     says = (
         rf"step 2 gives NaN for '{metric}'.*EarlyStopping decides\. Column 'price' has NaN in 1 of 16 samples"

@@ -20,7 +20,7 @@ FILE = ".karvan-owner.json"
 OWNER = support_path("owner/owner_program.py")
 
 
-class Do(kv.train.Callback):
+class Do(kv.callbacks.Callback):
     """Does something at a step."""
 
     def __init__(self, step, do):
@@ -86,7 +86,7 @@ def test_a_fit_that_fails_gives_its_folder_free(tmp_path):
 def test_trainers_of_one_process_may_share_a_folder(tmp_path):
     inner = trainer(Small(), checkpoints=tmp_path)
     outer = trainer(Small(), checkpoints=tmp_path, callbacks=[Do(2, lambda: inner.fit(batches(2)))])
-    outer.fit(batches(4), train_steps=4)
+    outer.fit(batches(4), max_steps=4)
     assert own_in_a_process(tmp_path) == "owned\n"
 
 

@@ -120,7 +120,7 @@ def test_an_overflow_leaves_out_the_dense_and_the_sparse_step(accumulate):
     net = model(dropout=0.0)
     dense, sparse = torch.optim.SGD(net.parameters(), lr=0.1), kv.optim.SGD(net, lr=0.1)
     scaled = FakeScale(net)
-    update = OptimizerStep(dense, sparse, OptimizerStepSettings(accumulate, skip_nonfinite=False), scaled)
+    update = OptimizerStep(dense, sparse, OptimizerStepSettings(accumulate, nonfinite="apply"), scaled)
     data = batches(accumulate)
 
     def step(factor):
@@ -146,7 +146,7 @@ def test_an_overflow_leaves_out_the_dense_and_the_sparse_step(accumulate):
 def test_training_on_a_gpu_with_rows_on_the_cpu(name, ahead):
     exact, net = model(dropout=0.0), model(dropout=0.0)
     trainer(exact).fit(batches(), epochs=2)
-    fit = trainer(net, precision=name, device="cuda", ahead=ahead, metrics={"auc": kv.metrics.AUC()})
+    fit = trainer(net, precision=name, device="cuda", prefetch=ahead, metrics={"auc": kv.metrics.AUC()})
     result = fit.fit(batches(), epochs=2, eval_data=batches(2, seed=1))
     assert net.last.weight.is_cuda
     assert result.step - result.skipped > 20

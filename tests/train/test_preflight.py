@@ -286,7 +286,7 @@ def test_engines_in_memory_may_be_used_after_another_connect_to_memory():
     assert (made.fit(batches(2)).trained, trainer(net).fit(batches(2)).trained) == (2, 2)
 
 
-class Needs(kv.train.Callback):
+class Needs(kv.callbacks.Callback):
     needed_metrics = ("auc", "loss/ctr")
 
 
@@ -294,7 +294,7 @@ class Needs(kv.train.Callback):
     ("options", "says"),
     [
         (
-            {"callbacks": [kv.train.EarlyStopping("auc")]},
+            {"callbacks": [kv.callbacks.EarlyStopping("auc")]},
             "The callback EarlyStopping needs 'auc' of evaluations",
         ),
         (
@@ -318,10 +318,13 @@ def test_what_needs_evaluations_is_refused_without_data_for_them(tmp_path, optio
     ("options", "says"),
     [
         (
-            {"callbacks": [kv.train.EarlyStopping("aux")]},
+            {"callbacks": [kv.callbacks.EarlyStopping("aux")]},
             "needs 'aux', but evaluations give: loss, auc. Add it",
         ),
-        ({"callbacks": [kv.train.EarlyStopping("loss/ctr")]}, "'loss/ctr', but evaluations give: loss, auc"),
+        (
+            {"callbacks": [kv.callbacks.EarlyStopping("loss/ctr")]},
+            "'loss/ctr', but evaluations give: loss, auc",
+        ),
         ({"keep_best": ("logloss", "min")}, "keep_best needs 'logloss', but evaluations give: loss, auc"),
     ],
 )
@@ -335,7 +338,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused_before_the_first_step(tmp_
 
 
 def test_metrics_that_evaluations_give_are_fine(tmp_path):
-    stopping = kv.train.EarlyStopping("loss/ctr", mode="min", patience=9)
+    stopping = kv.callbacks.EarlyStopping("loss/ctr", mode="min", patience=9)
     both = {"metrics": {"auc": kv.metrics.AUC()}, "callbacks": [stopping]}
     each = {"ctr": kv.losses.BinaryCrossEntropy()}
     for loss in (kv.losses.Sum(each), lambda output, batch: {"ctr": each["ctr"](output, batch)}):

@@ -20,14 +20,14 @@ def torch_loader():
 DATA = {"list": batches, "loader": loader, "torch": torch_loader}
 
 
-def run(folder, data, net=None, stop_at=None, resume=True, epochs=3, train_steps=None, **options):
+def run(folder, data, net=None, stop_at=None, resume=True, epochs=3, max_steps=None, **options):
     """A fit with everything that has state."""
     net = net or model()
     fit = trainer(
         net,
         metrics={"auc": kv.metrics.AUC()},
         scheduler=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [4, 9, 20], gamma=0.5),
-        callbacks=[kv.train.EarlyStopping("loss", patience=100, mode="min"), StopAt(stop_at)],
+        callbacks=[kv.callbacks.EarlyStopping("loss", patience=100, mode="min"), StopAt(stop_at)],
         checkpoints=kv.Checkpoints(folder),
         log_every=7,
         **options,
@@ -35,7 +35,7 @@ def run(folder, data, net=None, stop_at=None, resume=True, epochs=3, train_steps
     result = fit.fit(
         DATA[data](),
         epochs=epochs,
-        train_steps=train_steps,
+        max_steps=max_steps,
         eval_data=batches(3, seed=5),
         eval_every=5,
         resume=resume,
@@ -53,8 +53,8 @@ def run(folder, data, net=None, stop_at=None, resume=True, epochs=3, train_steps
 )
 def test_a_fit_that_was_stopped_anywhere_ends_like_one_that_was_not(data, stops, accumulate, ahead, every):
     with tempfile.TemporaryDirectory() as straight, tempfile.TemporaryDirectory() as stopped:
-        expected, whole = run(straight, data, accumulate=accumulate)
-        options = {"accumulate": accumulate, "ahead": ahead, "checkpoint_every": every}
+        expected, whole = run(straight, data, gradient_accumulation_steps=accumulate)
+        options = {"gradient_accumulation_steps": accumulate, "prefetch": ahead, "checkpoint_every": every}
         for stop in stops:
             run(stopped, data, stop_at=stop, **options)
             torch.manual_seed(12345)  # a new process has other random numbers
@@ -87,9 +87,9 @@ def test_a_finished_fit_goes_on_when_more_is_asked_for(tmp_path, data):
 
 
 def test_steps_count_over_epochs_and_resumes(tmp_path):
-    expected, _ = run(tmp_path / "straight", "loader", epochs=None, train_steps=31)
-    run(tmp_path / "parts", "loader", epochs=None, train_steps=17)
-    net, result = run(tmp_path / "parts", "loader", epochs=None, train_steps=31)
+    expected, _ = run(tmp_path / "straight", "loader", epochs=None, max_steps=31)
+    run(tmp_path / "parts", "loader", epochs=None, max_steps=17)
+    net, result = run(tmp_path / "parts", "loader", epochs=None, max_steps=31)
     assert (result.trained, result.step) == (14, 31)
     assert_same(net, expected)
 
@@ -111,7 +111,7 @@ def test_data_that_is_shorter_than_what_was_trained_is_an_error(tmp_path):
 def test_a_path_is_enough_and_every_n_steps_means_that(tmp_path):
     saved = []
 
-    class Watch(kv.train.Callback):
+    class Watch(kv.callbacks.Callback):
         def on_checkpoint(self, trainer, step):
             saved.append(step)
 
@@ -125,7 +125,7 @@ def test_a_path_is_enough_and_every_n_steps_means_that(tmp_path):
 def test_a_fit_goes_on_where_an_old_checkpoint_cannot_be_removed(tmp_path, caplog):
     def fit(steps):
         checkpoints = kv.Checkpoints(tmp_path, keep_last=1)
-        return trainer(checkpoints=checkpoints, checkpoint_every=2).fit(batches(), train_steps=steps)
+        return trainer(checkpoints=checkpoints, checkpoint_every=2).fit(batches(), max_steps=steps)
 
     fit(2)
     stuck = tmp_path / f"step-{2:0250d}"  # with the name it would be hidden by it is too long for any disk
@@ -140,7 +140,7 @@ def test_checkpoints_by_time(tmp_path):
     now = [0.0]
     saved = []
 
-    class Watch(kv.train.Callback):
+    class Watch(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             now[0] += 1.0
 
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_is_the_one_that_was_evaluated(tmp_path):
 
 def test_a_model_trains_on_after_its_checkpoint_was_taken(tmp_path):
     """The checkpoint of a step has that step's rows, though later steps ran while it was written."""
-    expected, _ = run(tmp_path / "five", "list", epochs=None, train_steps=5)
+    expected, _ = run(tmp_path / "five", "list", epochs=None, max_steps=5)
     run(tmp_path / "all", "list", epochs=1, checkpoint_every=5)
     (early,) = [c for c in kv.Checkpoints(tmp_path / "all").list() if c.step == 5]
     net = model()
@@ -183,7 +183,7 @@ def test_early_stopping_survives_a_resume_and_stays_stopped(tmp_path):
         scores = {2: 0.5, 4: 0.6, 6: 0.55, 8: 0.6, 10: 0.7}
         made = trainer(
             checkpoints=tmp_path,
-            callbacks=[kv.train.EarlyStopping("score", patience=2), StopAt(stop_at)],
+            callbacks=[kv.callbacks.EarlyStopping("score", patience=2), StopAt(stop_at)],
         )
         made.evaluate = lambda data: {"score": scores[made.step]}
         return made.fit(batches(), eval_data=batches(1), eval_every=2)

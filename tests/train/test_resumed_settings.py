@@ -50,15 +50,15 @@ def rates(made):
 
 
 def test_settings_that_the_checkpoint_replaces_are_named(tmp_path, caplog):
-    trainer(tmp_path).fit(data(), train_steps=2)
-    trainer(tmp_path).fit(data(), train_steps=3)
+    trainer(tmp_path).fit(data(), max_steps=2)
+    trainer(tmp_path).fit(data(), max_steps=3)
     assert not caplog.records
     again = trainer(
         tmp_path,
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.5, 0.9)),
         kv.optim.Adagrad(lr=0.5),
     )
-    again.fit(data(), train_steps=4)
+    again.fit(data(), max_steps=4)
     assert rates(again) == {"dense": 1e-3, "sparse": 0.05}
     dense, sparse = (record.getMessage() for record in caplog.records)
     assert "lr=0.001 (given: 0.01), betas=(0.9, 0.999) (given: (0.5, 0.9))" in dense
@@ -67,9 +67,9 @@ def test_settings_that_the_checkpoint_replaces_are_named(tmp_path, caplog):
 
 
 def test_new_settings_are_taken_on_demand_and_the_state_stays(tmp_path, caplog):
-    trainer(tmp_path).fit(data(), train_steps=2)
+    trainer(tmp_path).fit(data(), max_steps=2)
     again = trainer(tmp_path, lambda p: torch.optim.Adam(p, lr=0.01), kv.optim.Adagrad(lr=0.5))
-    again.fit(data(), train_steps=3, new_settings=True)
+    again.fit(data(), max_steps=3, new_settings=True)
     assert rates(again) == {"dense": 0.01, "sparse": 0.5}
     assert next(iter(again.update.optimizers["dense"].state.values()))["step"] == 3
     assert not caplog.records
@@ -79,13 +79,13 @@ def test_a_schedule_continues_from_a_new_rate(tmp_path, caplog):
     def halving(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-    trainer(tmp_path, scheduler=halving).fit(data(), train_steps=2)
+    trainer(tmp_path, scheduler=halving).fit(data(), max_steps=2)
     same = trainer(tmp_path, scheduler=halving)
-    same.fit(data(), train_steps=3)
+    same.fit(data(), max_steps=3)
     assert rates(same)["sparse"] == pytest.approx(0.05 / 8)
     assert not caplog.records
     other = trainer(tmp_path, sparse=kv.optim.Adagrad(lr=0.5), scheduler=halving)
-    other.fit(data(), train_steps=4, new_settings=True)
+    other.fit(data(), max_steps=4, new_settings=True)
     assert rates(other)["sparse"] == pytest.approx(0.5 / 16)
 
 
@@ -98,9 +98,9 @@ def test_a_schedule_continues_from_a_new_rate(tmp_path, caplog):
     ],
 )
 def test_an_optimizer_that_does_not_fit_the_checkpoint_is_refused(tmp_path, change, said):
-    trainer(tmp_path).fit(data(), train_steps=2)
+    trainer(tmp_path).fit(data(), max_steps=2)
     with pytest.raises(ValueError, match=said):
-        trainer(tmp_path, **change).fit(data(), train_steps=3)
+        trainer(tmp_path, **change).fit(data(), max_steps=3)
 
 
 def test_evaluating_an_untrained_model_beside_its_checkpoints_is_warned_about(tmp_path, caplog):

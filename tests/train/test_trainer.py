@@ -15,7 +15,7 @@ import karvan as kv
 def plain_loop(
     data,
     epochs=1,
-    accumulate=1,
+    gradient_accumulation_steps=1,
     change=lambda net: None,
     loss_of=functional.binary_cross_entropy_with_logits,
 ):
@@ -26,7 +26,7 @@ def plain_loop(
     for _ in range(epochs):
         groups: list[list] = [[]]
         for batch in data:
-            if len(groups[-1]) == accumulate:
+            if len(groups[-1]) == gradient_accumulation_steps:
                 groups.append([])
             groups[-1].append(batch)
         for group in groups:
@@ -45,7 +45,7 @@ def plain_loop(
 def test_the_trainer_gives_the_bits_of_a_plain_loop(data, ahead):
     expected = plain_loop(data(), epochs=2)
     net = model()
-    result = trainer(net, ahead=ahead, metrics={"auc": kv.metrics.AUC()}).fit(data(), epochs=2)
+    result = trainer(net, prefetch=ahead, metrics={"auc": kv.metrics.AUC()}).fit(data(), epochs=2)
     assert (result.step, result.epoch, result.trained, result.stopped) == (24, 2, 24, None)
     assert result.samples == 2 * 12 * 16
     assert_same(net, expected)
@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_a_plain_loop_whatever_the_size_of_batches(size, r
 @pytest.mark.parametrize("accumulate", [2, 5])
 def test_accumulated_gradients_are_means_and_so_is_that_of_a_shorter_last_group(accumulate):
     net = model()
-    result = trainer(net, accumulate=accumulate).fit(batches(), epochs=2)
+    result = trainer(net, gradient_accumulation_steps=accumulate).fit(batches(), epochs=2)
     assert result.step == 2 * math.ceil(12 / accumulate)
     assert_same(net, plain_loop(batches(), 2, accumulate))
 
@@ -82,7 +82,7 @@ def test_accumulating_equal_batches_is_like_one_of_them():
     one, two = model(dropout=0.0), model(dropout=0.0)
     batch = batches(1)[0]
     trainer(one).fit([batch])
-    trainer(two, accumulate=4).fit([batch] * 4)
+    trainer(two, gradient_accumulation_steps=4).fit([batch] * 4)
     for name, value in everything(one).items():
         if "counts" not in name and "last_steps" not in name:
             torch.testing.assert_close(everything(two)[name], value, rtol=1e-5, atol=1e-6)
@@ -149,7 +149,7 @@ def test_predict_gives_outputs_and_columns_and_can_be_left_early():
     ("epochs", "steps", "expected"), [(None, 30, 30), (2, 30, 24), (3, 30, 30), (1, None, 12)]
 )
 def test_whichever_comes_first_ends_the_fit(epochs, steps, expected):
-    result = trainer().fit(batches(), epochs=epochs, train_steps=steps)
+    result = trainer().fit(batches(), epochs=epochs, max_steps=steps)
     assert result.step == result.trained == expected
     assert result.epoch == expected // 12
 
@@ -169,7 +169,7 @@ def test_a_second_fit_continues_with_model_and_step_and_counts_its_epochs_from_0
 def test_a_loader_left_in_the_middle_of_an_epoch_goes_on_behind_the_last_batch_trained():
     for ahead in (0, 2):
         data = loader()
-        seen = trainer(ahead=ahead).fit(data, train_steps=5).samples
+        seen = trainer(prefetch=ahead).fit(data, max_steps=5).samples
         assert seen + sum(batch.rows for batch in data) == 12 * 16
 
 
@@ -177,7 +177,7 @@ def test_data_that_ends_for_good_is_an_error_where_more_of_it_is_needed():
     fit = trainer()
     assert fit.fit(iter(batches(3))).step == 3
     with pytest.raises(ValueError, match="Epoch 1 must have at least one batch"):
-        fit.fit(iter(batches(3)), train_steps=5)
+        fit.fit(iter(batches(3)), max_steps=5)
     with pytest.raises(ValueError, match="Epoch 0 must have at least one batch"):
         fit.fit([])
 
@@ -194,7 +194,7 @@ def test_several_outputs_have_a_loss_each_and_all_are_logged():
     metrics = {"auc": kv.metrics.AUC(output="ctr"), "cvr_auc": kv.metrics.AUC(output="cvr", label="click")}
     logs = []
 
-    class Watch(kv.train.Callback):
+    class Watch(kv.callbacks.Callback):
         def on_step_end(self, trainer, step):
             logs.append({name: float(value) for name, value in step.losses.items()})
 
@@ -245,7 +245,7 @@ def test_a_gradient_that_is_not_finite_leaves_out_both_steps(part):
 
 def test_without_the_check_torch_takes_what_comes():
     net = model()
-    fit = trainer(net, loss=lambda output, batch: output.sum() * float("nan"), skip_nonfinite=False)
+    fit = trainer(net, loss=lambda output, batch: output.sum() * float("nan"), nonfinite="apply")
     assert fit.fit(batches(1)).skipped == 0
     assert net.last.weight.isnan().all()
 
@@ -292,14 +292,14 @@ def test_a_callback_stops_a_fit_after_its_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0 or None, got 0.0"),
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, got 'fp8'"),
+        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, auto, got 'fp8'"),
         ({"precision": "fp16"}, "'fp16' needs a CUDA device, but the model is on cpu"),
         ({"progress": "loud"}, "progress must be one of auto, bar, plain, none"),
         ({"schedule_per": "hour"}, "schedule_per must be 'step' or 'epoch', got 'hour'"),
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1 or None, got 0"),
-        ({"ahead": -1}, "ahead must not be negative, got -1"),
+        ({"prefetch": -1}, "prefetch must not be negative, got -1"),
         ({"log_every": 0}, "log_every must be at least 1, got 0"),
         ({"dense_optimizer": kv.optim.SGD(lr=0.1)}, "SGD of kv.optim is for rows"),
         ({"sparse_optimizer": torch.optim.SGD}, "sparse_optimizer must be one of kv.optim"),
@@ -315,7 +315,7 @@ def test_goals_that_make_no_sense_are_refused():
     fit = trainer()
     for options, message in (
         ({"epochs": 0}, "epochs must be at least 1"),
-        ({"train_steps": 0}, "train_steps must be at least 1"),
+        ({"max_steps": 0}, "max_steps must be at least 1"),
         ({"eval_every": 5}, "eval_every=5 needs eval_data"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -34,15 +34,15 @@ def test_a_checkpoint_has_the_statistics_and_a_new_program_gets_them_back(tmp_pa
     engine = fitted()
     net = model()
     first = trainer(net, checkpoints=tmp_path)
-    first.fit(read(engine), train_steps=5)
+    first.fit(read(engine), max_steps=5)
     expected = torch.cat([output for output, _ in first.predict(read(engine, seed=9))])
 
     unfitted, again = features(), model()
     resumed = trainer(again, checkpoints=tmp_path)
-    resumed.fit(read(unfitted), train_steps=12)  # before the first batch is read
+    resumed.fit(read(unfitted), max_steps=12)  # before the first batch is read
     assert statistics(unfitted) == statistics(engine)
     straight = model()
-    trainer(straight).fit(read(engine), train_steps=12)
+    trainer(straight).fit(read(engine), max_steps=12)
     assert everything(again).keys() == everything(straight).keys()
     assert all(torch.equal(value, everything(straight)[name]) for name, value in everything(again).items())
 
@@ -58,11 +58,11 @@ def test_a_checkpoint_has_the_statistics_and_a_new_program_gets_them_back(tmp_pa
 
 def test_the_statistics_of_a_checkpoint_win_over_those_of_todays_data(tmp_path, caplog):
     engine = fitted()
-    trainer(checkpoints=tmp_path).fit(read(engine), train_steps=3)
+    trainer(checkpoints=tmp_path).fit(read(engine), max_steps=3)
     today = fitted(seed=1)
     assert statistics(today) != statistics(engine)
     with caplog.at_level(logging.WARNING):
-        trainer(checkpoints=tmp_path).fit(read(today), train_steps=5)
+        trainer(checkpoints=tmp_path).fit(read(today), max_steps=5)
     assert statistics(today) == statistics(engine)
     assert "'features' had other statistics" in caplog.text
 
@@ -70,7 +70,7 @@ def test_the_statistics_of_a_checkpoint_win_over_those_of_todays_data(tmp_path, 
 def test_an_engine_without_statistics_is_an_error_before_training_begins(tmp_path):
     begun = []
 
-    class Begins(kv.train.Callback):
+    class Begins(kv.callbacks.Callback):
         def on_fit_begin(self, trainer):
             begun.append(trainer)
 
@@ -92,19 +92,19 @@ def test_two_engines_need_two_names(tmp_path):
     with pytest.raises(ValueError, match="Two different transforms have the name 'features'"):
         trainer().fit(read(fitted()), eval_data=read(fitted(seed=1)))
     stateless = [kv.FeatureEngine([kv.Feature("price").log1p()]) for _ in range(2)]
-    trainer().fit(read(stateless[0]), eval_data=read(stateless[1]), train_steps=1)
+    trainer().fit(read(stateless[0]), eval_data=read(stateless[1]), max_steps=1)
 
     mine, other = fitted(), fitted(seed=1, name="evaluation")
-    trainer(checkpoints=tmp_path).fit(read(mine), eval_data=read(other), train_steps=2)
+    trainer(checkpoints=tmp_path).fit(read(mine), eval_data=read(other), max_steps=2)
     engines = features(), features("evaluation")
     kv.checkpoint.find(tmp_path).load_transforms(*engines)
     assert [statistics(engine) for engine in engines] == [statistics(mine), statistics(other)]
 
 
 def test_another_name_or_other_features_than_the_checkpoints_are_an_error(tmp_path):
-    trainer(checkpoints=tmp_path).fit(read(fitted()), train_steps=2)
+    trainer(checkpoints=tmp_path).fit(read(fitted()), max_steps=2)
     with pytest.raises(ValueError, match=r"transform 'features', but the data has transform 'renamed'"):
-        trainer(checkpoints=tmp_path).fit(read(fitted(name="renamed")), train_steps=3)
+        trainer(checkpoints=tmp_path).fit(read(fitted(name="renamed")), max_steps=3)
     found = kv.checkpoint.find(tmp_path)
     with pytest.raises(CheckpointError, match="statistics of transform 'renamed', got those of 'features'"):
         found.load_transforms(features("renamed"))
@@ -116,8 +116,8 @@ def test_another_name_or_other_features_than_the_checkpoints_are_an_error(tmp_pa
 
 def test_statistics_stay_in_the_run_while_its_data_has_no_transform(tmp_path):
     engine = fitted()
-    trainer(checkpoints=tmp_path).fit(read(engine), train_steps=2)
-    trainer(checkpoints=tmp_path).fit(batches(), train_steps=4)
+    trainer(checkpoints=tmp_path).fit(read(engine), max_steps=2)
+    trainer(checkpoints=tmp_path).fit(batches(), max_steps=4)
     again = features()
     kv.checkpoint.find(tmp_path).load_transforms(again)
     assert statistics(again) == statistics(engine)
@@ -131,9 +131,9 @@ def train(ctx, data, steps):
 
 def test_a_stream_of_a_loader_has_its_transform(tmp_path):
     engine = fitted()
-    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(engine)), train_steps=2)
+    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(engine)), max_steps=2)
     again = features()
-    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(again)), train_steps=4)
+    trainer(checkpoints=tmp_path).fit(kv.data.Stream(read(again)), max_steps=4)
     assert statistics(again) == statistics(engine)
 
 
@@ -185,7 +185,7 @@ def test_a_warm_start_takes_the_statistics_of_engines_in_the_model(tmp_path):
 
     trained = net()
     trained[0].fit(batches())
-    trainer(trained, checkpoints=tmp_path).fit(batches(), train_steps=2)
+    trainer(trained, checkpoints=tmp_path).fit(batches(), max_steps=2)
     new = net()
     report = kv.checkpoint.warm_start(new, tmp_path)
     assert statistics(new[0]) == statistics(trained[0])

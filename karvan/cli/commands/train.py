@@ -41,10 +41,10 @@ def train(
         help="A parameter of job(), or a key of the config: train.clip_norm=1.",
     ),
     epochs: int | None = typer.Option(None, min=1, help="Train so many epochs."),
-    steps: int | None = typer.Option(None, min=1, help="Train so many optimizer steps at most."),
+    max_steps: int | None = typer.Option(None, min=1, help="Train so many optimizer steps at most."),
     eval_every: int | None = typer.Option(None, min=1, help="Evaluate every so many steps."),
     folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
-    precision: str | None = typer.Option(None, help="fp32, bf16 or fp16."),
+    precision: str | None = typer.Option(None, help="fp32, bf16, fp16 or auto."),
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
     resume: bool = typer.Option(
         True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
@@ -77,7 +77,7 @@ def train(
       karvan train --example > my.yaml
       karvan train my.yaml --folder out/run --epochs 3
       karvan train my.yaml --set optimizers.sparse.lr=0.1 --set model.dim=32
-      karvan train job.py --set lr=0.01 --steps 1000 --folder out/run
+      karvan train job.py --set lr=0.01 --max-steps 1000 --folder out/run
     """
     if example:
         print(resources.files("karvan.cli").joinpath("example.yaml").read_text(), end="")
@@ -94,7 +94,7 @@ def train(
     job = Target(
         target, pairs(settings), {name: text for name, text in given.items() if text is not None}
     ).job()
-    changes: dict[str, Any] = {"epochs": epochs, "train_steps": steps, "eval_every": eval_every}
+    changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
     result = _fit(
         job,

@@ -51,15 +51,15 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         scheduler=_schedule(config.optimizers.schedule),
         schedule_per=config.optimizers.schedule_per,
         precision=train.precision,
-        accumulate=train.accumulate,
-        global_accumulate=train.global_accumulate,
+        gradient_accumulation_steps=train.gradient_accumulation_steps,
+        global_accumulation_steps=train.global_accumulation_steps,
         clip_norm=train.clip_norm,
         clip_value=train.clip_value,
         callbacks=[]
         if train.early_stopping is None
-        else [kv.train.EarlyStopping(**dict(train.early_stopping))],
-        logs=_logs(config.logs),
-        log_every=config.logs.every,
+        else [kv.callbacks.EarlyStopping(**dict(train.early_stopping))],
+        loggers=_loggers(config.loggers),
+        log_every=config.loggers.every,
         progress=progress,
         checkpoints=_checkpoints(saved),
         checkpoint_every=saved.every,
@@ -67,7 +67,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         tolerate_failed_saves=saved.tolerate_failed_saves,
         save_retry_seconds=saved.save_retry_seconds,
         device=train.device,
-        ahead=train.ahead,
+        prefetch=train.prefetch,
     )
     data = config.data
     return kv.TrainingJob(
@@ -86,7 +86,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         if data.eval
         else None,
         epochs=train.epochs,
-        train_steps=train.steps,
+        max_steps=train.max_steps,
         eval_every=train.eval_every,
         predict_columns=tuple(config.predict.columns),
         warm_start=None if train.warm_start is None else dict(train.warm_start),
@@ -233,7 +233,7 @@ def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:
     )
 
 
-def _logs(config: configs.LogSection) -> list[Logger]:
+def _loggers(config: configs.LogSection) -> list[Logger]:
     kinds: dict[str, Callable[[Any], Logger]] = {
         "csv": CSVLogger,
         "jsonl": JSONLinesLogger,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
@@ -151,18 +151,25 @@ class WarmStartSection(Section):
 class Train(Section):
     """How long, and how a step is made."""
 
+    former: ClassVar = {
+        "steps": "max_steps",
+        "accumulate": "gradient_accumulation_steps",
+        "global_accumulate": "global_accumulation_steps",
+        "ahead": "prefetch",
+    }
+
     epochs: Count | None = None
-    steps: Count | None = None
+    max_steps: Count | None = None
     eval_every: Count | None = None
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     frozen: Names = Field(default_factory=list)
-    accumulate: Count = 1
-    global_accumulate: Count | None = None
+    gradient_accumulation_steps: Count = 1
+    global_accumulation_steps: Count | None = None
     clip_norm: Positive | None = None
     clip_value: Positive | None = None
     device: str | None = None
     seed: Integer = 0
-    ahead: CountOrZero = 2
+    prefetch: CountOrZero = 2
     early_stopping: Early | None = None
     warm_start: WarmStartSection | None = None
 
@@ -205,6 +212,8 @@ class Predict(Section):
 class Config(Section):
     """A whole config."""
 
+    former: ClassVar = {"logs": "loggers"}
+
     data: Data
     features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
     model: Annotated[Model, BeforeValidator(_named)]
@@ -216,7 +225,7 @@ class Config(Section):
     train: Train = Train()
     metrics: list[str] | dict[str, Choice] = Field(default=["AUC"])
     checkpoints: Saved = Saved()
-    logs: LogSection = LogSection()
+    loggers: LogSection = LogSection()
     predict: Predict = Predict()
 
 

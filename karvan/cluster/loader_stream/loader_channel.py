@@ -29,7 +29,7 @@ class ChannelSettings:
     loaders: int
     generation: int
     ids: Sequence[str]
-    ahead: int
+    prefetch: int
     timeout: float
     find: Callable[[int], str]
     security: Security
@@ -119,7 +119,7 @@ class LoaderChannel:
                 self._peer("watch", self._caller).begin("stay", then=self._stayed)
             if self.end is not None or self.error is not None:
                 return
-            number = self._caller.ahead - self._asked - len(self.waiting)
+            number = self._caller.prefetch - self._asked - len(self.waiting)
             self._asked += max(0, number)
             peer, epoch = self._peer("batches", self._caller), self.epoch
         try:

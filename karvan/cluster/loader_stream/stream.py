@@ -32,6 +32,7 @@ from karvan.cluster.loader_stream import position
 from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
 from karvan.data.identity import Identity
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
+from karvan.former_names import former_arguments
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import REFERENCE, Batch
@@ -73,10 +74,11 @@ class LoadedBatch(Batch):
         return made
 
 
+@former_arguments(ahead="prefetch")
 def from_loaders(
     *,
     ordered: bool = True,
-    ahead: int = 4,
+    prefetch: int = 4,
     timeout: float = 300.0,
     ids: Sequence[str] | None = None,
     loaders: int | Sequence[str] | None = None,
@@ -88,12 +90,12 @@ def from_loaders(
         trainer.fit(kv.data.from_loaders(), epochs=3)
 
     ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
-    first do. ahead: batches of each loader that are asked for beforehand. timeout: seconds for which a loader
-    that is gone is waited for. ids: features that embedding workers look up; a job that has workers must
-    name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses;
-    a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
+    first do. prefetch: batches of each loader that are asked for beforehand. timeout: seconds for which a
+    loader that is gone is waited for. ids: features that embedding workers look up; a job that has workers
+    must name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their
+    addresses; a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
     """
-    return LoaderStream(ordered, ahead, timeout, ids, loaders, rank, world)
+    return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world)
 
 
 class LoaderStream:
@@ -102,17 +104,17 @@ class LoaderStream:
     def __init__(
         self,
         ordered: bool,
-        ahead: int,
+        prefetch: int,
         timeout: float,
         ids: Sequence[str] | None,
         loaders: int | Sequence[str] | None,
         rank: int | None,
         world: int | None,
     ) -> None:
-        if ahead < 1:
-            raise ValueError(f"ahead must be at least 1, got {ahead}.")
+        if prefetch < 1:
+            raise ValueError(f"prefetch must be at least 1, got {prefetch}.")
         self._ordered = ordered
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._timeout = timeout
         self._ids = list(ids or ())
         self._says_ids = ids is not None
@@ -272,7 +274,15 @@ class LoaderStream:
         find = partial(_find, self._directory)
         generation = JobEnvironment.read().generation
         return ChannelSettings(
-            rank, world, len(self._lines), generation, self._ids, self._ahead, self._timeout, find, security
+            rank,
+            world,
+            len(self._lines),
+            generation,
+            self._ids,
+            self._prefetch,
+            self._timeout,
+            find,
+            security,
         )
 
     def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:

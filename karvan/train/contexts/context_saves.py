@@ -33,10 +33,10 @@ class ContextSaves:
         self.training = False  # whether folders that are saved to belong to this process from then on
 
     def save(
-        self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, wait: bool
+        self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, block: bool
     ) -> Pending:
-        """Save a snapshot; what was captured is written in the background unless `wait`."""
-        return self._run_of(folder).save(snapshot, wait=wait)
+        """Save a snapshot; what was captured is written in the background unless `block`."""
+        return self._run_of(folder).save(snapshot, block=block)
 
     def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
@@ -78,11 +78,11 @@ class _Run:
         self._snapshot: Snapshot | None = None  # of the newest save, until it is complete
         self._error: BaseException | None = None  # why that failed
 
-    def save(self, snapshot: Snapshot, *, wait: bool) -> Pending:
+    def save(self, snapshot: Snapshot, *, block: bool) -> Pending:
         self.wait()
-        wait = wait or self._failures.is_last_chance
+        block = block or self._failures.is_last_chance
         pending = self._begin(snapshot, self._failures.reporter(self.checkpoints.folder))
-        if wait or pending.done():
+        if block or pending.done():
             self.wait()
         return pending
 

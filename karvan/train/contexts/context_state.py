@@ -67,7 +67,7 @@ class ContextState:
             self.counts.batches = 0
         runs = self._setup.runs
         self.transforms.require_equal(self._connection.main, self._model)
-        made = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.ahead)
+        made = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.prefetch)
         self._data = data
         if self._saved is not None:
             made.load(self._saved, random_state(), self._drop_unfinished)
@@ -79,7 +79,7 @@ class ContextState:
         folder: str | os.PathLike[str] | Checkpoints,
         extra: Mapping[str, Any] | None,
         metrics: Mapping[str, float] | None,
-        wait: bool,
+        block: bool,
     ) -> Pending:
         """See `TrainContext.save`."""
         self._setup.dense.take()
@@ -99,7 +99,7 @@ class ContextState:
             "callbacks": {},
             "extra": dict(extra or {}),
         }
-        return self._saves.save(folder, Snapshot(self.counts.step, whole, self._model, metrics), wait=wait)
+        return self._saves.save(folder, Snapshot(self.counts.step, whole, self._model, metrics), block=block)
 
     def load(
         self,

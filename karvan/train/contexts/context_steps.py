@@ -109,11 +109,11 @@ class ContextSteps:
         rows = rows_of(moved)
         if self._turn is not None and rows == rows_of(self._turn.batch):
             return self._turn, moved
-        accumulate = self._setup.passes.accumulate
-        if accumulate > 1:
+        gradient_accumulation_steps = self._setup.passes.gradient_accumulation_steps
+        if gradient_accumulation_steps > 1:
             raise RuntimeError(
-                f"accumulate={accumulate} is for batches of ctx.loader, which knows those of a "
-                "step, got another one."
+                f"gradient_accumulation_steps={gradient_accumulation_steps} is for batches of "
+                "ctx.loader, which knows those of a step, got another one."
             )
         channel = self._setup.runs.connection.main
         every = rows if channel.world == 1 else int(channel.sum(torch.tensor([rows]))[0])

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from karvan import checkpoint as checkpoints
+from karvan.former_names import former_arguments
 from karvan.label_columns import required_values
 from karvan.train.assembly import ModelSetup, make_model_setup
 from karvan.train.checks.common_mistakes import check_data
 from karvan.train.contexts.context_loader import ContextLoader
-from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of, precision_named
+from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
 from karvan.train.evaluation import evaluating
 from karvan.train.feed.feed import Feed
 from karvan.train.state.randomness import same_random_state_afterwards
@@ -28,23 +29,27 @@ class EvalContext:
 
     Inside of it the model is in eval mode; afterwards every module is in the mode it was in, and random
     generators are where they were. No row is inserted, and keys without one give zeros. label,
-    mixed_precision, device and ahead: see `TrainContext`, whose `eval()` gives an EvalContext of its model.
+    precision, device and prefetch: see `TrainContext`, whose `eval()` gives an EvalContext of its model.
 
     Of several ranks each takes its share of the data, and all call `forward` equally often: for every batch
     of a loader. Where the data of a rank has ended, its loader takes part for it until the others' has, too.
     """
 
+    @former_arguments(mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,
         *,
         label: Labels = "label",
-        mixed_precision: bool | str = False,
+        precision: str = "fp32",
         device: torch.device | str | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
     ) -> None:
-        name = precision_named(mixed_precision, model, device)
-        self._begin(make_model_setup(model, precision=name, device=device, ahead=ahead), Transforms(), label)
+        self._begin(
+            make_model_setup(model, precision=precision, device=device, prefetch=prefetch),
+            Transforms(),
+            label,
+        )
 
     @classmethod
     def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:
@@ -141,17 +146,18 @@ class InferContext(EvalContext):
     there hold. Nothing is ever inserted.
     """
 
+    @former_arguments(mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,
         checkpoint: str | os.PathLike[str] | None = None,
         *,
         label: Labels = None,
-        mixed_precision: bool | str = False,
+        precision: str = "fp32",
         device: torch.device | str | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
     ) -> None:
-        super().__init__(model, label=label, mixed_precision=mixed_precision, device=device, ahead=ahead)
+        super().__init__(model, label=label, precision=precision, device=device, prefetch=prefetch)
         self.step: int | None = None  # that of the checkpoint
         if checkpoint is not None:
             found = checkpoints.find(checkpoint)

@@ -6,26 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from karvan.label_columns import refuse_missing
-from karvan.train.step.device_placement import target_device
 
 Labels: TypeAlias = str | Sequence[str] | None
-
-_NAMES = {False: "fp32", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
-
-
-def precision_named(mixed: bool | str, model: nn.Module, device: torch.device | str | None) -> str:
-    """The precision that `mixed_precision` means on a device, or on the model's."""
-    if mixed is True:
-        return "fp16" if target_device(model, device).type == "cuda" else "bf16"
-    if mixed not in _NAMES:
-        raise ValueError(
-            f'mixed_precision must be False, True, "fp32", "bf16" or "fp16", got {mixed!r}: '
-            "True is fp16 on CUDA and bf16 on the CPU."
-        )
-    return _NAMES[mixed]
 
 
 def full(output: Any) -> Any:

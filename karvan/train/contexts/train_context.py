@@ -22,6 +22,7 @@ from torch import nn
 from karvan import distributed
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
 from karvan.embedding.optim.base import SparseOptimizer
+from karvan.former_names import former_arguments
 from karvan.label_columns import required_values
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.checks.common_mistakes import check_data
@@ -31,7 +32,7 @@ from karvan.train.contexts.context_saves import ContextSaves
 from karvan.train.contexts.context_state import ContextState
 from karvan.train.contexts.context_steps import ContextSteps
 from karvan.train.contexts.eval_context import EvalContext
-from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of, precision_named
+from karvan.train.contexts.model_outputs import Labels, full, labels_of, names_of
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings
 from karvan.train.types import Losses
 
@@ -48,13 +49,10 @@ class TrainContext:
             ctx.backward(loss_of(output, labels))
     ```
 
-    dense_optimizer, sparse_optimizer, frozen, accumulate, clip_norm, clip_value, device, ahead: see
-    `Trainer`. The optimizers are attributes, for schedulers.
-    mixed_precision: False, "bf16", "fp16" (on CUDA), or True for fp16 on CUDA and bf16 on the CPU. Outputs
-    are given as float32, so that a loss of them has full precision.
+    dense_optimizer, sparse_optimizer, frozen, precision, gradient_accumulation_steps, clip_norm, clip_value,
+    nonfinite, device, prefetch: see `Trainer`. The optimizers are attributes, for schedulers. Outputs are
+    given as float32 in any precision, so that a loss of them has full precision.
     label: the column, or columns, that `forward` gives beside the output; None for none.
-    nonfinite: "skip" leaves out a step, dense and sparse, if a gradient is not finite; "raise" does so, too,
-    and then raises a FloatingPointError, except for the overflows that are a part of fp16.
     tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
     one more is raised. If the last save before the context is left has failed, leaving it repeats it for
     save_retry_seconds, or raises the error if something was trained since.
@@ -65,6 +63,7 @@ class TrainContext:
     of its own on parameters that servers have; leaving the context gives the model what all have made.
     """
 
+    @former_arguments(accumulate="gradient_accumulation_steps", mixed_precision="precision", ahead="prefetch")
     def __init__(
         self,
         model: nn.Module,
@@ -72,28 +71,25 @@ class TrainContext:
         sparse_optimizer: SparseOptimizer | None = None,
         dense_optimizer: DenseOptimizer | None = None,
         frozen: Patterns = (),
-        mixed_precision: bool | str = False,
+        precision: str = "fp32",
         label: Labels = "label",
-        accumulate: int = 1,
+        gradient_accumulation_steps: int = 1,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         nonfinite: str = "skip",
         device: torch.device | str | None = None,
-        ahead: int = 2,
+        prefetch: int = 2,
         tolerate_failed_saves: int = 3,
         save_retry_seconds: float = 60.0,
     ) -> None:
-        if nonfinite not in ("skip", "raise"):
-            raise ValueError(f'nonfinite must be "skip" or "raise", got {nonfinite!r}.')
         if distributed.current().settings.dense.rejects:
             raise ValueError(
                 "With grads_to_wait or tolerance servers may reject a step, which a loop of one's own cannot "
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
-        name = precision_named(mixed_precision, model, device)
-        settings = OptimizerStepSettings(accumulate, clip_norm, clip_value)
+        settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         self._saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
-        runs = make_model_setup(model, precision=name, device=device, ahead=ahead)
+        runs = make_model_setup(model, precision=precision, device=device, prefetch=prefetch)
         self._setup = make_training_setup(
             runs,
             dense_optimizer=dense_optimizer,
@@ -211,7 +207,7 @@ class TrainContext:
     def backward(self, loss: Losses) -> bool:
         """Go backward from a loss, a mean over the batch, and make the step if it is complete.
 
-        Gives whether a step was made: not if it was left out, nor in the middle of one (`accumulate`).
+        Gives whether a step was made: not if it was left out, nor before its last batch.
         Several losses by name are summed.
         """
         self._require("backward")
@@ -226,25 +222,26 @@ class TrainContext:
         self.dense.settle()
         return EvalContext.of(self._runs, self._state.transforms, self._label)
 
+    @former_arguments(wait="block")
     def save(
         self,
         folder: str | os.PathLike[str] | Checkpoints,
         *,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
-        wait: bool = True,
+        block: bool = True,
     ) -> Pending:
         """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
 
         It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
         transforms, and the position of the loader used last. extra is a tree of one's own, such as a
-        scheduler's state_dict. Unless wait, it is written while training goes on; leaving the context waits.
+        scheduler's state_dict. Unless block, it is written while training goes on; leaving the context waits.
         All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
         and `error` of the result says why; see `tolerate_failed_saves`.
         """
         if self._steps.in_step:
             raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
-        return self._state.save(folder, extra, metrics, wait)
+        return self._state.save(folder, extra, metrics, block)
 
     def load(
         self,

@@ -52,7 +52,7 @@ class Epoch:
         placement: Placement,
         passes: Accumulation,
         counts: TrainingCounts,
-        ahead: int,
+        prefetch: int,
         *,
         stopped: Callable[[], object] = never,
         due: Callable[[], bool] = never,
@@ -63,7 +63,7 @@ class Epoch:
         self._placement = placement
         self._passes = passes
         self._counts = counts
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._stopped = stopped
         self._due = due
         self._ends = ends
@@ -118,7 +118,7 @@ class Epoch:
         self._feed = feed(
             self._data,
             partial(self._placement.place, training=True),
-            ahead=self._ahead,
+            prefetch=self._prefetch,
             skip=self._skip,
             stopped=self._stopped,
             rounds=rounds,

@@ -1,12 +1,12 @@
 """The feed: fetches the next batches in the background while the current one computes.
 
-A thread takes a batch, moves it to the device and prepares it (`place`), and goes on until `ahead` batches
+A thread takes a batch, moves it to the device and prepares it (`place`), and goes on until `prefetch` batches
 wait. Nothing else changes: batches come in the data's order, an error comes in the place of its batch, and
 each batch comes with the data's position behind it, so that what was taken ahead counts nowhere. With
-`ahead` 0 the same happens without a thread.
+`prefetch` 0 the same happens without a thread.
 
 Where several ranks train, the thread agrees with those of the others on every batch (`rank_rounds.py`). A
-request to stop then travels with a batch that nobody has begun to take: always the one `ahead` behind the
+request to stop then travels with a batch that nobody has begun to take: always the one `prefetch` behind the
 next, so that all ranks stop at the same step, and at the same one whenever the run is repeated.
 """
 
@@ -36,18 +36,18 @@ def same(batch: Any) -> Any:
     return batch
 
 
-def ahead_of(ahead: int, connection: Connection) -> int:
+def prefetch_of(prefetch: int, connection: Connection) -> int:
     """How many batches to take ahead: as many as lookups may run ahead, unless none."""
-    if ahead < 0:
-        raise ValueError(f"ahead must not be negative, got {ahead}.")
-    return max(ahead, connection.ahead) if ahead else 0
+    if prefetch < 0:
+        raise ValueError(f"prefetch must not be negative, got {prefetch}.")
+    return max(prefetch, connection.ahead) if prefetch else 0
 
 
 def feed(
     data: Iterable[Any],
     place: Callable[[Any], Any] = same,
     *,
-    ahead: int = 2,
+    prefetch: int = 2,
     skip: int = 0,
     stopped: Callable[[], object] = never,
     rounds: RankRounds | None = None,
@@ -63,7 +63,7 @@ def feed(
         taker: BatchSource = SharedTaker(data, place, rounds)
     else:
         wait, taker = _END, BatchSource(data, place, skip)
-    return AheadFeed(data, taker, stopped, ahead, wait) if ahead else Feed(data, taker, stopped)
+    return AheadFeed(data, taker, stopped, prefetch, wait) if prefetch else Feed(data, taker, stopped)
 
 
 class Feed(Iterator[FedBatch]):
@@ -125,10 +125,10 @@ class AheadFeed(Feed):
     """Takes batches on a thread."""
 
     def __init__(
-        self, data: Any, taker: BatchSource, stopped: Callable[[], object], ahead: int, wait: float
+        self, data: Any, taker: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float
     ) -> None:
         super().__init__(data, taker, stopped)
-        self._size = ahead
+        self._size = prefetch
         self._wait = wait
         self._taken = 0
         self._given = 0

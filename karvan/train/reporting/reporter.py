@@ -125,7 +125,7 @@ class Reporter:
         # Behind the last batch of an epoch, the numbers are still those of that epoch.
         epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
         report = Report(kind, counts.step, epoch, values, counts.samples, time.time())
-        self._trainer.logs.write(report)
+        self._trainer.loggers.write(report)
         self._trainer.progress.report(report)
 
 

@@ -207,7 +207,7 @@ def nothing_to_do(
         )
     label = "this data" if identity is None else f"this data ({identity.label})"
     if before is not None:
-        more = "" if before.early else "larger epochs or train_steps, or "
+        more = "" if before.early else "larger epochs or max_steps, or "
         return (
             f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
             f"nothing to do. To train it once more, call fit with {more}a new data_name."

@@ -19,45 +19,51 @@ from karvan.train.feed.batch_source import FedBatch
 class Accumulation:
     """The passes of a step on one of `world` ranks.
 
-    accumulate: every rank has so many batches in a step. global_accumulate: all ranks together have; in step
-    number s, rank r has one more than others if (r - s) modulo world is below what is left over, so that
-    ranks read their data evenly. together: a step has the batches of all ranks.
+    gradient_accumulation_steps: every rank has so many batches in a step. global_accumulation_steps: all
+    ranks together have; in step number s, rank r has one more than others if (r - s) modulo world is below
+    what is left over, so that ranks read their data evenly. together: a step has the batches of all ranks.
     """
 
-    accumulate: int = 1
-    global_accumulate: int | None = None
+    gradient_accumulation_steps: int = 1
+    global_accumulation_steps: int | None = None
     rank: int = 0
     world: int = 1
     together: bool = True
 
     def __post_init__(self) -> None:
-        check_integers(accumulate=self.accumulate, global_accumulate=self.global_accumulate)
-        if self.global_accumulate is None:
+        check_integers(
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            global_accumulation_steps=self.global_accumulation_steps,
+        )
+        if self.global_accumulation_steps is None:
             return
         if not self.together:
             raise ValueError(
-                "global_accumulate makes steps of all ranks together, but in mode async each makes its own: "
-                "expected accumulate."
+                "global_accumulation_steps makes steps of all ranks together, but in mode async each makes "
+                "its own: expected gradient_accumulation_steps."
             )
-        if self.accumulate != 1:
+        if self.gradient_accumulation_steps != 1:
             raise ValueError(
-                f"accumulate={self.accumulate} is for every rank and global_accumulate="
-                f"{self.global_accumulate} for all together: expected one of them."
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} is for every rank and "
+                f"global_accumulation_steps={self.global_accumulation_steps} for all together: "
+                "expected one of them."
             )
-        if self.global_accumulate < 1:
-            raise ValueError(f"global_accumulate must be at least 1, got {self.global_accumulate}.")
+        if self.global_accumulation_steps < 1:
+            raise ValueError(
+                f"global_accumulation_steps must be at least 1, got {self.global_accumulation_steps}."
+            )
 
     @property
     def count(self) -> int:
         """The passes of a step, the same on all ranks."""
-        if self.global_accumulate is None:
-            return self.accumulate
-        return -(-self.global_accumulate // self.world)
+        if self.global_accumulation_steps is None:
+            return self.gradient_accumulation_steps
+        return -(-self.global_accumulation_steps // self.world)
 
     @property
     def batches(self) -> int:
         """Batches of all ranks that make a step."""
-        return self.global_accumulate or self.accumulate * self.world
+        return self.global_accumulation_steps or self.gradient_accumulation_steps * self.world
 
     def steps(self, batches: int) -> int:
         """How many steps so many batches of every rank make."""
@@ -65,16 +71,16 @@ class Accumulation:
 
     def mine(self, step: int) -> int:
         """The batches that this rank has in a step."""
-        if self.global_accumulate is None:
-            return self.accumulate
-        even, left = divmod(self.global_accumulate, self.world)
+        if self.global_accumulation_steps is None:
+            return self.gradient_accumulation_steps
+        even, left = divmod(self.global_accumulation_steps, self.world)
         return even + ((self.rank - step) % self.world < left)
 
     def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
         """How much each pass of this rank counts, an empty one 0, and what those of all ranks sum up to."""
         if self.world == 1:
             return [1.0] * len(group), float(len(group))
-        if self.global_accumulate is not None:
+        if self.global_accumulation_steps is not None:
             return [float(fed.rows > 0) for fed in group], float(sum(fed.all_batches for fed in group))
         return [float(fed.rows) for fed in group], float(sum(fed.all_rows for fed in group))
 

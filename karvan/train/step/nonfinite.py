@@ -25,10 +25,11 @@ class Skips:
     """The skipped steps of one fit, or of one TrainContext.
 
     scaled: precision fp16, where a skipped step now and then is normal. speaks: whether this rank warns even
-    if its own batch is fine.
+    if its own batch is fine. raises: whether a skipped step is an error.
     """
 
-    def __init__(self, scaled: bool, speaks: bool) -> None:
+    def __init__(self, scaled: bool, speaks: bool, raises: bool = False) -> None:
+        self._raises = raises and not scaled
         self._scaled = scaled
         self._speaks = speaks
         self._taken = False
@@ -42,6 +43,10 @@ class Skips:
     def skip(self, step: int, batches: Iterable[Any], what: str = "a gradient") -> None:
         """A step was skipped; raises if it is one too many of a fit that has not taken any."""
         self.count += 1
+        if self._raises:
+            raise FloatingPointError(
+                f"Step {step} was skipped: {what} is not finite.{nonfinite_text(batches)}"
+            )
         if self.count == 1:
             self._found = nonfinite_text(batches)
             if not self._scaled and (self._speaks or self._found):

@@ -24,20 +24,26 @@ from karvan.train.step.precision import Precision
 class OptimizerStepSettings:
     """How gradients become steps.
 
-    accumulate: batches whose mean gradient makes a step. clip_value limits each element of the dense
-    gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own limits.
-    skip_nonfinite leaves out a step, dense and sparse, if any gradient has an infinity or a NaN.
+    gradient_accumulation_steps: batches whose mean gradient makes a step. clip_value limits each element of
+    the dense gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own
+    limits. nonfinite: what happens if a gradient has an infinity or a NaN. "skip" skips the step, dense and
+    sparse; "raise" does so, too, and then raises a FloatingPointError, except for the overflows that are a
+    part of fp16; "apply" does not look.
     """
 
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
-    skip_nonfinite: bool = True
+    nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
-        check_integers(accumulate=self.accumulate)
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}.")
+        check_integers(gradient_accumulation_steps=self.gradient_accumulation_steps)
+        if self.gradient_accumulation_steps < 1:
+            raise ValueError(
+                f"gradient_accumulation_steps must be at least 1, got {self.gradient_accumulation_steps}."
+            )
+        if self.nonfinite not in ("skip", "raise", "apply"):
+            raise ValueError(f'nonfinite must be "skip", "raise" or "apply", got {self.nonfinite!r}.')
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -71,7 +77,7 @@ class OptimizerStep:
         self._precision = precision
         self._stepping = stepping or LocalDense(dense)
         self._frozen = frozen
-        self._checks = settings.skip_nonfinite or precision.always_checks
+        self._checks = settings.nonfinite != "apply" or precision.always_checks
 
     def forget(self) -> None:
         """Drop gradients that wait."""

@@ -5,6 +5,7 @@
 | "fp32" | as it is | as it is |
 | "bf16" | autocast; bf16 products by fp32 arithmetic where the CPU has no instructions for them | autocast |
 | "fp16" | refused: torch has no gradient scaling there | autocast and a `torch.amp.GradScaler` |
+| "auto" | "bf16" | "fp16" |
 
 A scaled loss makes all gradients too large by the scale. The scaler divides those of parameters, the
 embedding engines divide theirs before they sum them (`EmbeddingEngine.gradient_scale`).
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from karvan.embedding import EmbeddingEngine
 
-NAMES = ("fp32", "bf16", "fp16")
+NAMES = ("fp32", "bf16", "fp16", "auto")
 
 
 class Precision:
@@ -126,6 +127,8 @@ def make_precision(name: str, device: torch.device, engines: Iterable[EmbeddingE
     """The precision of that name."""
     if name not in NAMES:
         raise ValueError(f"precision must be one of {', '.join(NAMES)}, got {name!r}.")
+    if name == "auto":
+        name = "fp16" if device.type == "cuda" else "bf16"
     if name == "fp16" and device.type != "cuda":
         raise ValueError(f"precision 'fp16' needs a CUDA device, but the model is on {device}; use 'bf16'.")
     if name == "fp16":

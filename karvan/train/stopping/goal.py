@@ -20,31 +20,31 @@ class Goal:
     """
 
     epochs: int | None
-    train_steps: int | None
+    max_steps: int | None
     eval_data: Iterable[Any] | None
     eval_every: int | None
 
     def __post_init__(self) -> None:
-        check_integers(epochs=self.epochs, train_steps=self.train_steps, eval_every=self.eval_every)
-        for name in ("epochs", "train_steps", "eval_every"):
+        check_integers(epochs=self.epochs, max_steps=self.max_steps, eval_every=self.eval_every)
+        for name in ("epochs", "max_steps", "eval_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}.")
         if self.eval_every is not None and self.eval_data is None:
             raise ValueError(f"eval_every={self.eval_every} needs eval_data, got None.")
-        if self.epochs is None and self.train_steps is None:
+        if self.epochs is None and self.max_steps is None:
             object.__setattr__(self, "epochs", 1)
 
     def reached(self, counts: TrainingCounts) -> bool:
         """Whether nothing more is to be trained."""
         return (self.epochs is not None and counts.epoch >= self.epochs) or (
-            self.train_steps is not None and counts.step - counts.start_step >= self.train_steps
+            self.max_steps is not None and counts.step - counts.start_step >= self.max_steps
         )
 
     @property
     def wanted(self) -> str:
         """How much that is, for people."""
-        given = {"epoch": self.epochs, "step": self.train_steps}
+        given = {"epoch": self.epochs, "step": self.max_steps}
         return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
 
     def evaluates_after_step(self, counts: TrainingCounts) -> bool:
@@ -54,7 +54,7 @@ class Goal:
     def steps(self, data: Iterable[Any], passes: Accumulation, counts: TrainingCounts) -> int | None:
         """The step at which training ends, if that can be known; ranks are taken to have equal data."""
         length = _length(data)
-        limit = None if self.train_steps is None else counts.start_step + self.train_steps
+        limit = None if self.max_steps is None else counts.start_step + self.max_steps
         if self.epochs is None or length is None:
             return limit
         whole = passes.steps(length)

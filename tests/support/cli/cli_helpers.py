@@ -30,7 +30,7 @@ import torch
 import karvan as kv
 
 
-class Stop(kv.train.Callback):
+class Stop(kv.callbacks.Callback):
     def __init__(self, step):
         self.step = step
 

@@ -39,7 +39,7 @@ def loss(output, batch):
     return torch.nn.functional.binary_cross_entropy_with_logits(output, batch["label"])
 
 
-class Note(kv.train.Callback):
+class Note(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         time.sleep(0 if (notes / "hurry").exists() else pause)
         (notes / f"step-{connection.rank}").write_text(f"{os.getpid()} {trainer.step}")

@@ -22,7 +22,7 @@ class Count(torch.nn.Module):
 
 
 def fit(stream, folder, stop_at=None, **options):
-    class Stop(kv.train.Callback):
+    class Stop(kv.callbacks.Callback):
         def on_step_end(self, trainer, logs):
             if logs.step == stop_at:
                 trainer.stop("enough")

@@ -22,7 +22,7 @@ class Model(torch.nn.Module):
         return self.net(self.users(batch)["user"]).squeeze(1)
 
 
-class Fail(kv.train.Callback):
+class Fail(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         if how == "own" and connection.rank == 0 and logs.step == 5:
             raise ValueError("a mistake of mine")

@@ -26,7 +26,7 @@ class Blocking(kv.Trainer):
         return super().fit(*args, **options)
 
 
-class Block(kv.train.Callback):
+class Block(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         if (notes / "block").exists():
             block_for_ever()

@@ -78,7 +78,7 @@ def trainer_of(folder=None, *, dense=None, seed=0, dropout=0.0, **options):
     )
 
 
-class Losses(kv.train.Callback):
+class Losses(kv.callbacks.Callback):
     """The loss of every step."""
 
     def __init__(self):
@@ -117,7 +117,7 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
     if overtaken and here.rank == here.world - 1:
         slow.trainer = trainer
     data = batches(12 if counts is None else counts[here.rank], seed=here.rank)
-    result = trainer.fit(data, epochs=epochs, train_steps=steps, eval_data=batches(3, seed=9))
+    result = trainer.fit(data, epochs=epochs, max_steps=steps, eval_data=batches(3, seed=9))
     made = {
         "losses": watch.values,
         "result": vars(result),

@@ -92,7 +92,7 @@ def resumed(world, path):
     train(straight, loader(rows=85), 2)
     expected = numbers(straight.model)
     straight.clear()
-    train(made(), loader(rows=85), 1, lambda ctx: ctx.step == 5 and ctx.save(path, wait=False))
+    train(made(), loader(rows=85), 1, lambda ctx: ctx.step == 5 and ctx.save(path, block=False))
     again = made()
     again.load(f"{path}/step-{5:012d}")
     train(again, loader(rows=85), 2)
@@ -111,7 +111,7 @@ def run_all(path, kind, **options):
     kv.connect(kind, timeout=60, **options)
     made = {
         "uneven": uneven(2),
-        "accumulated": uneven(2, accumulate=2),
+        "accumulated": uneven(2, gradient_accumulation_steps=2),
         "anywhere": anywhere(2),
         "resumed": resumed(2, path),
     }

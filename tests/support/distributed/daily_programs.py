@@ -10,7 +10,7 @@ import karvan as kv
 ROWS, BATCH = 48, 4
 
 
-class StopAt(kv.train.Callback):
+class StopAt(kv.callbacks.Callback):
     def __init__(self, step):
         self.step = step
 
@@ -28,7 +28,7 @@ def data(day):
 def fit_day(folder, day, stop_at=None, **options):
     torch.manual_seed(7)
     trainer = trainer_of(
-        Net(dropout=0.1), metrics={}, checkpoints=folder, ahead=0, callbacks=[StopAt(stop_at)]
+        Net(dropout=0.1), metrics={}, checkpoints=folder, prefetch=0, callbacks=[StopAt(stop_at)]
     )
     return numbers_of(trainer, trainer.fit(data(day), **options))
 

@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
         return self.net(torch.cat([embedded["record"], embedded["user"]], 1)).squeeze(1)
 
 
-class Note(kv.train.Callback):
+class Note(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         time.sleep(0 if (notes / "hurry").exists() else pause)
         name = f"{connection.world}-{connection.rank}-{os.getpid()}"

@@ -23,7 +23,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class Limit(kv.train.Callback):
+class Limit(kv.callbacks.Callback):
     """Lets rank 1 write no file of more than a few bytes, from one step to another."""
 
     def __init__(self, first, last):
@@ -57,7 +57,7 @@ def fit(folder, first, last, tolerate):
     )
     seen = {"error": None, "temporary": None}
     try:
-        trainer.fit(trainer_programs.loader(), train_steps=8)
+        trainer.fit(trainer_programs.loader(), max_steps=8)
     except CheckpointError as error:
         seen |= {"error": str(error), "temporary": error.temporary}
     resource.setrlimit(resource.RLIMIT_FSIZE, trainer.callbacks._callbacks["Limit"].before)

@@ -53,7 +53,7 @@ def train(engine, folder, steps):
         progress="none",
     )
     labels = (np.arange(1001) % 2).astype(np.float32)
-    return trainer.fit(kv.data.read({**records(), "label": labels}, 64, transform=engine), train_steps=steps)
+    return trainer.fit(kv.data.read({**records(), "label": labels}, 64, transform=engine), max_steps=steps)
 
 
 def fit_shares(run_folder):

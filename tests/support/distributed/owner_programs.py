@@ -19,6 +19,6 @@ def fit(place):
         progress="none",
     )
     try:
-        return {"step": trainer.fit(trainer_programs.loader(), train_steps=2).step, "error": None}
+        return {"step": trainer.fit(trainer_programs.loader(), max_steps=2).step, "error": None}
     except OwnerError as error:
         return {"step": trainer.step, "error": str(error)}

@@ -120,12 +120,12 @@ def net_of(kind=Net, **options):
     return kind(**options)
 
 
-def uneven(world, ahead=2, plain=False):
+def uneven(world, prefetch=2, plain=False):
     """Two epochs of uneven data with evaluations; what is logged goes along."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
-        logs = [kv.train.JSONLinesLogger(log)]
-        trainer = trainer_of(net_of(), ahead=ahead, logs=logs, log_every=2)
+        logs = [kv.loggers.JSONLinesLogger(log)]
+        trainer = trainer_of(net_of(), prefetch=prefetch, loggers=logs, log_every=2)
         kind = dict if plain else kv.Batch
         data, other = shares(world, kind=kind), shares(world, seed=1, kind=kind)
         result = trainer.fit(data, epochs=2, eval_data=other)
@@ -138,7 +138,10 @@ def uneven(world, ahead=2, plain=False):
 def heads(world):
     """A head that no loss meets, and a model without dense parameters."""
     trainer = trainer_of(
-        net_of(heads=True), loss=kv.losses.BinaryCrossEntropy(output="ctr"), metrics={}, accumulate=1
+        net_of(heads=True),
+        loss=kv.losses.BinaryCrossEntropy(output="ctr"),
+        metrics={},
+        gradient_accumulation_steps=1,
     )
     made = numbers_of(trainer, trainer.fit(shares(world), epochs=2))
     rows = trainer_of(net_of(RowsOnly), dense_optimizer=None)
@@ -173,7 +176,9 @@ def accumulated(world):
         every = [pieces(rank) for rank in range(world)]
         steps = [[each[n : n + 2] for each in every] for n in range(0, 5, 2)]
         data = [batch_of([row for two in step for rows in two for row in rows]) for step in steps]
-    trainer = trainer_of(net_of(), accumulate=2 if distributed.current().world == world else 1)
+    trainer = trainer_of(
+        net_of(), gradient_accumulation_steps=2 if distributed.current().world == world else 1
+    )
     return numbers_of(trainer, trainer.fit(data, epochs=2))
 
 
@@ -186,11 +191,11 @@ def fixed(world, batches=18, together=4):
             extra = (rank - step) % here.world < together % here.world
             taken = [turn.pop(0) for _ in range(min(len(turn), together // here.world + extra))]
             mine += taken if rank == here.rank else []
-    trainer = trainer_of(net_of(), global_accumulate=together)
+    trainer = trainer_of(net_of(), global_accumulation_steps=together)
     return numbers_of(trainer, trainer.fit([batch_of(records(5, [3, number])) for number in mine]))
 
 
-class Stop(kv.train.Callback):
+class Stop(kv.callbacks.Callback):
     """Stops a fit on one rank at a step."""
 
     def __init__(self, step, how):
@@ -218,19 +223,19 @@ def stops(world):
     for how in ("stop", "signal"):
         for ahead in (0, 2):
             data = loader()
-            first = trainer_of(net_of(), ahead=ahead, callbacks=[Stop(2, how)]).fit(data)
+            first = trainer_of(net_of(), prefetch=ahead, callbacks=[Stop(2, how)]).fit(data)
             if how == "signal":  # one rank got it, and it ends the training of all
                 made["ended", ahead] = error_of(trainer_of(net_of()), data)
                 kv.train.reset_termination()
-            rest = trainer_of(net_of(), ahead=ahead).fit(data)
+            rest = trainer_of(net_of(), prefetch=ahead).fit(data)
             made[how, ahead] = (first.step, first.stopped, first.samples + rest.samples, rest.stopped)
     # The goal comes one step before the end, when all ranks but the first have no data left.
     rows, steps = {2: (81, 10), 3: (85, 7)}[world]
     data = loader(rows=rows)
-    first = trainer_of(net_of()).fit(data, train_steps=steps)
+    first = trainer_of(net_of()).fit(data, max_steps=steps)
     rest = trainer_of(net_of()).fit(data, epochs=1)
     made["rest"] = (first.samples, rest.samples)
-    early = kv.train.EarlyStopping("auc", patience=1, min_delta=10.0)
+    early = kv.callbacks.EarlyStopping("auc", patience=1, min_delta=10.0)
     result = trainer_of(net_of(), callbacks=[early]).fit(loader(), eval_data=loader(24), eval_every=2)
     made["early"] = (result.step, result.stopped)
     return made
@@ -286,10 +291,10 @@ def resumed(world, folder, until, steps=None, times=()):
     """A fit with dropout that goes on from what lies in a folder."""
     Path(folder).mkdir(exist_ok=True)
     torch.manual_seed(50 + distributed.current().rank)
-    trainer = trainer_of(net_of(dropout=0.3), ahead=2)
+    trainer = trainer_of(net_of(dropout=0.3), prefetch=2)
     torch.manual_seed(100 + distributed.current().rank)
     trainer.saver = Kept(folder, steps, times)
-    result = trainer.fit(loader(), train_steps=until, epochs=2)
+    result = trainer.fit(loader(), max_steps=until, epochs=2)
     return numbers_of(trainer, result) | {"saved": trainer.saver.saved}
 
 
@@ -354,7 +359,7 @@ class Failing(nn.Module):
     def called(self):
         failing = self
 
-        class Called(kv.train.Callback):
+        class Called(kv.callbacks.Callback):
             def on_step_end(self, trainer, logs):
                 failing.steps = logs.step
                 failing.fail_in("callback", logs.step)

@@ -10,7 +10,7 @@ from train_helpers import Small, loader, trainer
 import karvan as kv
 
 
-class Tell(kv.train.Callback):
+class Tell(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         print(logs.step, flush=True)
 
@@ -25,7 +25,7 @@ def fit(folder, steps, callbacks=()):
         callbacks=[*callbacks],
         progress="plain",
     )
-    return made.fit(loader(16 * 100, shuffle=200), train_steps=steps)
+    return made.fit(loader(16 * 100, shuffle=200), max_steps=steps)
 
 
 if __name__ == "__main__":

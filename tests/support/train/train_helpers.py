@@ -92,7 +92,7 @@ def assert_same(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-class StopAt(kv.train.Callback):
+class StopAt(kv.callbacks.Callback):
     """Stops a fit at a step, if there is one."""
 
     def __init__(self, step=None):
