@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     """Return an argument parser with the options all benchmarks have."""
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--quick", action="store_true", help="smaller tables and fewer rounds")
-    result.add_argument("--json", type=Path, metavar="PATH", help="write ratios and figures to PATH")
+    result.add_argument("--json", metavar="PATH", help="write the result as JSON to PATH; - is stdout")
     return result
 
 
@@ -60,7 +61,7 @@ class Report:
         wall, others = time.perf_counter() - self._start[0], _others_cpu_seconds() - self._start[1]
         self.figures["share_of_machine_used_by_others"] = max(0.0, others / (wall * (os.cpu_count() or 1)))
 
-    def write(self, path: Path | None) -> None:
+    def write(self, path: str | None) -> None:
         """Write the report as JSON; a path of None writes nothing."""
         if path is None:
             return
@@ -68,8 +69,12 @@ class Report:
         for name, milliseconds, rate in self._timings:
             figures |= {f"{name}_ms": milliseconds, f"{name}_samples_per_s": rate}
         body = {"name": self.name, "ratios": _rounded(self.ratios), "figures": _rounded(figures)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(body, indent=2) + "\n")
+        text = json.dumps(body, indent=2) + "\n"
+        if path == "-":
+            sys.stdout.write(text)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
 
     def show(self) -> None:
         """Print figures, timings and ratios, each as a table; what is empty is left out."""

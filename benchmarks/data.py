@@ -225,7 +225,8 @@ def main() -> None:
     for name, kind in {**kinds, "tfrecord": "tfrecord", "recordio": "recordio"}.items():
         report.ratios[f"{name}_vs_training"] = read[f"karvan_{kind}"] / seconds[f"karvan_{kind}"] / trained
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

@@ -142,7 +142,8 @@ def main() -> None:
         serving(report, 5, 2_000_000, 100)
         jobs(report, 3, 100_000, 12, 3)
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

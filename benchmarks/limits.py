@@ -69,7 +69,8 @@ def main() -> None:
             threads = int(name.rsplit("_", 1)[1][:-1])
             report.figures[f"{name}_rows_per_s"] = threads * ROWS_PER_PASS / seconds
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

@@ -99,7 +99,8 @@ def main() -> None:
             )
     report.finish()
     print(table(["network", "ranks", "step ms", "samples/s", "efficiency"], lines))
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

@@ -91,7 +91,8 @@ def main() -> None:
         sparse_steps(report, 7, 500_000, 20)
         whole_jobs(report, 3, 300_000, 12, 3)
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

@@ -309,7 +309,8 @@ def main() -> None:
             release()  # the next one needs the memory
             print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

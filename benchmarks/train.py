@@ -331,7 +331,8 @@ def main() -> None:
         steps_of(report, data, model, rounds, epochs)
         checkpoints(report, data, model, rounds)
     report.finish()
-    report.show()
+    if args.json != "-":
+        report.show()
     report.write(args.json)
 
 

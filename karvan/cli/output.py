@@ -12,6 +12,10 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from karvan.cli.errors import CommandError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -50,9 +54,32 @@ def help_of(command: Callable[..., object]) -> str:
     return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
-def print_json(value: Any) -> None:
-    """JSON on stdout, and nothing else there."""
-    print(json.dumps(plain(value), indent=2))
+def _json_path(given: str | None) -> str | None:
+    if given not in (None, "-") and not Path(given).parent.is_dir():
+        raise CommandError(f"--json expects - or a path in a folder that exists, got '{given}'.")
+    return given
+
+
+JSON_PATH = typer.Option(
+    None,
+    "--json",
+    metavar="PATH",
+    help="Write the result as JSON to PATH; - is stdout.",
+    show_default=False,
+    callback=_json_path,
+)
+
+
+def write_json(path: str | None, value: Any) -> bool:
+    """Write a result to the path of --json; whether that was stdout, where nothing else goes then."""
+    if path is None:
+        return False
+    text = json.dumps(plain(value), indent=2) + "\n"
+    if path != "-":
+        Path(path).write_text(text)
+        return False
+    sys.stdout.write(text)
+    return True
 
 
 def plain(value: Any) -> Any:

@@ -70,7 +70,7 @@ def test_a_soft_limit_is_raised_to_what_is_allowed(job):
 
 
 def test_doctor_shows_the_limits(tmp_path):
-    ended = karvan("doctor", "--json", "--folder", tmp_path, low=[LOW["open files"]])
+    ended = karvan("doctor", "--json", "-", "--folder", tmp_path, low=[LOW["open files"]])
     found = {each["what"]: each for each in json.loads(ended.stdout)}
     assert found["open files"]["state"] == "missing"
     assert "64" in found["open files"]["value"]

@@ -53,7 +53,7 @@ def change_day(config, day):
 
 
 def finish(run, config, folder):
-    ran = run("train", config, "--folder", folder, "--quiet", "--json")
+    ran = run("train", config, "--folder", folder, "--quiet", "--json", "-")
     assert ran.code == 0, ran.err
     return ran.json
 
@@ -105,7 +105,7 @@ def test_three_days_with_a_kill_in_the_second_end_like_three_days_without(run, c
 
 def test_the_rest_of_a_day_can_be_dropped(run, config):
     assert run("train", config, "--max-steps", 30, "--quiet").code == 0
-    given = ["--set", "train.max_steps=40", "--quiet", "--json"]
+    given = ["--set", "train.max_steps=40", "--quiet", "--json", "-"]
     job = config.with_name("job.py")
     job.write_text(
         "import karvan as kv\nfrom pathlib import Path\nfrom karvan.cli.config.target import Target\n"
@@ -118,7 +118,7 @@ def test_the_rest_of_a_day_can_be_dropped(run, config):
         "    return made\n"
     )
     change_day(config, 16)
-    assert run("train", job, "--quiet", "--json").json["step"] == 31
+    assert run("train", job, "--quiet", "--json", "-").json["step"] == 31
     change_day(config, 17)
     assert run("train", config, *given).code == 2
     dropped = run("train", config, *given, "--drop-unfinished")

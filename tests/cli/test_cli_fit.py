@@ -74,10 +74,10 @@ def own_predictions(path, place):
 @pytest.mark.parametrize("name", ["config.yaml", "job.py"])
 def test_train_fits_and_evaluate_and_predict_use_what_it_found(run, place, name):
     path, out = place / name, place / "predictions.parquet"
-    trained = run("train", path, "--json")
+    trained = run("train", path, "--json", "-")
     assert trained.code == 0
     assert "Fitted price" in trained.err
-    evaluated = run("evaluate", path, "--json")
+    evaluated = run("evaluate", path, "--json", "-")
     assert evaluated.json["metrics"] == pytest.approx(trained.json["evaluation"])
     assert run("predict", path, "--out", out).code == 0
     made = torch.tensor(pyarrow.parquet.read_table(out)["prediction"].to_numpy())

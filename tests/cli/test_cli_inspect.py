@@ -11,7 +11,7 @@ def test_tables_are_shown(run, checkpoint):
     ran = run("inspect", checkpoint.parent)  # a run's folder stands for its newest
     assert ran.code == 0
     assert all(name in ran.out for name in ("user", "item", "category", "Adagrad", "step 48", "auc"))
-    told = run("inspect", checkpoint, "--json", "--top", "2").json
+    told = run("inspect", checkpoint, "--json", "-", "--top", "2").json
     seen = kv.checkpoint.summary(checkpoint, hottest=2)
     assert [table["rows"] for table in told["tables"]] == [table.rows for table in seen.tables]
     assert [len(table["hottest"]) for table in told["tables"]] == [2, 2, 2]
@@ -19,7 +19,7 @@ def test_tables_are_shown(run, checkpoint):
 
 def test_one_key_is_shown(run, checkpoint):
     hottest = kv.checkpoint.summary(checkpoint).tables[0].hottest[0]
-    told = run("inspect", checkpoint, "--key", "user", str(hottest.key), "--json").json
+    told = run("inspect", checkpoint, "--key", "user", str(hottest.key), "--json", "-").json
     assert (told["key"], told["count"], len(told["vector"]), len(told["state"])) == (
         hottest.key,
         hottest.count,
@@ -67,7 +67,7 @@ def test_damage_is_found_and_exits_with_3(run, checkpoint, damage):
         ran = run("inspect", path, "--verify")
         assert ran.code == 3
         assert "step-000000000048" in ran.out + ran.err
-    told = run("inspect", checkpoint.parent, "--verify", "--json")
+    told = run("inspect", checkpoint.parent, "--verify", "--json", "-")
     assert told.code == 3
     assert told.json["damaged"]
 

@@ -23,7 +23,7 @@ def stopped(run, place):
 def test_train_takes_the_newest_whole_checkpoint_and_inspect_shows_the_damaged_one(run, stopped, caplog):
     _flip(stopped / "run" / "step-000000000020" / "dense.safetensors")
     (stopped / "run" / "step-000000000030").mkdir()
-    ran = run("train", stopped / "config.yaml", "--quiet", "--max-steps", "12", "--json")
+    ran = run("train", stopped / "config.yaml", "--quiet", "--max-steps", "12", "--json", "-")
     assert ran.code == 0
     assert (ran.json["step"], ran.json["trained"]) == (12, 2)
     assert "lost are the 10 steps up to step-000000000020" in caplog.text
@@ -31,7 +31,7 @@ def test_train_takes_the_newest_whole_checkpoint_and_inspect_shows_the_damaged_o
     shown = run("inspect", stopped / "run")
     assert shown.code == 0
     assert "step 12" in shown.out
-    told = run("inspect", stopped / "run", "--json").json["not_whole"]
+    told = run("inspect", stopped / "run", "--json", "-").json["not_whole"]
     assert [(each["step"], each["condition"]) for each in told] == [(30, "incomplete"), (20, "damaged")]
 
 
@@ -51,7 +51,7 @@ def test_no_whole_checkpoint_exits_with_3(run, stopped):
 
 def test_a_checkpoint_can_be_chosen(run, stopped):
     def train(*options):
-        return run("train", stopped / "config.yaml", "--quiet", "--json", *options)
+        return run("train", stopped / "config.yaml", "--quiet", "--json", "-", *options)
 
     missing = train("--resume-from", "step-000000000015")
     assert missing.code == 3

@@ -28,12 +28,12 @@ def _predictions(path):
 @pytest.mark.parametrize("job", JOBS)
 def test_train_evaluate_and_predict_fit_together(run, place, job):
     path, out = place / job, place / "predictions.parquet"
-    trained = run("train", path, "--json", "--quiet")
+    trained = run("train", path, "--json", "-", "--quiet")
     assert trained.code == 0
     result = trained.json
     assert (result["epoch"], result["step"], result["stopped"]) == (2, 48, None)
 
-    evaluated = run("evaluate", path, "--checkpoint", result["checkpoint"], "--json")
+    evaluated = run("evaluate", path, "--checkpoint", result["checkpoint"], "--json", "-")
     assert evaluated.json["metrics"] == pytest.approx(result["evaluation"])
     assert evaluated.json["step"] == 48
     shown = run("evaluate", path)  # of the job's own folder
@@ -79,16 +79,16 @@ def test_a_prediction_that_fails_leaves_the_file_as_it_was(run, trained):
 def test_other_data_is_evaluated(run, trained):
     half = trained / "half.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(trained / "eval.parquet").slice(0, 250), half)
-    whole = run("evaluate", trained / "config.yaml", "--json").json["metrics"]
-    assert run("evaluate", trained / "config.yaml", "--data", half, "--json").json["metrics"] != whole
+    whole = run("evaluate", trained / "config.yaml", "--json", "-").json["metrics"]
+    assert run("evaluate", trained / "config.yaml", "--data", half, "--json", "-").json["metrics"] != whole
     assert run("evaluate", trained / "config.yaml", "--data", trained / "none.parquet").code == 3
     (trained / "train.parquet").unlink()  # who evaluates need not have it
-    assert run("evaluate", trained / "config.yaml", "--json").json["metrics"] == whole
+    assert run("evaluate", trained / "config.yaml", "--json", "-").json["metrics"] == whole
 
 
 @pytest.mark.parametrize("job", JOBS)
 def test_options_say_how_long_and_where_to(run, place, job):
-    more = ["--quiet", "--json", "--folder", place / "other"]
+    more = ["--quiet", "--json", "-", "--folder", place / "other"]
     assert run("train", place / job, "--max-steps", 5, *more).json["step"] == 5
     assert run("train", place / job, "--max-steps", 8, "--eval-every", 4, *more).json["trained"] == 3
     assert run("train", place / job, "--epochs", 1, *more).json["step"] == 24
@@ -123,7 +123,7 @@ def _process(*arguments):
 
 def _goes_on(run, place, saved):
     until = ["--max-steps", saved + 3, "--epochs", 100_000]
-    went_on = run("train", place / "job.py", *until, "--quiet", "--json")
+    went_on = run("train", place / "job.py", *until, "--quiet", "--json", "-")
     assert (went_on.code, went_on.json["trained"]) == (0, 3)
 
 
@@ -187,7 +187,7 @@ def test_a_job_with_several_outputs_has_a_column_for_each(run, place):
     }
     config["train"] = {"max_steps": 3}
     (place / "many.yaml").write_text(yaml.safe_dump(config))
-    result = run("train", place / "many.yaml", "--quiet", "--json").json
+    result = run("train", place / "many.yaml", "--quiet", "--json", "-").json
     assert set(result["evaluation"]) == {"loss", "loss/a", "loss/b", "auc", "gauc"}
     assert run("predict", place / "many.yaml", "--out", place / "p.parquet").code == 0
     assert pyarrow.parquet.read_schema(place / "p.parquet").names == ["user", "item", "a", "b"]
@@ -202,13 +202,13 @@ def test_the_example_config_trains(run, tmp_path, monkeypatch):
         (tmp_path / "out/clicks" / name).mkdir(parents=True)
         log = kv.data.synthetic.ClickLog(users=50, items=30)
         pyarrow.parquet.write_table(log.table(first, 1000), tmp_path / "out/clicks" / name / "a.parquet")
-    result = run("train", "my.yaml", "--quiet", "--json", "--set", "data.batch_size=256").json
+    result = run("train", "my.yaml", "--quiet", "--json", "-", "--set", "data.batch_size=256").json
     assert (result["step"], set(result["evaluation"])) == (8, {"loss", "auc", "logloss"})
     assert (tmp_path / "out/run.jsonl").exists()
 
 
 def test_the_demo_reloads_what_it_trained(run, tmp_path):
-    ran = run("demo", "--rows", 10_000, "--folder", tmp_path, "--json")
+    ran = run("demo", "--rows", 10_000, "--folder", tmp_path, "--json", "-")
     assert ran.code == 0
     assert ran.json["auc"] == ran.json["reloaded_auc"]
     assert run("inspect", tmp_path / "run").code == 0
@@ -219,7 +219,7 @@ def test_the_demo_reloads_what_it_trained(run, tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_comes_within_0_005_of_the_best_auc(run):
-    result = run("demo", "--json").json
+    result = run("demo", "--json", "-").json
     assert result["auc"] > result["best_auc"] - 0.005
 
 
@@ -233,7 +233,7 @@ def test_a_run_says_how_to_look_at_it_and_that_works(place, run):
 
 
 def test_a_config_freezes_tables_and_a_slip_in_their_names_is_an_error(run, place):
-    ran = run("train", place / "config.yaml", "--quiet", "--json", "--set", "train.frozen=[user, bottom]")
+    ran = run("train", place / "config.yaml", "-q", "--json", "-", "--set", "train.frozen=[user, bottom]")
     assert ran.code == 0
     model = Target(place / "config.yaml", {}, {}).job(training=False).trainer.model
     state = kv.checkpoint.find(ran.json["checkpoint"]).load(model)["model"]
@@ -242,7 +242,7 @@ def test_a_config_freezes_tables_and_a_slip_in_their_names_is_an_error(run, plac
         name for name, value in fresh.items() if torch.is_tensor(value) and torch.equal(state[name], value)
     }
     assert same == {name for name in fresh if name.startswith("bottom.")}
-    engines = run("train", place / "config.yaml", "--quiet", "--json", "--set", "train.frozen=[embeddings]")
+    engines = run("train", place / "config.yaml", "-q", "--json", "-", "--set", "train.frozen=[embeddings]")
     assert "frozen names all tables of the model" in engines.err
     ran = run("train", place / "config.yaml", "--set", "train.frozen=usr")
     assert ran.code == 2

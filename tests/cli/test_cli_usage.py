@@ -1,5 +1,6 @@
 """Help, versions, and what wrong usage gives."""
 
+import json
 import subprocess
 import sys
 
@@ -49,7 +50,14 @@ def test_help_and_version_do_not_wait_for_torch():
 
 def test_version_tells_versions(run):
     assert run("version").out.startswith("karvan ")
-    assert {"karvan", "python", "torch"} <= set(run("version", "--json").json)
+    assert {"karvan", "python", "torch"} <= set(run("version", "--json", "-").json)
+
+
+def test_json_goes_to_a_file_beside_the_text_or_to_stdout_instead_of_it(run, tmp_path):
+    told = run("version", "--json", "-").json
+    ran = run("version", "--json", tmp_path / "version.json")
+    assert ran.out == run("version").out
+    assert json.loads((tmp_path / "version.json").read_text()) == told
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,12 @@ def test_version_tells_versions(run):
         (["launch"], "--example"),
         (["launch", "x.yaml", "--set", "mode"], "name=value"),
         (["demo", "--rows", "5"], "10000"),
-        (["bench", "--json", "nowhere/x.json"], "nowhere"),
+        (
+            ["bench", "--json", "nowhere/x.json"],
+            "--json expects - or a path in a folder that exists, got 'nowhere",
+        ),
+        (["version", "--json", "nowhere/x.json"], "--json expects - or a path in a folder that exists, got"),
+        (["version", "--json"], "--json"),
         (["bench", "--folder", "nowhere"], "nowhere"),
         (["role"], "NAME"),
         (["role", "cook"], "parameter-server"),
@@ -111,7 +124,7 @@ def test_debug_shows_where_an_error_comes_from(run):
 
 
 def test_doctor_finds_all_that_is_needed(run, tmp_path):
-    ran = run("doctor", "--folder", tmp_path, "--json")
+    ran = run("doctor", "--folder", tmp_path, "--json", "-")
     assert ran.code == 0
     found = {each["what"]: each for each in ran.json}
     assert {"torch", "kernels", "cores", "torch threads", "bf16 on the CPU", "huge pages", "memory"} <= set(
@@ -123,7 +136,7 @@ def test_doctor_finds_all_that_is_needed(run, tmp_path):
 
 
 def test_doctor_tells_what_is_missing(run, tmp_path):
-    ran = run("doctor", "--folder", tmp_path / "none", "--json")
+    ran = run("doctor", "--folder", tmp_path / "none", "--json", "-")
     assert ran.code == 1
     assert [each["what"] for each in ran.json if each["state"] == "missing"] == [
         f"disk at {tmp_path / 'none'}"

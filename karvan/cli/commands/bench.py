@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import typer
 
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import bytes_text, console, help_of, plain, print_table
+from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
 
@@ -39,9 +38,7 @@ def bench(
     folder: Path | None = typer.Option(
         None, help="Where files are read and written; a temporary folder unless given."
     ),
-    out: Path | None = typer.Option(
-        None, "--json", metavar="PATH", help="Write the numbers to a file as JSON.", show_default=False
-    ),
+    json_path: str | None = JSON_PATH,
 ) -> int:
     """Measure the parts of training on this machine, one by one: which one limits a run here?
 
@@ -55,22 +52,21 @@ def bench(
     """
     if folder is not None and not folder.is_dir():
         raise CommandError(f"--folder expects a folder that exists, got '{folder}'.")
-    if out is not None and not out.parent.is_dir():
-        raise CommandError(f"--json expects a path in a folder that exists, got '{out}'.")
     with tempfile.TemporaryDirectory(prefix=".karvan-bench-", dir=folder) as place:
         results = measure_all(Path(place), quick=quick)
-    print_table(
-        f"{len(os.sched_getaffinity(0))} cores; each part alone",
-        ["part", "rate", "unit", ""],
-        [[each.part, f"{each.rate:,.0f}", each.unit, each.remark] for each in results],
-        right=["rate"],
-    )
     training = [each for each in results if each.unit == "samples/s"]
     slowest = min(training, key=lambda each: each.rate)
-    console().print(f"A run here is limited by: {slowest.part}, {slowest.rate:,.0f} samples/s.", markup=False)
-    if out is not None:
-        numbers = {"quick": quick, "limited_by": slowest.part, "parts": [plain(each) for each in results]}
-        out.write_text(json.dumps(numbers, indent=2) + "\n")
+    numbers = {"quick": quick, "limited_by": slowest.part, "parts": results}
+    if not write_json(json_path, numbers):
+        print_table(
+            f"{len(os.sched_getaffinity(0))} cores; each part alone",
+            ["part", "rate", "unit", ""],
+            [[each.part, f"{each.rate:,.0f}", each.unit, each.remark] for each in results],
+            right=["rate"],
+        )
+        console().print(
+            f"A run here is limited by: {slowest.part}, {slowest.rate:,.0f} samples/s.", markup=False
+        )
     return OK
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import FAILED, OK, STOPPED, CommandError
-from karvan.cli.output import console, help_of, print_json
+from karvan.cli.output import JSON_PATH, console, help_of, write_json
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -46,7 +46,7 @@ def demo(
     ),
     keep: bool = typer.Option(False, "--keep", help="Keep the temporary folder."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
-    as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
+    json_path: str | None = JSON_PATH,
 ) -> int:
     """Learn a synthetic click log with DLRM and compare with the best that any model can reach.
 
@@ -59,7 +59,7 @@ def demo(
     Examples:
       karvan demo
       karvan demo --rows 200_000 --folder out/demo
-      karvan demo --json
+      karvan demo --json -
     """
     begin = time.perf_counter()
     with ExitStack() as stack:
@@ -74,13 +74,11 @@ def demo(
             if (place / "run").exists():
                 raise CommandError(f"--folder expects a folder without a run, but there is {place / 'run'}.")
         stack.enter_context(_one_torch_thread())
-        result = run_demo(place, rows, epochs, quiet=quiet or as_json, shown=not as_json)
+        result = run_demo(place, rows, epochs, quiet=quiet or json_path == "-", shown=json_path != "-")
     result["seconds"] = time.perf_counter() - begin
     kept = folder is not None or keep
     result["folder"] = str(place) if kept else None
-    if as_json:
-        print_json(result)
-    else:
+    if not write_json(json_path, result):
         gap = result["best_auc"] - result["auc"]
         console().print(
             f"AUC [bold]{result['auc']:.4f}[/bold] of {result['best_auc']:.4f} reachable (gap {gap:.4f}), "

@@ -12,7 +12,7 @@ import typer
 
 from karvan.cli.commands.version import installed
 from karvan.cli.errors import FAILED, OK
-from karvan.cli.output import bytes_text, console, help_of, print_json, print_table
+from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
 from karvan.system_limits import limits
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
@@ -42,7 +42,7 @@ def add_to(app: typer.Typer) -> None:
 
 def doctor(
     folder: Path = typer.Option(Path(), help="Where runs are written: its disk is measured."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON on stdout."),
+    json_path: str | None = JSON_PATH,
 ) -> int:
     """Look at this machine: what is installed, what is slow and why, what is missing and how to get it.
 
@@ -52,12 +52,10 @@ def doctor(
     Examples:
       karvan doctor
       karvan doctor --folder /data/runs
-      karvan doctor --json
+      karvan doctor --json -
     """
     findings = [finding for check in _CHECKS for finding in check(folder)]
-    if as_json:
-        print_json(findings)
-    else:
+    if not write_json(json_path, findings):
         print_table(
             None,
             ["", "what", "found", "what to do"],

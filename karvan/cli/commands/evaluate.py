@@ -8,7 +8,7 @@ import typer
 
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import Watched, help_of, number_text, print_json, print_table, progress
+from karvan.cli.output import JSON_PATH, Watched, help_of, number_text, print_table, progress, write_json
 
 
 def add_to(app: typer.Typer) -> None:
@@ -28,7 +28,7 @@ def evaluate(
     ),
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train."),
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
-    as_json: bool = typer.Option(False, "--json", help="The metrics as JSON on stdout."),
+    json_path: str | None = JSON_PATH,
 ) -> int:
     """Evaluate a checkpoint on the job's evaluation data, or on other files.
 
@@ -36,7 +36,7 @@ def evaluate(
     Examples:
       karvan evaluate my.yaml --checkpoint out/run
       karvan evaluate my.yaml --data 'clicks/day=8/*.parquet'
-      karvan evaluate job.py --checkpoint out/run --json
+      karvan evaluate job.py --checkpoint out/run --json -
     """
     from karvan.cli.restore_model import restore
 
@@ -51,9 +51,7 @@ def evaluate(
     found = restore(job, checkpoint)
     with progress("Evaluating", "samples") as steps:
         metrics = job.trainer.evaluate(Watched(job.eval_data, steps))
-    if as_json:
-        print_json({"checkpoint": found.path, "step": found.step, "metrics": metrics})
-    else:
+    if not write_json(json_path, {"checkpoint": found.path, "step": found.step, "metrics": metrics}):
         rows = [[name, number_text(value)] for name, value in metrics.items()]
         print_table(f"{found.path}, step {found.step:,}", ["metric", "value"], rows, right=["value"])
     return OK

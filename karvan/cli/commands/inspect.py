@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
-from karvan.cli.output import bytes_text, console, help_of, number_text, print_json, print_table, progress
+from karvan.cli.output import (
+    JSON_PATH,
+    bytes_text,
+    console,
+    help_of,
+    number_text,
+    print_table,
+    progress,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from karvan.checkpoint import KeyRow, Summary
@@ -28,7 +37,7 @@ def inspect(
         False, "--verify", help="Check every file, of a run's folder those of all checkpoints."
     ),
     top: int = typer.Option(5, min=0, help="How many of the hottest keys to show."),
-    as_json: bool = typer.Option(False, "--json", help="As JSON on stdout."),
+    json_path: str | None = JSON_PATH,
 ) -> int:
     """Show the tables of a checkpoint: rows, bytes, norms and the hottest keys; or one key's row.
 
@@ -38,7 +47,7 @@ def inspect(
     \b
     Examples:
       karvan inspect out/run
-      karvan inspect out/run/step-000000001000 --top 20 --json
+      karvan inspect out/run/step-000000001000 --top 20 --json -
       karvan inspect out/run --key user 12345
       karvan inspect out/run --verify
     """
@@ -49,14 +58,12 @@ def inspect(
             f"{path}: there is no such folder; expected a checkpoint or a run's folder.", DAMAGED
         )
     if verify:
-        return _verify(path, as_json)
+        return _verify(path, json_path)
     if key is not None:
-        return _row(path, key[0], _number(key[1]), as_json)
+        return _row(path, key[0], _number(key[1]), json_path)
     with progress("Reading", ""):
         seen = checkpoint.summary(path, hottest=top)
-    if as_json:
-        print_json(seen)
-    else:
+    if not write_json(json_path, seen):
         show_summary(seen)
     return OK
 
@@ -110,7 +117,7 @@ def show_summary(seen: Summary) -> None:
         )
 
 
-def _verify(path: Path, as_json: bool) -> int:
+def _verify(path: Path, json_path: str | None) -> int:
     from karvan import checkpoint
 
     seen: set[Path] = set()
@@ -123,13 +130,12 @@ def _verify(path: Path, as_json: bool) -> int:
                 steps.add(size)
 
         damaged = checkpoint.verify(path, checked=checked)
-    if as_json:
-        print_json(
-            {
-                "files": len(seen),
-                "damaged": [{"path": each.path, "problem": each.problem} for each in damaged],
-            }
-        )
+    result = {
+        "files": len(seen),
+        "damaged": [{"path": each.path, "problem": each.problem} for each in damaged],
+    }
+    if write_json(json_path, result):
+        pass
     elif damaged:
         print_table(
             f"Damaged: {len(damaged)}", ["file", "problem"], [[each.path, each.problem] for each in damaged]
@@ -139,15 +145,13 @@ def _verify(path: Path, as_json: bool) -> int:
     return DAMAGED if damaged else OK
 
 
-def _row(path: Path, table: str, key: int, as_json: bool) -> int:
+def _row(path: Path, table: str, key: int, json_path: str | None) -> int:
     from karvan import checkpoint
 
     row = checkpoint.row(path, table, key)
     if row is None:
         raise CommandError(f"{path}: table '{table}' has no row for key {key}.", DAMAGED)
-    if as_json:
-        print_json(row)
-    else:
+    if not write_json(json_path, row):
         _show_row(row)
     return OK
 

@@ -15,7 +15,7 @@ import typer
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.feature_fitting import fit_features
-from karvan.cli.output import console, help_of, number_text, print_json, print_table
+from karvan.cli.output import JSON_PATH, console, help_of, number_text, print_table, write_json
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def train(
         False, "--new-settings", help="Optimizers continue with the learning rates and settings given now."
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
-    as_json: bool = typer.Option(False, "--json", help="The result as JSON on stdout."),
+    json_path: str | None = JSON_PATH,
     example: bool = typer.Option(False, "--example", help="Print a config to start from."),
 ) -> int:
     """Train a model, or go on where the last run stopped.
@@ -105,9 +105,7 @@ def train(
     )
     if not quiet and job.trainer.saver.folder is not None:
         tell_how_to_plot(job.trainer.saver.folder)
-    if as_json:
-        print_json(result)
-    else:
+    if not write_json(json_path, result):
         _show(result)
     return STOPPED.get(result.stopped or "", OK)
 

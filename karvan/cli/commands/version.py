@@ -9,7 +9,7 @@ import typer
 
 import karvan
 from karvan.cli.errors import OK
-from karvan.cli.output import help_of, print_json
+from karvan.cli.output import JSON_PATH, help_of, write_json
 
 # Looked up without importing them.
 _SHOWN = ("torch", "numpy", "pyarrow")
@@ -20,19 +20,17 @@ def add_to(app: typer.Typer) -> None:
     app.command("version", help=help_of(version))(version)
 
 
-def version(as_json: bool = typer.Option(False, "--json", help="As JSON on stdout.")) -> int:
+def version(json_path: str | None = JSON_PATH) -> int:
     """Show the version, and those of what Karvan stands on.
 
     \b
     Examples:
       karvan version
-      karvan version --json
+      karvan version --json -
     """
     found = {"karvan": karvan.__version__, "python": platform.python_version()}
     found |= {name: installed(name) or "not installed" for name in _SHOWN}
-    if as_json:
-        print_json(found)
-    else:
+    if not write_json(json_path, found):
         print(
             "karvan",
             ", ".join([karvan.__version__, *(f"{name} {text}" for name, text in list(found.items())[1:])]),
