@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 import tomllib
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -35,12 +35,12 @@ def _modules():
     return trees
 
 
-def _imports(tree):
-    """(module, name or None) of each import of karvan that happens at run time."""
+def _imports(tree, typing=False):
+    """(module, name or None) of each import of karvan that happens at run time, or for types as well."""
     pending = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING" and not typing:
             continue
         if isinstance(node, ast.Import):
             yield from ((a.name, None) for a in node.names if a.name.split(".")[0] == "karvan")
@@ -51,14 +51,15 @@ def _imports(tree):
         pending.extend(ast.iter_child_nodes(node))
 
 
-def _dependencies():
-    """Module → the karvan modules it imports."""
+def _dependencies(typing=False):
+    """Module → the karvan modules it imports; typing: also those that it imports for types alone."""
     trees = _modules()
     known = {*trees, "karvan._native"}
     graph = {}
     for module, tree in trees.items():
         targets = {
-            f"{source}.{name}" if f"{source}.{name}" in known else source for source, name in _imports(tree)
+            f"{source}.{name}" if f"{source}.{name}" in known else source
+            for source, name in _imports(tree, typing)
         }
         graph[module] = targets
     return graph
@@ -94,8 +95,100 @@ def test_imports_by_name_point_down_the_layers_too():
     assert upwards == UPWARDS
 
 
+def _cycle(graph):
+    """Modules that import each other in a circle; none if there is no circle."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def test_no_module_imports_itself_through_others():
-    TopologicalSorter(_dependencies()).prepare()  # raises CycleError
+    assert _cycle(_dependencies()) == []
+
+
+# Imports for types alone that close a circle of modules. No others may come.
+TYPING_CIRCLES = [
+    # Callbacks are given the Trainer, which calls them.
+    ("karvan.train.callbacks", "karvan.train.trainer"),
+    # Parts of a fit read many of the Trainer's parts, which the Trainer makes.
+    ("karvan.train.checks.evaluation_results", "karvan.train.trainer"),
+    ("karvan.train.checks.preflight", "karvan.train.trainer"),
+    ("karvan.train.fit", "karvan.train.trainer"),
+    ("karvan.train.reporting.describe", "karvan.train.trainer"),
+    ("karvan.train.reporting.reporter", "karvan.train.trainer"),
+    ("karvan.train.state.train_state", "karvan.train.trainer"),
+    ("karvan.train.stopping.stopping", "karvan.train.trainer"),
+    # A handle names its engine, which gives out handles; a state is taken of both.
+    ("karvan.embedding.table_handle", "karvan.embedding.engine"),
+    ("karvan.embedding.portable", "karvan.embedding.engine"),
+    ("karvan.embedding.portable", "karvan.embedding.table_handle"),
+    # A capture gives rows, a type of the store protocol, which captures tables.
+    ("karvan.store.capture", "karvan.store.base"),
+]
+
+
+def test_types_make_no_circles_of_modules_but_for_these():
+    graph = _dependencies(typing=True)
+    del graph["karvan"]  # its imports for types say to checkers which names it gives
+    whole = {module: set(targets) for module, targets in graph.items()}
+    for module, target in TYPING_CIRCLES:
+        graph[module].discard(target)
+    assert _cycle(graph) == []
+    needless = [each for each in TYPING_CIRCLES if not _reaches(whole, each[1], each[0])]
+    assert needless == [], "these make no circle any more: take them off the list"
+
+
+def _reaches(graph, start, end):
+    seen, pending = set(), [start]
+    while pending:
+        module = pending.pop()
+        if module == end:
+            return True
+        if module not in seen:
+            seen.add(module)
+            pending.extend(graph.get(module, ()))
+    return False
+
+
+MOST_FILES = 14
+
+
+def test_no_folder_holds_more_than_about_a_dozen_files():
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    files = {
+        str(folder.relative_to(ROOT)): sum(path.name[:2] != "__" for path in folder.glob("*.py"))
+        for folder in folders
+    }
+    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
+
+
+def _bases(node):
+    for base in node.bases:
+        base = base.value if isinstance(base, ast.Subscript) else base
+        yield base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+
+
+def test_no_class_is_spread_over_files_by_inheritance():
+    """A base class in another file is an interface, has several subclasses, or is used by itself, too."""
+    sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    classes, subclasses = {}, {}
+    for path, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = path, node
+                for base in _bases(node):
+                    subclasses.setdefault(base, set()).add(path)
+    spread = []
+    for name, (path, node) in classes.items():
+        interface = {"ABC", "Protocol"} & set(_bases(node)) or "abstractmethod" in ast.unparse(node)
+        among = subclasses.get(name, set())
+        others = [each for each in sources if each.name != "__init__.py" and each not in {path, *among}]
+        used = any(re.search(rf"\b{name}\b", sources[each]) for each in others)
+        if len(among) == 1 and path not in among and not interface and not used:
+            spread.append(f"{name} ({path.relative_to(ROOT)})")
+    assert spread == []
 
 
 def test_no_module_imports_the_privates_of_another():

@@ -19,6 +19,8 @@ _SET_BY_USERS = (
     *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
     *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "debug"),
 )
+TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of trainers, set by the launcher
+NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
 Verbatim: TypeAlias = str  # white space at its ends is a part of it, as in paths
 
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from karvan.job.environment import LAUNCHED
+from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
 from karvan.job.loopback import is_loopback
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
-from karvan.launch.role_environment import NOT_PASSED_ON, TORCH_NAMES
 from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
 
 

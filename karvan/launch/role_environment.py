@@ -8,17 +8,12 @@ of KARVAN_HOST, unless it means all of them, or the job sets them itself.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from karvan.job.environment import JobEnvironment
+from karvan.job.environment import TORCH_NAMES, JobEnvironment
 from karvan.job.roles import Role
+from karvan.launch.job_spec import JobSpec
 from karvan.launch.network_interfaces import interface_settings
-
-if TYPE_CHECKING:
-    from karvan.launch.job_spec import JobSpec
-
-TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
 
 
 def environment_of(

@@ -87,6 +87,7 @@ def test_without_low_limits_nothing_is_refused():
     if os.environ.get("CI") and not all(limit.enough for limit in limits(4)):
         pytest.skip("this system's own limits are low")
     require_limits(4)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= limits(4)[0].needed
 
 
 def test_a_token_or_a_folder_that_cannot_be_used_ends_a_launch_before_it_begins(job):

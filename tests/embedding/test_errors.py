@@ -146,12 +146,19 @@ def test_features_of_one_table_must_agree(other):
 
 
 def test_features_of_one_table_may_pool_differently():
-    kv.EmbeddingEngine(
+    engine = kv.EmbeddingEngine(
         {
             "item": kv.Table(16, init=kv.init.Normal(0.0, 0.1)),
             "history": kv.Table(16, name="item", init=kv.init.Normal(0.0, 0.1), combiner="tile", length=3),
         }
     )
+    out = engine({"item": torch.tensor([7, 8]), "history": kv.Ragged.from_lists([[8, 7], [7]])})
+    seven, eight = engine.table("item").vectors([7, 8])
+    assert torch.equal(out["item"], torch.stack([seven, eight]))
+    nothing = torch.zeros(16)
+    rows = [torch.cat([eight, seven, nothing]), torch.cat([seven, nothing, nothing])]
+    assert torch.equal(out["history"], torch.stack(rows))
+    assert engine.table("item").rows == 2
 
 
 @pytest.mark.parametrize(

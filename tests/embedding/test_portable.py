@@ -180,7 +180,12 @@ def test_a_model_of_a_checkpoint_is_the_same_content_as_the_one_that_was_saved(t
 
 
 def test_a_model_that_has_learned_nothing_yet_loads_anywhere():
-    Model().load_state_dict(through_a_file(Model().state_dict()))
+    first, second = Model(), Model()
+    second.load_state_dict(through_a_file(first.state_dict()))
+    assert second.embeddings.step == 0
+    assert not any(second.embeddings.sizes().values())
+    for mine, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_a_state_of_before_loads_without_a_question():

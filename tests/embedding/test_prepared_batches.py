@@ -1,6 +1,7 @@
 """Batches that are grouped ahead: the same bits, whatever was prepared, and nothing stale."""
 
 import threading
+import weakref
 
 import torch
 from hypothesis import given
@@ -95,10 +96,16 @@ def test_a_batch_without_all_features_or_with_faults_is_left_to_its_forward():
     assert not engine.prepare(faulty)
 
 
-def test_batches_that_are_never_used_are_let_go_of():
-    engine, optimizer = make_engine()
+def test_batches_that_are_never_used_are_released():
+    plain, ahead = make_engine(), make_engine()
+    unused = []
     for seed in range(50):
-        engine.prepare(make_batch(seed))
+        batch = make_batch(seed)
+        assert ahead[0].prepare(batch)
+        unused.append(weakref.ref(batch["user"]))
     batch = make_batch(50)
-    engine.prepare(batch)
-    step(engine, optimizer, batch)
+    assert ahead[0].prepare(batch)
+    assert sum(each() is not None for each in unused) < 10  # the engine holds a few of the newest
+    for one, other in zip(step(*plain, batch), step(*ahead, batch), strict=True):
+        assert torch.equal(one, other)
+    assert ahead[0].table("user").rows == len(set(batch["user"].tolist()))  # the others were not looked up

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from karvan.cli.main import main
-from karvan.job.environment import JobEnvironment, variable
+from karvan.job.environment import TORCH_NAMES, JobEnvironment, variable
 from karvan.launch import role_environment
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.role_commands import commands_of
@@ -177,7 +177,7 @@ def test_the_page_lists_every_key_and_every_name_of_the_environment():
     keys = [name for name in JobSpec.model_fields if name != "roles"]
     keys += [f"roles.{name}" for name in JobSpec.model_fields["roles"].annotation.model_fields]
     names = [variable(field.name) for field in fields(JobEnvironment)]
-    names += role_environment.TORCH_NAMES
+    names += TORCH_NAMES
     assert [name for name in (*keys, *names) if f"`{name}`" not in page] == []
 
 

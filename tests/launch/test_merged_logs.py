@@ -106,11 +106,17 @@ def test_characters_that_the_stream_does_not_have_are_replaced():
 
 def test_a_full_disk_under_the_files_does_not_fail_a_job_that_is_done(tmp_path):
     with small_disk(tmp_path / "disk", "16k") as disk:
-        logs = MergedLogs(["trainer-0"], disk.folder / "logs", io.StringIO())
+        stream = io.StringIO()
+        logs = MergedLogs(["trainer-0"], disk.folder / "logs", stream)
         disk.fill()
         for _ in range(100):
             logs.write("trainer-0", "x" * 1000)
         logs.close()
+    lines = stream.getvalue().splitlines()
+    assert lines.count("trainer-0 | " + "x" * 1000) == 100  # the terminal has all of them
+    (said,) = [line for line in lines if not line.startswith("trainer-0 | ")]
+    assert said.startswith(f"launcher | logs are no longer written to {disk.folder / 'logs'}")
+    assert said.endswith("No space left on device")
 
 
 def test_warnings_of_the_launchers_own_parts_are_its_lines():

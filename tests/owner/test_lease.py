@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+import time
 
 import pytest
 from owner_helpers import OwnerProcess
@@ -160,10 +161,14 @@ def test_a_lease_that_somebody_removed_is_made_again(tmp_path):
 def test_a_lease_is_renewed(tmp_path, monkeypatch):
     monkeypatch.setenv("KARVAN_LEASE_SECONDS", "1")
     owner = own(tmp_path)
-    seen = set()
-    while len(seen) < 3:
-        seen.add(json.loads((tmp_path / FILE).read_text())["renewals"])
+    seen = []
+    deadline = time.monotonic() + 60
+    while len(set(seen)) < 3 and time.monotonic() < deadline:
+        seen.append(json.loads((tmp_path / FILE).read_text())["renewals"])
+        time.sleep(0.01)
     owner.release()
+    assert len(set(seen)) == 3
+    assert seen == sorted(seen)
 
 
 def test_a_wall_clock_that_jumps_changes_nothing(tmp_path):

@@ -92,7 +92,7 @@ def test_a_neighbour_at_another_address_of_the_same_port_does_not_disturb():
 def test_a_service_of_ones_own_is_served():
     with Server(Counting(), security=TOKEN) as server:
         peer = Client("service", server.address, TOKEN)
-        peer.call("echo", {"n": 1}, deadline=60)
+        assert peer.call("echo", {"n": 1}, deadline=60).head["n"] == 1
         peer.close()
 
 

@@ -47,14 +47,14 @@ def test_a_server_closes_with_calls_in_flight_and_callers_wait_for_the_next_one(
     server = Server(service)
     port = int(server.address.rpartition(":")[2])
     peer = Client("counting", server.address, forgetful=True)
-    replies = [peer.begin("gate") for _ in range(3)]
-    service.entered.wait()
+    replies = [peer.begin("gate"), *(peer.begin("echo", {"n": number}) for number in range(3))]
+    assert service.entered.wait(30)
     server.close(0.1)
     server.close()
+    assert not any(reply.done for reply in replies)
     service.gate.set()
     with Server(service, port=port):
-        for reply in replies:
-            reply.wait()
+        assert [reply.wait().head.get("n") for reply in replies] == [None, 0, 1, 2]
     peer.close()
 
 

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from karvan.job.environment import LAUNCHED
+from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process
-from karvan.launch.role_environment import NOT_PASSED_ON, TORCH_NAMES
 
 _LONGEST_LINE = 1 << 16  # bytes; what is longer is cut, so that no process fills our memory
 _LAST_LINES = 5.0  # seconds that the last lines of a process that has ended may take
