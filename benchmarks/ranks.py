@@ -103,18 +103,18 @@ def karvan_sparse(features: int, rows: int, batch: int, steps: int) -> Callable[
     for start in range(0, rows, 1 << 14):
         ids = np.arange(start, min(start + (1 << 14), rows))
         engine({name: torch.from_numpy(scramble(ids, i)) for i, name in enumerate(names)})
-    made = sparse_batches(features, rows, batch // connection.world, connection.rank)
+    made = sparse_batches(features, rows, batch // connection.world_size, connection.rank)
     batches = cycle(
         [{name: torch.from_numpy(scramble(each[i], i)) for i, name in enumerate(names)} for each in made]
     )
-    gradients = [torch.randn(batch // connection.world, DIM) for _ in names]
+    gradients = [torch.randn(batch // connection.world_size, DIM) for _ in names]
 
     def run() -> dict[str, float]:
         for _ in range(steps):
             vectors = engine(next(batches))
             torch.autograd.backward([vectors[name] for name in names], gradients)
             optimizer.step()
-        return {"samples": steps * batch / connection.world}
+        return {"samples": steps * batch / connection.world_size}
 
     return run
 
@@ -283,11 +283,11 @@ def messages(size: int, steps: int) -> Callable[[], dict[str, float]]:
     from karvan import distributed
 
     channel = distributed.connect("sharded", transport="network").main
-    send = torch.zeros(size * channel.world, dtype=torch.uint8)
+    send = torch.zeros(size * channel.world_size, dtype=torch.uint8)
 
     def run() -> dict[str, float]:
         for _ in range(steps):
-            channel.exchange(send, [size] * channel.world, [size] * channel.world)
+            channel.exchange(send, [size] * channel.world_size, [size] * channel.world_size)
         return {"steps": steps}
 
     return run

@@ -262,7 +262,10 @@ def test_former_arguments_of_the_trainer_and_its_siblings_say_the_new_ones():
         karvan.TrainContext.save: {"wait": "block"},
         karvan.EvalContext: {"mixed_precision": "precision", "ahead": "prefetch"},
         karvan.InferContext: {"mixed_precision": "precision", "ahead": "prefetch"},
-        karvan.data.from_loaders: {"ahead": "prefetch"},
+        karvan.data.from_loaders: {"ahead": "prefetch", "world": "world_size"},
+        karvan.data.read: {"world": "world_size"},
+        karvan.data.Loader: {"world": "world_size"},
+        karvan.data.KafkaReader: {"world": "world_size"},
     }
     for call, names in calls.items():
         for name, new in names.items():

@@ -121,7 +121,7 @@ class Checkpoint:
         channel = distributed.current().here
 
         def check() -> None:
-            damaged = self._verify(self._files_of(channel.rank, channel.world))
+            damaged = self._verify(self._files_of(channel.rank, channel.world_size))
             if damaged:
                 more = f" {len(damaged) - 1} more files are damaged." if len(damaged) > 1 else ""
                 unread = [damage for damage in damaged if damage.unread]

@@ -24,7 +24,7 @@ def together(
     is of damage if that is all that any rank has found.
     A process that is alone just does the work.
     """
-    if channel.world == 1:
+    if channel.world_size == 1:
         return [work()]
     value, own = None, None
     try:

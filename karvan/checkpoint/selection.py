@@ -75,7 +75,7 @@ def is_checkpoint(folder: Path) -> bool:
 def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
     """The checkpoints that rank 0 chooses in a folder, less those that some rank cannot open (any more)."""
     channel = distributed.current().here
-    if channel.world == 1:
+    if channel.world_size == 1:
         return choose()
     found: dict[str, Checkpoint] = {}
 
@@ -100,7 +100,7 @@ def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Che
 def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
     """The checkpoint that rank 0 chooses in a folder, or None; all ranks must be able to open it."""
     channel = distributed.current().here
-    if channel.world == 1:
+    if channel.world_size == 1:
         return choose()
     seen: list[str] = []
 

@@ -19,9 +19,11 @@ from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
+from karvan.former_names import former_arguments
 from karvan.name_hints import listed
 
 
+@former_arguments(world="world_size")
 def read(
     data: Any,
     batch_size: int,
@@ -37,7 +39,7 @@ def read(
     steps_per_epoch: int | None = None,
     drop_remainder: bool = False,
     rank: int | None = None,
-    world: int | None = None,
+    world_size: int | None = None,
     workers: int = 2,
     prefetch: int = 4,
     transform: Transform | None = None,
@@ -86,7 +88,7 @@ def read(
         steps_per_epoch=steps_per_epoch,
         drop_remainder=drop_remainder,
         rank=rank,
-        world=world,
+        world_size=world_size,
         workers=workers,
         prefetch=prefetch,
         transform=transform,

@@ -52,7 +52,7 @@ class RemoteDense(LocalDense):
         self._dense = AsyncDense(model, optimizer, self._servers, trainer=name, call=self._call)
         self._rejects = connection.settings.dense.rejects
         self._engines = list(engines) if self._rejects else []
-        self._most = _MOST_REJECTIONS + connection.world * (prefetch + 2)
+        self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
 
     @property
     def staleness(self) -> Staleness:
@@ -137,7 +137,7 @@ class RemoteDense(LocalDense):
             try:
                 work()
             except Exception as reason:
-                if channel.world == 1:
+                if channel.world_size == 1:
                     raise
                 error = reason
         told = channel.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]

@@ -28,7 +28,7 @@ class CollectiveChannel:
     """The channel of a process that is alone; others derive from it."""
 
     rank = 0
-    world = 1
+    world_size = 1
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class GlooChannel(CollectiveChannel):
     def __init__(self, name: str, group: dist.ProcessGroup, explain: Explain) -> None:
         super().__init__(name)
         self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+        self.world_size = dist.get_world_size(group)
         self._group = group
         self._explain = explain
         self._left = False
@@ -85,21 +85,21 @@ class GlooChannel(CollectiveChannel):
         """See `CollectiveChannel.sum`."""
         total = values.clone()
         self._do(lambda: dist.all_reduce(total, group=self._group, async_op=True))
-        self.bytes_sent += 2 * total.nbytes * (self.world - 1) // self.world
+        self.bytes_sent += 2 * total.nbytes * (self.world_size - 1) // self.world_size
         return total
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `CollectiveChannel.gather`."""
-        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(data)
         sizes = self.sum(sizes)
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = _bytes(data)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world)]
+        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
         if longest:
             self._do(lambda: dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
-            self.bytes_sent += longest * (self.world - 1)
+            self.bytes_sent += longest * (self.world_size - 1)
         return [bytes(one[:size].numpy()) for one, size in zip(all_of_them, sizes.tolist(), strict=True)]
 
     def swap(self, numbers: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class GlooChannel(CollectiveChannel):
         self._do(
             lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group, async_op=True)
         )
-        self.bytes_sent += numbers[0].nbytes * (self.world - 1)
+        self.bytes_sent += numbers[0].nbytes * (self.world_size - 1)
         return received
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
@@ -155,7 +155,7 @@ class SharedMemoryChannel(CollectiveChannel):
     ) -> None:
         super().__init__(name)
         self.rank = rank
-        self.world = world
+        self.world_size = world
         self._board = board
         self._timeout = timeout
         self._explain = explain
@@ -163,21 +163,25 @@ class SharedMemoryChannel(CollectiveChannel):
     def sum(self, values: Tensor) -> Tensor:
         """See `CollectiveChannel.sum`; in the order of ranks."""
         flat = values.reshape(-1)
-        pieces = self.exchange(flat.repeat(self.world), [len(flat)] * self.world, [len(flat)] * self.world)
+        pieces = self.exchange(
+            flat.repeat(self.world_size), [len(flat)] * self.world_size, [len(flat)] * self.world_size
+        )
         total = pieces[: len(flat)].clone()
-        for rank in range(1, self.world):
+        for rank in range(1, self.world_size):
             total += pieces[rank * len(flat) : (rank + 1) * len(flat)]
         return total.view(values.shape)
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `CollectiveChannel.gather`."""
-        sizes = self.swap(torch.full((self.world, 1), len(data))).flatten().tolist()
-        all_of_them = self.exchange(_bytes(data).repeat(self.world), [len(data)] * self.world, sizes)
+        sizes = self.swap(torch.full((self.world_size, 1), len(data))).flatten().tolist()
+        all_of_them = self.exchange(
+            _bytes(data).repeat(self.world_size), [len(data)] * self.world_size, sizes
+        )
         return [bytes(one.numpy()) for one in torch.split(all_of_them, sizes)]
 
     def swap(self, numbers: Tensor) -> Tensor:
         """See `CollectiveChannel.swap`."""
-        width = [numbers[0].numel()] * self.world
+        width = [numbers[0].numel()] * self.world_size
         return self.exchange(numbers.reshape(-1), width, width).view(numbers.shape)
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:

@@ -70,13 +70,13 @@ class Joined(Protocol):
 
 
 class Connection:
-    """This process among those that train together: `rank` of `world`, and a channel for each thread."""
+    """This process among those that train together: `rank` of `world_size`, and a channel for each thread."""
 
     def __init__(self, settings: ConnectionSettings | None = None) -> None:
         self.settings = settings or ConnectionSettings()
         self.channels = {name: CollectiveChannel(name) for name in _LANES}
         self.rank = 0
-        self.world = 1
+        self.world_size = 1
         self.chosen = False  # whether the program has called `connect`
         self.servers: Servers | None = None
         self.under_way: Joined | None = None  # a save, which needs its channel
@@ -113,12 +113,12 @@ class Connection:
         """What gradients of rows are divided by: how many trainers' gradients make a step."""
         if self.settings.grad_reduce == "key":
             return 1
-        return self.settings.mode.gradients_per_step(self.world, self.settings.dense)
+        return self.settings.mode.gradients_per_step(self.world_size, self.settings.dense)
 
     @property
     def joint_steps(self) -> bool:
         """Whether every step has the gradients of all trainers; those of one trainer are all of them."""
-        return self.world == 1 or self.settings.mode.joint_steps
+        return self.world_size == 1 or self.settings.mode.joint_steps
 
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
         """Find servers and workers at these addresses, or where the environment says; a collective."""
@@ -130,7 +130,7 @@ class Connection:
 
         hello = {
             "trainer": self.rank,
-            "trainers": self.world,
+            "trainers": self.world_size,
             "run": self.main.gather_json(secrets.token_hex(8))[0],
             "mode": self.settings.mode.name,
             "staleness": self.settings.staleness,
@@ -185,11 +185,14 @@ class SharedConnection(Connection):
                     backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
                 )
             _owned.add("process group")
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         store = _get_default_store()
         number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
         self._watch = RankMonitor(
-            PrefixStore(f"karvan/{number // self.world}", store), self.rank, self.world, self._progress
+            PrefixStore(f"karvan/{number // self.world_size}", store),
+            self.rank,
+            self.world_size,
+            self._progress,
         )
         with closing_ports():
             self._make_channels(timeout)
@@ -202,7 +205,7 @@ class SharedConnection(Connection):
         for name in _LANES:
             if boards is not None:
                 self.channels[name] = SharedMemoryChannel(
-                    name, boards[name], self.rank, self.world, settings.timeout, self._explain
+                    name, boards[name], self.rank, self.world_size, settings.timeout, self._explain
                 )
             else:
                 group = dist.new_group(backend="gloo", timeout=timeout)
@@ -217,7 +220,7 @@ class SharedConnection(Connection):
         made: dict[str, _native.Board] = {}
         error = ""
         try:
-            made = {name: _native.Board(self.rank, self.world) for name in _LANES}
+            made = {name: _native.Board(self.rank, self.world_size) for name in _LANES}
         except (RuntimeError, OSError) as reason:
             error = str(reason)
         here = {"machine": _machine(), "places": {name: board.place for name, board in made.items()}}

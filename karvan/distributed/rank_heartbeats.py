@@ -28,7 +28,7 @@ class RankHeartbeats:
 
     def finish(self) -> None:
         """Wait until all ranks have done their work, well or not."""
-        while not self._broken and self._round(1) < self._channel.world:
+        while not self._broken and self._round(1) < self._channel.world_size:
             pass
 
     def _round(self, done: int) -> int:

@@ -39,10 +39,10 @@ def gather_statistics(
     except distributed.RankError:
         raise  # no other rank listens any more
     except Exception as error:
-        if channel.world == 1:
+        if channel.world_size == 1:
             raise
         problem = error
-    if channel.world == 1:
+    if channel.world_size == 1:
         return
     rounds.finish()
     gathered = channel.gather_json(

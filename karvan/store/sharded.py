@@ -66,7 +66,7 @@ class ShardedStore(Store):
 
     def __init__(self, connection: distributed.Connection) -> None:
         self._connection = connection
-        self._ranks = connection.world
+        self._ranks = connection.world_size
         self._wire = WIRES[connection.settings.wire]
         self._by_key = connection.settings.grad_reduce == "key"
         self._local = MemoryStore()

@@ -120,7 +120,7 @@ def make_training_setup(
         settings.gradient_accumulation_steps,
         global_accumulation_steps,
         here.rank,
-        here.world,
+        here.world_size,
         here.joint_steps,
     )
     left = Frozen(model, frozen)

@@ -96,7 +96,7 @@ class Evaluator:
             self._runs.placement.receive(fed.batch)
             with evaluating(self._runs.model):  # between batches the caller's own code runs
                 output = self._runs.infer(fed.batch)
-            if fed.rows or self._runs.connection.world == 1:  # else it was for the others
+            if fed.rows or self._runs.connection.world_size == 1:  # else it was for the others
                 yield fed.batch, output
 
 

@@ -76,7 +76,7 @@ class Fit:
         self._skips = Skips(
             trainer.precision.always_checks, trainer.connection.rank == 0, trainer.nonfinite == "raise"
         )
-        self._alone = trainer.connection.world == 1
+        self._alone = trainer.connection.world_size == 1
         self._unsaved = False
         self._trained = 0
         self._past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before this

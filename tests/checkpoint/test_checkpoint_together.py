@@ -18,7 +18,7 @@ class ThreadLane(CollectiveChannel):
 
     def __init__(self, rank, values, barrier):
         super().__init__("test")
-        self.rank, self.world = rank, len(values)
+        self.rank, self.world_size = rank, len(values)
         self._values, self._barrier = values, barrier
 
     def gather(self, data):

@@ -207,7 +207,13 @@ def test_a_loader_that_starts_an_epoch_gives_what_it_would_have_given_in_a_row(
 ):
     def made():
         return kv.data.read(
-            {"id": np.arange(23)}, 4, shuffle=8, epochs=epochs, steps_per_epoch=steps, rank=0, world=world
+            {"id": np.arange(23)},
+            4,
+            shuffle=8,
+            epochs=epochs,
+            steps_per_epoch=steps,
+            rank=0,
+            world_size=world,
         )
 
     def taken(loader):

@@ -51,7 +51,7 @@ def test_data_that_moved_as_a_whole_is_the_same_and_partitions_are_not(tmp_path)
 def test_order_ranks_and_batches_do_not_change_the_identity(tmp_path):
     write(tmp_path / "day.parquet", 100, seed=1)
     plain = identity(tmp_path)
-    assert identity(tmp_path, shuffle=20, seed=9, rank=1, world=3, drop_remainder=True) == plain
+    assert identity(tmp_path, shuffle=20, seed=9, rank=1, world_size=3, drop_remainder=True) == plain
 
 
 def test_files_that_two_data_sets_share_can_be_counted(tmp_path):

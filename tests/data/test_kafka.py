@@ -54,7 +54,8 @@ def test_ranks_share_the_partitions(cluster):
     sent = [f"m{i}" for i in range(100)]
     cluster.send("ranks", [x.encode() for x in sent])
     shares = [
-        texts(KafkaReader("ranks", cluster.config, until_end=True, rank=rank, world=3)) for rank in range(3)
+        texts(KafkaReader("ranks", cluster.config, until_end=True, rank=rank, world_size=3))
+        for rank in range(3)
     ]
     assert sorted(x for share in shares for x in share) == sorted(sent)
 

@@ -90,7 +90,14 @@ def test_steps_per_epoch_go_on_in_the_data_and_start_again_at_its_end():
 def test_all_ranks_have_the_same_number_of_steps_per_epoch_also_after_resuming():
     def loader(rank):
         return Loader(
-            TableSource([23]), decode, 4, epochs=2, steps_per_epoch=4, rank=rank, world=3, split_records=5
+            TableSource([23]),
+            decode,
+            4,
+            epochs=2,
+            steps_per_epoch=4,
+            rank=rank,
+            world_size=3,
+            split_records=5,
         )
 
     for rank in range(3):
@@ -133,7 +140,7 @@ def test_transform_runs_on_every_batch_on_a_thread():
         ({"steps_per_epoch": 0}, "steps_per_epoch must be at least 1, but is 0"),
         ({"shuffle": -1}, "shuffle is how many records are shuffled at a time, 0 for none, but is -1"),
         ({"split_records": 0}, "split_records must be at least 1, but is 0"),
-        ({"rank": 2, "world": 2}, "rank is 2 and world is 2"),
+        ({"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):
@@ -154,7 +161,7 @@ def test_settings_out_of_range_are_refused(setting, message):
         "prefetch",
         "split_records",
         "rank",
-        "world",
+        "world_size",
     ],
 )
 @pytest.mark.parametrize("value", [True, 2.0, "2"])
@@ -168,7 +175,15 @@ def test_a_bool_or_anything_else_that_is_no_integer_is_refused_where_a_number_is
 def test_numbers_of_numpy_are_numbers():
     two = np.int64(2)
     loader = Loader(
-        TableSource([8]), decode, two, shuffle=two, seed=two, split_records=two, epochs=two, world=two, rank=0
+        TableSource([8]),
+        decode,
+        two,
+        shuffle=two,
+        seed=two,
+        split_records=two,
+        epochs=two,
+        world_size=two,
+        rank=0,
     )
     assert len(list(loader)) == len(loader) == 4
     json.dumps(loader.state_dict())
@@ -345,7 +360,7 @@ def test_ranks_read_the_groups_of_a_source_whole_except_for_the_last_ones():
     sources = [TableSource([1000, 500]) for _ in range(2)]
     for rank, source in enumerate(sources):
         source.group_records = 250
-        list(Loader(source, decode, 16, rank=rank, world=2))
+        list(Loader(source, decode, 16, rank=rank, world_size=2))
     reads = [sorted((split.path, split.first, split.count) for split in source.reads) for source in sources]
     assert reads == [
         [("part-0", 0, 250), ("part-0", 500, 250), ("part-1", 0, 250)],

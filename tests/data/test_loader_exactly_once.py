@@ -50,7 +50,7 @@ def test_every_record_comes_exactly_once_whatever_the_stops_and_worlds(
         states = []
         for rank in range(world):
             loader = Loader(
-                source, decode, batch_size, rank=rank, world=world, workers=workers, prefetch=2, **common
+                source, decode, batch_size, rank=rank, world_size=world, workers=workers, prefetch=2, **common
             )
             if position is not None:
                 loader.load_state_dict(position)
@@ -68,7 +68,7 @@ def test_the_same_number_of_ranks_goes_on_with_the_very_batches_that_would_have_
     common = {"shuffle": shuffle, "split_records": split_records, "epochs": epochs, "seed": seed}
 
     def loader(rank):
-        return Loader(source, decode, batch_size, rank=rank, world=world, **common)
+        return Loader(source, decode, batch_size, rank=rank, world_size=world, **common)
 
     first = [loader(rank) for rank in range(world)]
     began = [[batch["record"].tolist() for batch in take(each, stop)] for each in first]
@@ -96,7 +96,7 @@ def test_workers_and_prefetch_change_nothing_in_the_batches(
                 decode,
                 batch_size,
                 rank=world - 1,
-                world=world,
+                world_size=world,
                 workers=workers,
                 prefetch=prefetch,
                 drop_remainder=drop,
@@ -118,12 +118,12 @@ def test_with_endless_epochs_no_record_comes_a_second_time_before_the_epoch_is_o
 ):
     source = TableSource([40])
     common = {"shuffle": shuffle, "split_records": 4, "epochs": None}
-    first = [Loader(source, decode, 5, rank=rank, world=world, **common) for rank in range(world)]
+    first = [Loader(source, decode, 5, rank=rank, world_size=world, **common) for rank in range(world)]
     got = Counter(record for each in first for record in records_of(take(each, stop)))
     merged = merge(each.state_dict() for each in first)
     final = 0
     for rank in range(second_world):
-        loader = Loader(source, decode, 5, rank=rank, world=second_world, **common)
+        loader = Loader(source, decode, 5, rank=rank, world_size=second_world, **common)
         loader.load_state_dict(merged)
         for batch in loader:
             if loader.epoch >= 16 + extra:

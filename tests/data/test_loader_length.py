@@ -26,7 +26,7 @@ def test_the_len_is_the_number_of_batches_of_each_iteration(size, batch_size, ep
             drop_remainder=drop,
             shuffle=shuffle,
             rank=rank,
-            world=world,
+            world_size=world,
         )
         assert len(loader) == loader.batches_left == len(list(loader))
         assert loader.batches_left == 0
@@ -54,18 +54,18 @@ def test_a_loader_is_true_even_if_it_gives_no_batch_or_has_no_len():
 
 
 def test_the_len_does_not_depend_on_the_position_and_the_batches_left_do():
-    loader = Loader(TableSource([100]), decode, 8, epochs=2, rank=1, world=2)
+    loader = Loader(TableSource([100]), decode, 8, epochs=2, rank=1, world_size=2)
     iterator = iter(loader)
     for _ in range(9):
         next(iterator)
-    resumed = Loader(TableSource([100]), decode, 8, epochs=2, rank=1, world=2)
+    resumed = Loader(TableSource([100]), decode, 8, epochs=2, rank=1, world_size=2)
     resumed.load_state_dict(loader.state_dict())
     assert len(resumed) == len(loader) == 14
     assert resumed.batches_left == loader.batches_left == len(list(resumed)) == 5
 
 
 def test_a_loader_shows_what_it_reads_and_where_it_is():
-    loader = Loader(TableSource([100, 50]), decode, 8, shuffle=30, rank=1, world=2)
+    loader = Loader(TableSource([100, 50]), decode, 8, shuffle=30, rank=1, world_size=2)
     next(iter(loader))
     assert repr(loader) == (
         "Loader(TableSource, 150 records, parts=2, batch_size=8, shuffle=30, 10 batches, rank 1 of 2, "

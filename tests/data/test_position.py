@@ -13,7 +13,9 @@ from karvan.data.loading.position import merge
 
 def loaders(world, **settings):
     return [
-        Loader(TableSource([60, 7]), decode, 4, **{"split_records": 3, **settings}, rank=rank, world=world)
+        Loader(
+            TableSource([60, 7]), decode, 4, **{"split_records": 3, **settings}, rank=rank, world_size=world
+        )
         for rank in range(world)
     ]
 
@@ -75,7 +77,7 @@ def test_a_position_takes_a_few_numbers_however_many_blocks_and_epochs_are_done(
     rng = random.Random(1)
     sizes = [rng.randrange(1, 40) for _ in range(400)]
     ranks = [
-        Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, rank=rank, world=3, epochs=3)
+        Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, rank=rank, world_size=3, epochs=3)
         for rank in range(3)
     ]
     taken = sum(batch.rows for rank, loader in enumerate(ranks) for batch in take(loader, 40 + 50 * rank))
@@ -127,7 +129,7 @@ def test_the_batch_size_may_change_between_stop_and_resume():
 
 def test_the_position_of_some_ranks_is_refused_where_it_would_repeat_records():
     def loader(rank, world):
-        return Loader(TableSource([40]), decode, 6, rank=rank, world=world)
+        return Loader(TableSource([40]), decode, 6, rank=rank, world_size=world)
 
     states = [loader(rank, 3).state_dict() for rank in range(3)]
     for rank, world, state in [(0, 2, states[0]), (1, 3, states[0]), (0, 1, merge(states[:2]))]:
@@ -144,10 +146,10 @@ def test_positions_of_different_jobs_do_not_merge():
     with pytest.raises(ValueError, match="received none"):
         merge([])
     with pytest.raises(ValueError, match="worlds are 2 and 1"):
-        merge([state(world=2), state()])
+        merge([state(world_size=2), state()])
     with pytest.raises(ValueError, match="seed"):
         merge([state(), state(seed=4)])
-    began = state(world=2)
+    began = state(world_size=2)
     took = loaders(1)[0].state_dict()
     assert began["earlier"] == took["earlier"] == []
     resumed = {**began, "earlier": [{"world": 1, "places": [[0, 0, 5, 1]]}]}

@@ -78,7 +78,7 @@ def test_every_rank_has_an_even_share(sizes, shuffle):
     rows = [
         sum(
             batch.rows
-            for batch in Loader(TableSource(sizes), decode, 64, shuffle=shuffle, rank=rank, world=8)
+            for batch in Loader(TableSource(sizes), decode, 64, shuffle=shuffle, rank=rank, world_size=8)
         )
         for rank in range(8)
     ]
@@ -89,7 +89,7 @@ def run(source, world, position, batches_of_rank, **options):
     """What ranks hand out from a position on until they stop, each after so many batches or at the end."""
     got, states, finished = [], [], []
     for rank in range(world):
-        loader = Loader(source, decode, rank=rank, world=world, **options)
+        loader = Loader(source, decode, rank=rank, world_size=world, **options)
         if position is not None:
             loader.load_state_dict(position)
         expected, taken = loader.batches_left, []
@@ -173,20 +173,20 @@ def warnings_of(caplog, records=20, **options):
 
 
 def test_a_rank_without_batches_says_why_once(caplog):
-    assert warnings_of(caplog, batch_size=1, rank=20, world=30) == [
+    assert warnings_of(caplog, batch_size=1, rank=20, world_size=30) == [
         "Rank 20 of 30 gets no batches: there are only 20 records, and each of the first ranks has one."
     ]
-    assert warnings_of(caplog, records=1, batch_size=1, rank=1, world=2) == [
+    assert warnings_of(caplog, records=1, batch_size=1, rank=1, world_size=2) == [
         "Rank 1 of 2 gets no batches: there is only 1 record, and the first rank has it."
     ]
-    assert warnings_of(caplog, batch_size=8, rank=1, world=3, drop_remainder=True) == [
+    assert warnings_of(caplog, batch_size=8, rank=1, world_size=3, drop_remainder=True) == [
         "Rank 1 of 3 gets no batches: it has 7 of 20 records, and drop_remainder drops them, because they "
         "are fewer than batch_size=8."
     ]
 
 
 @pytest.mark.parametrize(
-    "options", [{"rank": 19, "world": 30}, {"rank": 2, "world": 3}, {"drop_remainder": True}]
+    "options", [{"rank": 19, "world_size": 30}, {"rank": 2, "world_size": 3}, {"drop_remainder": True}]
 )
 def test_a_rank_with_batches_does_not_warn(caplog, options):
     assert warnings_of(caplog, batch_size=6, **options) == []
@@ -194,5 +194,5 @@ def test_a_rank_with_batches_does_not_warn(caplog, options):
 
 def test_no_data_at_all_is_no_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="karvan.data"):
-        assert list(Loader(TableSource([0, 0]), decode, 4, rank=1, world=2)) == []
+        assert list(Loader(TableSource([0, 0]), decode, 4, rank=1, world_size=2)) == []
     assert not caplog.records

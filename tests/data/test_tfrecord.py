@@ -257,7 +257,7 @@ def test_every_record_comes_exactly_once_whatever_the_stops_and_ranks(folder, na
             states = []
             for rank in range(world):
                 loader = kv.data.read(
-                    path, 6, shuffle=shuffle, split_records=split, epochs=2, rank=rank, world=world
+                    path, 6, shuffle=shuffle, split_records=split, epochs=2, rank=rank, world_size=world
                 )
                 if position is not None:
                     loader.load_state_dict(position)

@@ -29,7 +29,7 @@ class Root:
         def read(folder):
             with open(f"{folder}/count") as file:
                 source = TableSource([int(file.read())])
-            return Loader(source, decode, 4, rank=rank, world=world, split_records=3)
+            return Loader(source, decode, 4, rank=rank, world_size=world, split_records=3)
 
         return Windows(str(self.path), pattern, read=read, poll=0.01, **settings)
 

@@ -29,7 +29,7 @@ def test_collectives_bring_everything_to_its_place(transport):
 
 def test_one_who_is_alone_hears_herself():
     channel = distributed.Connection().main
-    assert (channel.rank, channel.world) == (0, 1)
+    assert (channel.rank, channel.world_size) == (0, 1)
     numbers = torch.tensor([[1, 2]])
     assert channel.gather_json([1, "a"]) == [[1, "a"]]
     assert torch.equal(channel.swap(numbers), numbers)
@@ -96,7 +96,7 @@ def test_sharded_needs_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="torchrun --nproc-per-node"):
         distributed.connect("sharded")
-    assert distributed.current().world == 1
+    assert distributed.current().world_size == 1
 
 
 def test_a_thread_talks_on_the_lane_it_was_put_on():

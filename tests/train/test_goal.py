@@ -13,8 +13,8 @@ from karvan.train.step.accumulation import Accumulation
 from karvan.train.stopping.goal import Goal
 
 
-def read(records, rank=0, world=1, batch_size=10, **options):
-    return kv.data.read({"x": np.arange(records)}, batch_size, rank=rank, world=world, **options)
+def read(records, rank=0, world_size=1, batch_size=10, **options):
+    return kv.data.read({"x": np.arange(records)}, batch_size, rank=rank, world_size=world_size, **options)
 
 
 def goal(epochs=1, max_steps=None):
@@ -25,7 +25,7 @@ def goal(epochs=1, max_steps=None):
 def test_the_end_is_that_of_the_rank_with_the_most_batches(records, world, epochs, accumulate, drop):
     loaders = [read(records, rank, world, drop_remainder=drop) for rank in range(world)]
     longest = max(len(list(loader)) for loader in loaders)
-    passes = Accumulation(gradient_accumulation_steps=accumulate, world=world)
+    passes = Accumulation(gradient_accumulation_steps=accumulate, world_size=world)
     steps = goal(epochs).steps(loaders[0], passes, TrainingCounts())
     assert steps == epochs * -(-longest // accumulate)
 
@@ -39,7 +39,9 @@ def test_the_end_is_known_when_an_epoch_is_resumed_on_any_number_of_ranks(before
     second = [read(250, rank, after) for rank in range(after)]
     for loader in second:
         loader.load_state_dict(position)
-    expected = goal(3).steps(second[0], Accumulation(world=after), TrainingCounts(step=taken, batches=taken))
+    expected = goal(3).steps(
+        second[0], Accumulation(world_size=after), TrainingCounts(step=taken, batches=taken)
+    )
     left = max(len(list(loader)) for loader in second)
     assert expected == taken + left + 2 * max(map(len, second))
 

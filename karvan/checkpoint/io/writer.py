@@ -66,7 +66,7 @@ class Writing:
         self.step = step
         self.base = base
         self._connection = distributed.current()
-        rank, world = self._connection.rank, self._connection.world
+        rank, world = self._connection.rank, self._connection.world_size
         # Dense state is the same everywhere.
         self._tree, self._dense = encode(dict(state) if rank == 0 else {})
         self._metrics, odd = encode(dict(metrics or {}))

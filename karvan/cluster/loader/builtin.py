@@ -31,7 +31,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.wire import Service
 
 _log = logging.getLogger("karvan.cluster")
-_OWN = ("data", "rank", "world", "epochs", "steps_per_epoch", "transform", "filesystem")
+_OWN = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transform", "filesystem")
 
 
 def make(settings: RoleSettings) -> Service:
@@ -80,7 +80,7 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
     if given.get("columns") is not None:
         given["columns"] = [column_from_settings(each) for each in given["columns"]]
     try:
-        return read(files, batch_size, rank=index, world=count, **given)
+        return read(files, batch_size, rank=index, world_size=count, **given)
     except TypeError as error:
         raise ValueError(f"data: {error}") from error
 

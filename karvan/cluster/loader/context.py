@@ -86,7 +86,7 @@ class LoaderContext:
         the transforms that `read` was given before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
-        return read(data, batch_size, rank=self.index, world=self.count, **options)
+        return read(data, batch_size, rank=self.index, world_size=self.count, **options)
 
     def serve(self, batches: Batches) -> None:
         """Send all batches of as many epochs as trainers ask for; ends with the process, as a rule.

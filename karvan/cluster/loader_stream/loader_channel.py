@@ -25,7 +25,7 @@ class ChannelSettings:
     """What all lines of a trainer have in common."""
 
     rank: int
-    world: int
+    world_size: int
     loaders: int
     generation: int
     ids: Sequence[str]
@@ -212,7 +212,7 @@ class LoaderChannel:
             "run": self._run,
             "generation": caller.generation,
             "trainer": caller.rank,
-            "trainers": caller.world,
+            "trainers": caller.world_size,
             "loader": self.loader,
             "loaders": caller.loaders,
         }

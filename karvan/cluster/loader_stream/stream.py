@@ -74,7 +74,7 @@ class LoadedBatch(Batch):
         return made
 
 
-@former_arguments(ahead="prefetch")
+@former_arguments(ahead="prefetch", world="world_size")
 def from_loaders(
     *,
     ordered: bool = True,
@@ -83,7 +83,7 @@ def from_loaders(
     ids: Sequence[str] | None = None,
     loaders: int | Sequence[str] | None = None,
     rank: int | None = None,
-    world: int | None = None,
+    world_size: int | None = None,
 ) -> LoaderStream:
     """The batches that the job's loaders read for this trainer; one iteration is one epoch.
 
@@ -93,9 +93,9 @@ def from_loaders(
     first do. prefetch: batches of each loader that are asked for beforehand. timeout: seconds for which a
     loader that is gone is waited for. ids: features that embedding workers look up; a job that has workers
     must name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their
-    addresses; a launched job knows. rank and world: this trainer among all; those of `kv.connect`.
+    addresses; a launched job knows. rank and world_size: this trainer among all; those of `kv.connect`.
     """
-    return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world)
+    return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world_size)
 
 
 class LoaderStream:
@@ -109,7 +109,7 @@ class LoaderStream:
         ids: Sequence[str] | None,
         loaders: int | Sequence[str] | None,
         rank: int | None,
-        world: int | None,
+        world_size: int | None,
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch must be at least 1, got {prefetch}.")
@@ -119,7 +119,7 @@ class LoaderStream:
         self._ids = list(ids or ())
         self._says_ids = ids is not None
         self._check_ids()
-        self._given = rank, world
+        self._given = rank, world_size
         self._directory: Directory | StaticDirectory | None = None
         if loaders is None:
             loaders = JobEnvironment.read().loader_count or 0
@@ -256,14 +256,14 @@ class LoaderStream:
     def _place(self) -> tuple[int, int]:
         """This trainer's rank, and the number of trainers."""
         here = distributed.current()
-        rank, world = here.rank, here.world
+        rank, world = here.rank, here.world_size
         job = JobEnvironment.read()
         if world == 1 and job.role == Role.TRAINER:
             rank, world = job.index, job.count
         rank = rank if self._given[0] is None else self._given[0]
         world = world if self._given[1] is None else self._given[1]
         if not 0 <= rank < world:
-            raise ValueError(f"A stream expects a rank below its world, got {rank} of {world}.")
+            raise ValueError(f"A stream expects a rank below world_size, got {rank} of {world}.")
         return rank, world
 
     def _caller(self) -> ChannelSettings:
@@ -286,7 +286,7 @@ class LoaderStream:
         )
 
     def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:
-        rank, world, count = caller.rank, caller.world, len(self._lines)
+        rank, world, count = caller.rank, caller.world_size, len(self._lines)
         mine = [line for line in self._lines if (line.loader - rank) % math.gcd(count, world) == 0]
         first = min(line.first * count + line.loader for line in mine)
         number = rank + max(0, -(-(first - rank) // world)) * world

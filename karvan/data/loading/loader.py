@@ -28,6 +28,7 @@ from karvan.data.loading.shuffle import ShufflePlan
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
 from karvan.data.source import Source
+from karvan.former_names import former_arguments
 from karvan.ragged import Batch
 
 _log = logging.getLogger("karvan.data")
@@ -53,14 +54,15 @@ class Loader:
     are transformed one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be
     kept for long.
 
-    `rank` and `world` are those of the program (see `kv.connect`) unless given; `batch_size` is of each rank.
-    The shares of ranks are equal to within one record. Data is divided by splits of `split_records`; a source
-    whose records are decoded in groups says their usual size by an attribute `group_records`.
+    `rank` and `world_size` are those of the program (see `kv.connect`) unless given; `batch_size` is of each
+    rank. The shares of ranks are equal to within one record. Data is divided by splits of `split_records`;
+    a source whose records are decoded in groups says their usual size by an attribute `group_records`.
 
     A source that is away (connections that fail, errors of a disk, a file system that was unmounted) is tried
     again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
     """
 
+    @former_arguments(world="world_size")
     def __init__(
         self,
         source: Source,
@@ -73,7 +75,7 @@ class Loader:
         steps_per_epoch: int | None = None,
         drop_remainder: bool = False,
         rank: int | None = None,
-        world: int | None = None,
+        world_size: int | None = None,
         workers: int = 2,
         prefetch: int = 4,
         transform: Transform | None = None,
@@ -82,11 +84,11 @@ class Loader:
     ) -> None:
         check_counts(1, batch_size=batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
         check_counts(1, workers=workers, prefetch=prefetch, split_records=split_records)
-        check_integers(seed=seed, rank=rank, world=world)
+        check_integers(seed=seed, rank=rank, world_size=world_size)
         connection = distributed.current()
         rank = connection.rank if rank is None else int(rank)
-        world = connection.world if world is None else int(world)
-        check_rank(rank, world)
+        world_size = connection.world_size if world_size is None else int(world_size)
+        check_rank(rank, world_size)
         self._source = source
         self._steps = BatchSteps(decode, transform)
         self._checks = ValueChecks(decode, transform)
@@ -100,7 +102,7 @@ class Loader:
             group_records=getattr(source, "group_records", None),
         )
         self._earlier: tuple[Division, ...] = ()
-        self._shares = Shares(self._plan, (), rank, world)
+        self._shares = Shares(self._plan, (), rank, world_size)
         self._place = Place()
         self._pipeline: Pipeline | None = None
         self._batch_size = int(batch_size)
@@ -108,7 +110,7 @@ class Loader:
         self._steps_per_epoch = None if steps_per_epoch is None else int(steps_per_epoch)
         self._drop_remainder = drop_remainder
         self._rank = rank
-        self._world = world
+        self._world_size = world_size
         self._workers = workers
         self._prefetch = prefetch
         self._until = self._epochs
@@ -152,7 +154,7 @@ class Loader:
         batches = "endless" if self._epochs is None else f"{len(self)} batches"
         return (
             f"Loader({type(self._source).__name__}, {self._plan.records} records, parts={self._plan.parts}, "
-            f"batch_size={self._batch_size}, {shuffle}{batches}, rank {self._rank} of {self._world}, "
+            f"batch_size={self._batch_size}, {shuffle}{batches}, rank {self._rank} of {self._world_size}, "
             f"at epoch {self._place.epoch}, {self._place.records} of "
             f"{self._shares.records(self._place.epoch)} records)"
         )
@@ -160,7 +162,7 @@ class Loader:
     @property
     def _epoch_records(self) -> int:
         """This rank's share of an epoch that is divided as a whole."""
-        return share_records(self._plan.records, self._rank, self._world)
+        return share_records(self._plan.records, self._rank, self._world_size)
 
     def _batches(self, records: int) -> int:
         return records // self._batch_size if self._drop_remainder else -(-records // self._batch_size)
@@ -180,7 +182,7 @@ class Loader:
             self._steps.decode,
             self._batch_size,
             rank=self._rank,
-            world=self._world,
+            world_size=self._world_size,
             workers=self._workers,
             prefetch=self._prefetch,
             transform=self.transform if transformed else None,
@@ -253,16 +255,16 @@ class Loader:
 
         Resuming on another number of ranks takes the `merge` of all ranks' positions.
         """
-        now = Division(self._world, {self._rank: self._place})
+        now = Division(self._world_size, {self._rank: self._place})
         return state_of(self._plan.settings(), self._until, self._earlier, now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: this rank's own, or a merged one of all ranks of any number."""
         check_settings(state, self._plan.settings(), "the one to load")
-        earlier, place = Position.from_state(state).of_rank(self._rank, self._world)
+        earlier, place = Position.from_state(state).of_rank(self._rank, self._world_size)
         self.close()
         self._earlier, self._place = earlier, place
-        self._shares = Shares(self._plan, earlier, self._rank, self._world)
+        self._shares = Shares(self._plan, earlier, self._rank, self._world_size)
         self._until = (
             None if None in (self._epochs, state["until"]) else max(self._epochs or 0, state["until"])
         )
@@ -281,7 +283,7 @@ class Loader:
         else:
             place = Place(0, 0, first * self._steps_per_epoch)
         self._earlier, self._place = (), place
-        self._shares = Shares(self._plan, (), self._rank, self._world)
+        self._shares = Shares(self._plan, (), self._rank, self._world_size)
         self._until = None if self._epochs is None else first + self._epochs
         self._finished = False
         self._epoch = place.epoch
@@ -301,7 +303,7 @@ class Loader:
         endless = self._until is None or self._steps_per_epoch is not None
         if endless and not self._batches(self._epoch_records):
             raise ValueError(
-                f"Rank {self._rank} of {self._world} must get at least one batch of {self._batch_size} "
+                f"Rank {self._rank} of {self._world_size} must get at least one batch of {self._batch_size} "
                 f"from an epoch, but gets {self._epoch_records} records. "
                 "There must be more data, or fewer ranks, or batch_size must be smaller."
             )
@@ -324,4 +326,4 @@ class Loader:
             why = f"there are only {self._plan.records} records, and each of the first ranks has one"
             if self._plan.records == 1:
                 why = "there is only 1 record, and the first rank has it"
-        _log.warning("Rank %d of %d gets no batches: %s.", self._rank, self._world, why)
+        _log.warning("Rank %d of %d gets no batches: %s.", self._rank, self._world_size, why)

@@ -47,9 +47,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division of the data over `world` ranks, and the places of the ranks when it ended."""
+    """A division of the data over `world_size` ranks, and the places of the ranks when it ended."""
 
-    world: int
+    world_size: int
     places: Mapping[int, Place]
 
     @property
@@ -63,7 +63,7 @@ class Division:
 
     def state(self) -> dict[str, Any]:
         """As JSON; each place is [rank, epoch, records, steps]."""
-        return {"world": self.world, "places": [[rank, *place] for rank, place in self.places.items()]}
+        return {"world": self.world_size, "places": [[rank, *place] for rank, place in self.places.items()]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Division:
@@ -89,12 +89,12 @@ class Position(NamedTuple):
         of what all of them have left.
         """
         places = self.now.places
-        if world == self.now.world and rank in places:
+        if world == self.now.world_size and rank in places:
             return self.earlier, places[rank]
-        if len(places) != self.now.world:
+        if len(places) != self.now.world_size:
             raise ValueError(
                 f"Rank {rank} of {world} needs its own position or the merged one of all ranks, "
-                f"but received that of ranks {sorted(places)} of {self.now.world}."
+                f"but received that of ranks {sorted(places)} of {self.now.world_size}."
             )
         first = self.now.first_epoch
         earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))

@@ -100,7 +100,7 @@ class Shares:
         """How many records the share has. This is arithmetic: it needs no blocks."""
         left = self._plan.records
         for division in self._earlier:
-            shares = [share_records(left, rank, division.world) for rank in range(division.world)]
+            shares = [share_records(left, rank, division.world_size) for rank in range(division.world_size)]
             left -= sum(_handed_out(division, rank, epoch, records) for rank, records in enumerate(shares))
         return share_records(left, self._rank, self._world)
 
@@ -123,7 +123,7 @@ def _left(pieces: Sequence[Piece], division: Division, epoch: int) -> list[Piece
     """What a division of these pieces had not handed out of an epoch when it ended, sorted and joined."""
     rests = (
         skip(share, _handed_out(division, rank, epoch, count(share)))
-        for rank, share in enumerate(deal(pieces, division.world))
+        for rank, share in enumerate(deal(pieces, division.world_size))
     )
     joined: list[Piece] = []
     for piece in sorted(chain.from_iterable(rests)):

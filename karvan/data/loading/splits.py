@@ -56,10 +56,12 @@ def shuffled(items: Sequence[T], *seeds: int) -> list[T]:
     return [items[i] for i in permutation(len(items), *seeds)]
 
 
-def check_rank(rank: int, world: int) -> None:
-    """Raise unless 0 <= rank < world."""
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"A rank must be from 0 to world - 1, but rank is {rank} and world is {world}.")
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise unless 0 <= rank < world_size."""
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"A rank must be from 0 to world_size - 1, but rank is {rank} and world_size is {world_size}."
+        )
 
 
 def permutation(count: int, *seeds: int, window: int | None = None) -> npt.NDArray[np.int64]:

@@ -29,6 +29,7 @@ from karvan.data.identity import Identity
 from karvan.data.retry.broker import BrokerOutage
 from karvan.data.retry.patience import RETRY_SECONDS
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
+from karvan.former_names import former_arguments
 
 _ASK_SECONDS = 5.0  # for an answer of brokers that may be away
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
@@ -44,6 +45,7 @@ class KafkaReader:
     are passed over.
     """
 
+    @former_arguments(world="world_size")
     def __init__(
         self,
         topics: str | Sequence[str],
@@ -57,7 +59,7 @@ class KafkaReader:
         timeout: float = 30.0,
         retry_seconds: float = RETRY_SECONDS,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
         try:
             import confluent_kafka
@@ -65,15 +67,15 @@ class KafkaReader:
             raise ImportError("Reading Kafka needs confluent-kafka: pip install karvan[kafka]") from error
         if start not in ("earliest", "latest"):
             raise ValueError(f'A start must be "earliest" or "latest", but is {start!r}.')
-        if size < 1 or not 0 <= rank < world:
+        if size < 1 or not 0 <= rank < world_size:
             raise ValueError(
-                f"Expected size >= 1 and 0 <= rank < world, but have {size}, {rank} and {world}."
+                f"Expected size >= 1 and 0 <= rank < world_size, but have {size}, {rank} and {world_size}."
             )
         self._kafka = confluent_kafka
         self._topics = [topics] if isinstance(topics, str) else list(topics)
         self._decode = decode
         self._size, self._wait, self._start, self._timeout = size, wait, start, timeout
-        self._until_end, self._rank, self._world = until_end, rank, world
+        self._until_end, self._rank, self._world_size = until_end, rank, world_size
         self._offsets: dict[str, int] = {}
         self._closed = Event()
         self._outage = BrokerOutage(confluent_kafka, ", ".join(self._topics), retry_seconds)
@@ -146,7 +148,7 @@ class KafkaReader:
         """Take over this rank's partitions; the offset after the last message of each."""
         partitions = sorted(
             (topic, number) for topic in self._topics for number in self._partitions_of(topic)
-        )[self._rank :: self._world]
+        )[self._rank :: self._world_size]
         ends, assigned = {}, []
         for topic, number in partitions:
             name = f"{topic}/{number}"

@@ -177,7 +177,7 @@ class RemoteBatches:
     def _agreed(
         self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> Own:
-        if self._connection.world > 1 and self._connection.joint_steps:  # all step, or none
+        if self._connection.world_size > 1 and self._connection.joint_steps:  # all step, or none
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)

@@ -30,7 +30,7 @@ class RemoteCaptures:
         self._servers = servers
         self._store = store
         self._lookups = lookups
-        self._sequences = [0] * connection.world  # of each trainer's last push, at the last capture
+        self._sequences = [0] * connection.world_size  # of each trainer's last push, at the last capture
 
     def lost_updates(self) -> int:
         """How many updates of all trainers are not in the rows, because servers have restarted.

@@ -48,7 +48,7 @@ class RemoteStore(SharedStore):
         number = servers.new_store()
         self._connection = connection
         self._lookups = LookupsInFlight(servers, number, connection.settings.staleness)
-        self._tables = RemoteTables(servers, self._lookups, connection.rank, connection.world)
+        self._tables = RemoteTables(servers, self._lookups, connection.rank, connection.world_size)
         self._captures = RemoteCaptures(connection, servers, number, self._lookups)
         self.batches = RemoteBatches(connection, servers, number, self._lookups, self._tables.dim)
         servers.when_lost(_note_loss)
@@ -71,7 +71,7 @@ class RemoteStore(SharedStore):
     @property
     def share(self) -> tuple[int, int]:
         """See `Store.share`; of what passes through this process."""
-        return self._connection.rank, self._connection.world
+        return self._connection.rank, self._connection.world_size
 
     @property
     def lost_updates(self) -> int:

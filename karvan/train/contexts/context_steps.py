@@ -116,7 +116,7 @@ class ContextSteps:
                 "ctx.loader, which knows those of a step, got another one."
             )
         channel = self._setup.runs.connection.main
-        every = rows if channel.world == 1 else int(channel.sum(torch.tensor([rows]))[0])
+        every = rows if channel.world_size == 1 else int(channel.sum(torch.tensor([rows]))[0])
         return StepPass(self._routine.begin([FedBatch(moved, None, rows, every)]), 0), moved
 
     def backward(self, losses: Losses) -> bool:

@@ -109,7 +109,7 @@ class EvalContext:
                 for fed in batches:
                     runs.placement.receive(fed.batch)
                     self._given = fed.batch
-                    if fed.rows or runs.connection.world == 1:
+                    if fed.rows or runs.connection.world_size == 1:
                         yield fed.batch
                     else:  # it is for the others
                         runs.infer(fed.batch)

@@ -134,7 +134,7 @@ class Epoch:
 
     def samples(self, group: list[FedBatch]) -> int:
         """The rows of a step, those of all ranks."""
-        alone = self._connection.world == 1
+        alone = self._connection.world_size == 1
         return sum(rows_of(fed.batch) if alone else fed.all_rows for fed in group)
 
     def trained(self, group: list[FedBatch], samples: int) -> None:
@@ -176,7 +176,7 @@ class Epoch:
         except PositionError as error:
             failure = error
         failures = [None if failure is None else str(failure)]
-        if drop and self._connection.world > 1:
+        if drop and self._connection.world_size > 1:
             failures = self._connection.main.gather_json(failures[0])
         if not any(failures):
             return
@@ -210,7 +210,7 @@ class Epoch:
                 self._data.load_state_dict(self._position)
             except ValueError as error:
                 raise PositionError(str(error)) from error
-        elif batches and not (self._connection.world == 1 and len(saved["ranks"]) == 1):
+        elif batches and not (self._connection.world_size == 1 and len(saved["ranks"]) == 1):
             raise ValueError(
                 "The epoch was begun, and several ranks cannot skip its batches: expected data with "
                 f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."

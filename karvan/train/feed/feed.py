@@ -58,7 +58,7 @@ def feed(
     that was handed out, as if nothing had been taken ahead. With `rounds`, all ranks must close it behind the
     same batch.
     """
-    if rounds is not None and rounds.connection.world > 1:
+    if rounds is not None and rounds.connection.world_size > 1:
         wait = rounds.connection.settings.timeout
         taker: BatchSource = SharedTaker(data, place, rounds)
     else:

@@ -30,7 +30,7 @@ def describe(trainer: Trainer) -> str:
         },
         "metrics": _listed(list(trainer.metrics)),
         "checkpoints": "" if trainer.saver.folder is None else str(trainer.saver.folder),
-        "ranks": "" if where.world == 1 else f"{where.rank} of {where.world}",
+        "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
         "progress": f"step {trainer.step:,}, {trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, "
         f"{trainer.counts.samples:,} samples",
     }

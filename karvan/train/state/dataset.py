@@ -53,7 +53,7 @@ def identify(data: Any, name: str | None, connection: Connection) -> Identity | 
         if not name:
             raise ValueError("data_name must not be empty.")
         known = Identity.named(name, () if known is None else known.files)
-    if connection.world == 1:
+    if connection.world_size == 1:
         return known
     ids = connection.main.gather_json(None if known is None else known.id)
     if known is None or None in ids:

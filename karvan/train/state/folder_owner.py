@@ -18,10 +18,10 @@ def own_together(folder: Path, connection: Connection) -> Ownership | None:
         try:
             owned = own(folder)
         except OwnerError as error:
-            if connection.world == 1:
+            if connection.world_size == 1:
                 raise
             refused = str(error)
-    if connection.world > 1:
+    if connection.world_size > 1:
         refused = connection.main.gather_json(refused)[0]
         if refused is not None:
             raise OwnerError(refused)

@@ -13,12 +13,12 @@ from karvan.train.types import MetricLike
 
 def gather_state(channel: CollectiveChannel, state: Any) -> list[Any]:
     """The trees of all ranks, in their order: dicts, lists, numbers, text and tensors."""
-    return [state] if channel.world == 1 else [unpack(data) for data in channel.gather(pack(state))]
+    return [state] if channel.world_size == 1 else [unpack(data) for data in channel.gather(pack(state))]
 
 
 def merged(channel: CollectiveChannel, metrics: Mapping[str, MetricLike]) -> dict[str, float]:
     """The metrics over the samples of all ranks."""
-    if channel.world == 1 or not metrics:
+    if channel.world_size == 1 or not metrics:
         return {name: metric.compute() for name, metric in metrics.items()}
     states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
     return {

@@ -77,7 +77,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any], *, new_settings: bool = 
     rank, saved = trainer.connection.rank, state["ranks"]
     for metric in trainer.metrics.values():
         metric.reset()
-    if len(saved) == trainer.connection.world:
+    if len(saved) == trainer.connection.world_size:
         for name, metric in trainer.metrics.items():
             if name in saved[rank]["metrics"]:
                 metric.load_state(saved[rank]["metrics"][name])

@@ -166,7 +166,7 @@ class Transforms:
 
     def require_equal(self, channel: CollectiveChannel, model: nn.Module) -> None:
         """Raise if ranks have other statistics than this one; a collective."""
-        if channel.world == 1:
+        if channel.world_size == 1:
             return
         engines = {
             name: module.state_dict()

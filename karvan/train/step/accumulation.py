@@ -17,17 +17,18 @@ from karvan.train.feed.batch_source import FedBatch
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The passes of a step on one of `world` ranks.
+    """The passes of a step on one of `world_size` ranks.
 
     gradient_accumulation_steps: every rank has so many batches in a step. global_accumulation_steps: all
-    ranks together have; in step number s, rank r has one more than others if (r - s) modulo world is below
-    what is left over, so that ranks read their data evenly. together: a step has the batches of all ranks.
+    ranks together have; in step number s, rank r has one more than others if (r - s) modulo world_size is
+    below what is left over, so that ranks read their data evenly. together: a step has the batches of all
+    ranks.
     """
 
     gradient_accumulation_steps: int = 1
     global_accumulation_steps: int | None = None
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     together: bool = True
 
     def __post_init__(self) -> None:
@@ -58,27 +59,27 @@ class Accumulation:
         """The passes of a step, the same on all ranks."""
         if self.global_accumulation_steps is None:
             return self.gradient_accumulation_steps
-        return -(-self.global_accumulation_steps // self.world)
+        return -(-self.global_accumulation_steps // self.world_size)
 
     @property
     def batches(self) -> int:
         """Batches of all ranks that make a step."""
-        return self.global_accumulation_steps or self.gradient_accumulation_steps * self.world
+        return self.global_accumulation_steps or self.gradient_accumulation_steps * self.world_size
 
     def steps(self, batches: int) -> int:
         """How many steps so many batches of every rank make."""
-        return -(-batches * self.world // self.batches)
+        return -(-batches * self.world_size // self.batches)
 
     def mine(self, step: int) -> int:
         """The batches that this rank has in a step."""
         if self.global_accumulation_steps is None:
             return self.gradient_accumulation_steps
-        even, left = divmod(self.global_accumulation_steps, self.world)
-        return even + ((self.rank - step) % self.world < left)
+        even, left = divmod(self.global_accumulation_steps, self.world_size)
+        return even + ((self.rank - step) % self.world_size < left)
 
     def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
         """How much each pass of this rank counts, an empty one 0, and what those of all ranks sum up to."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [1.0] * len(group), float(len(group))
         if self.global_accumulation_steps is not None:
             return [float(fed.rows > 0) for fed in group], float(sum(fed.all_batches for fed in group))
@@ -88,4 +89,4 @@ class Accumulation:
         """What the loss of a pass is divided by; 1 for an empty one, whose loss is 0."""
         if not weight:
             return 1.0
-        return whole / (weight * self.world) if self.together else sum(weights) / weight
+        return whole / (weight * self.world_size) if self.together else sum(weights) / weight

@@ -88,5 +88,5 @@ class _Rehearsed(nn.Module):
 def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
     """What a model of these ranks needs; a collective. In mode async servers have the parameters instead."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    averages = connection.world > 1 and connection.joint_steps
+    averages = connection.world_size > 1 and connection.joint_steps
     return Averaged(model, connection) if averages and trained else Parallel(model)

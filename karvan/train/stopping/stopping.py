@@ -19,7 +19,7 @@ class Stopping:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._alone = trainer.connection.world == 1
+        self._alone = trainer.connection.world_size == 1
         self._agreed: str | None = None
 
     @property

@@ -48,7 +48,7 @@ trainer = kv.Trainer(
     model,
     loss,
     dense_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
-    sparse_optimizer=kv.optim.SGD(lr=float(connection.world)),
+    sparse_optimizer=kv.optim.SGD(lr=float(connection.world_size)),
     checkpoints=os.environ["KARVAN_CHECKPOINTS"],
     checkpoint_every=3,
     callbacks=[Note()],

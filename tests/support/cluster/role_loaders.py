@@ -56,7 +56,7 @@ class Loaders:
     def stream(self, rank=0, world=1, **options):
         os.environ["KARVAN_REGISTRY"] = self.registry.address
         try:
-            made = from_loaders(rank=rank, world=world, loaders=self.count, **options)
+            made = from_loaders(rank=rank, world_size=world, loaders=self.count, **options)
             made._caller()  # finds the registry
             return made
         finally:

@@ -15,7 +15,7 @@ import karvan as kv
 def main(path, loaders):
     path = Path(path)
     state = path.with_suffix(".state")
-    data = kv.data.from_loaders(loaders=int(loaders), rank=0, world=1)
+    data = kv.data.from_loaders(loaders=int(loaders), rank=0, world_size=1)
     if state.exists():
         data.load_state_dict(json.loads(state.read_text()))
     with path.open("a") as file:

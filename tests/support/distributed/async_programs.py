@@ -114,7 +114,7 @@ def together(steps, checkpoints=None, counts=None, overtaken=False, epochs=40, *
     here = distributed.current()
     watch, slow = Losses(), Overtaken()
     trainer = trainer_of(checkpoints, seed=here.rank, callbacks=[watch], loss=slow)
-    if overtaken and here.rank == here.world - 1:
+    if overtaken and here.rank == here.world_size - 1:
         slow.trainer = trainer
     data = batches(12 if counts is None else counts[here.rank], seed=here.rank)
     result = trainer.fit(data, epochs=epochs, max_steps=steps, eval_data=batches(3, seed=9))

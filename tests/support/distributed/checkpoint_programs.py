@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 
     def see_rare(self, rank):
         """All ranks together see every rare key once."""
-        mine = [key for key in RARE if key % distributed.current().world == rank]
+        mine = [key for key in RARE if key % distributed.current().world_size == rank]
         self.step(mine, [1] * len(mine))
 
 

@@ -14,7 +14,7 @@ def talk(transport):
     """All collectives, with numbers that tell who sent what."""
     connection = distributed.connect("sharded", transport=transport)
     channel = connection.main
-    rank, world = channel.rank, channel.world
+    rank, world = channel.rank, channel.world_size
     given = torch.tensor([rank + 1.0, 10.0])
     result = {
         "sum": channel.sum(given),

@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
 class Note(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         time.sleep(0 if (notes / "hurry").exists() else pause)
-        name = f"{connection.world}-{connection.rank}-{os.getpid()}"
+        name = f"{connection.world_size}-{connection.rank}-{os.getpid()}"
         (notes / name).write_text(str(trainer.step))
 
 

@@ -58,11 +58,11 @@ def train(engine, folder, steps):
 
 def fit_shares(run_folder):
     own = int(os.environ["RANK"])
-    before = engine_of().fit(kv.data.read(records(), 64, rank=own, world=2))  # this rank's share alone
+    before = engine_of().fit(kv.data.read(records(), 64, rank=own, world_size=2))  # this rank's share alone
     kv.connect("sharded", timeout=60)
     rank = distributed.current().rank
     made = {"even": plain(engine_of().fit(kv.data.read(records(), 64)))}
-    whole = list(kv.data.read(records(), 100, rank=0, world=1))
+    whole = list(kv.data.read(records(), 100, rank=0, world_size=1))
     made["uneven"] = plain(engine_of().fit(whole[:2] if rank else whole[2:]))
     made["all on one"] = plain(engine_of().fit(whole if rank else []))
     made["twice"] = plain(engine_of().fit(whole))

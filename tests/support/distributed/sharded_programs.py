@@ -98,7 +98,7 @@ def train(
         connection = distributed.connect("sharded", wire=wire, grad_reduce=grad_reduce)
     else:
         connection = distributed.current()
-    rank, world = connection.rank, connection.world
+    rank, world = connection.rank, connection.world_size
     options = {"dtype": getattr(torch, dtype)}
     if admit:
         options["admit"] = kv.admission.MinCount(admit)

@@ -82,7 +82,7 @@ def pieces(rank, seed=0):
 def shares(world, seed=0, kind=kv.Batch):
     """This rank's batches; those of one process are the ones of all ranks together, round by round."""
     here = distributed.current()
-    if here.world == world:
+    if here.world_size == world:
         return [batch_of(rows, kind) for rows in pieces(here.rank, seed)]
     every = [pieces(rank, seed) for rank in range(world)]
     joined = []
@@ -170,14 +170,14 @@ def models(world):
 
 def accumulated(world):
     """Steps of two rounds of unequal rows; one process has those of a step in one batch."""
-    if distributed.current().world == world:
+    if distributed.current().world_size == world:
         data = shares(world)
     else:
         every = [pieces(rank) for rank in range(world)]
         steps = [[each[n : n + 2] for each in every] for n in range(0, 5, 2)]
         data = [batch_of([row for two in step for rows in two for row in rows]) for step in steps]
     trainer = trainer_of(
-        net_of(), gradient_accumulation_steps=2 if distributed.current().world == world else 1
+        net_of(), gradient_accumulation_steps=2 if distributed.current().world_size == world else 1
     )
     return numbers_of(trainer, trainer.fit(data, epochs=2))
 
@@ -187,9 +187,9 @@ def fixed(world, batches=18, together=4):
     here = distributed.current()
     turn, mine = list(range(batches)), []
     for step in range(-(-batches // together)):
-        for rank in range(here.world):
-            extra = (rank - step) % here.world < together % here.world
-            taken = [turn.pop(0) for _ in range(min(len(turn), together // here.world + extra))]
+        for rank in range(here.world_size):
+            extra = (rank - step) % here.world_size < together % here.world_size
+            taken = [turn.pop(0) for _ in range(min(len(turn), together // here.world_size + extra))]
             mine += taken if rank == here.rank else []
     trainer = trainer_of(net_of(), global_accumulation_steps=together)
     return numbers_of(trainer, trainer.fit([batch_of(records(5, [3, number])) for number in mine]))
@@ -202,7 +202,7 @@ class Stop(kv.callbacks.Callback):
         self.step, self.how = step, how
 
     def on_step_end(self, trainer, logs):
-        if logs.step == self.step and trainer.connection.rank == trainer.connection.world - 1:
+        if logs.step == self.step and trainer.connection.rank == trainer.connection.world_size - 1:
             trainer.stop("enough") if self.how == "stop" else os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -310,7 +310,7 @@ def refused(world, folder):
     """Fits that are refused when they begin; the ranks train together afterwards all the same."""
     here = distributed.current()
     file = Path(folder) / "file"
-    if here.rank == here.world - 1:
+    if here.rank == here.world_size - 1:
         file.write_text("")
     here.main.barrier()
     made = [error_of(trainer_of(net_of(), checkpoints=file / "run"), loader())]
@@ -322,7 +322,7 @@ def refused(world, folder):
 def failures(world):
     """A step that one rank's gradients leave out; data that fails on one rank."""
     here = distributed.current()
-    last = here.rank == here.world - 1
+    last = here.rank == here.world_size - 1
     data = [batch_of(records(4, [here.rank, n])) for n in range(4)]
     if last:
         data[1]["dense"][0] = torch.nan
