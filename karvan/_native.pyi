@@ -322,12 +322,55 @@ class Rule:
     @bound.setter
     def bound(self, arg: float, /) -> None: ...
 
-class Program:
+class FeatureSpec:
+    """A feature, as the model declares it; mode: pooled, padded or cells."""
+
+    def __init__(
+        self, name: str, table: str, *, dim: int, mode: str = "pooled", combiner: str = "sum", stack: int = 1
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def table(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def combiner(self) -> str: ...
+    @property
+    def stack(self) -> int:
+        """How many keys an id has."""
+
+class FeatureArrays:
     """
-    The features of an engine: (name, table, slot, mode, combiner, stack, dim) each.
+    The arrays of a feature in one batch, by address; an address of 0 stands for no array.
+
+    values: the int64 keys of `cells` ids. out: the float32 vectors. offsets: int64, where each
+    of `samples` begins; without, a sample has one id. weights: float32, of ids. length: the
+    ids of a padded sample. uses: uint32, how many uses an id stands for; without, one.
     """
 
-    def __init__(self, features: Sequence[tuple[str, str, int, str, str, int, int]], slots: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        values: int,
+        cells: int,
+        samples: int,
+        out: int,
+        offsets: int = 0,
+        weights: int = 0,
+        length: int = 1,
+        uses: int = 0,
+    ) -> None: ...
+
+class Program:
+    """The features of an engine; a table's slot is its index in `tables`."""
+
+    def __init__(self, features: Sequence[FeatureSpec]) -> None: ...
+    @property
+    def tables(self) -> list[str]:
+        """In the order in which features first name them."""
 
 class Gradients:
     """One gradient for each distinct key of a batch."""
@@ -349,13 +392,34 @@ class Gradients:
 class Plan:
     """One batch between its lookup and its gradients."""
 
-    def __init__(self, program: Program, inputs: Sequence[int]) -> None: ...
+    def __init__(self, program: Program, inputs: Sequence[FeatureArrays]) -> None: ...
     def unique(self, slot: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.uint32]]: ...
     def pool_from(self, vectors: Sequence[NDArray[numpy.float32]]) -> None: ...
     def reduce(self, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """
         Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.
         """
+
+def prepare(program: Program, inputs: Sequence[FeatureArrays]) -> Plan:
+    """
+    Groups a batch's keys ahead, on the caller's thread, beside whatever runs.
+    """
+
+def forward(
+    program: Program,
+    tables: Sequence[Table],
+    inputs: Sequence[FeatureArrays],
+    training: bool,
+    step: int,
+    now: float,
+    log: LookupLog | None = None,
+) -> Plan:
+    """
+    Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.
+    """
+
+def forward_prepared(plan: Plan, tables: Sequence[Table], training: bool, step: int, now: float) -> None:
+    """The same for a batch that was prepared."""
 
 class Route:
     """The distinct keys of a plan, by the ranks that own them."""
@@ -384,27 +448,6 @@ class Route:
 
     def pack_gradients(self, gradients: Gradients, scale: float, out: int) -> None:
         """Writes gradients times scale in the order of travel."""
-
-def prepare(program: Program, inputs: Sequence[int]) -> Plan:
-    """
-    Groups a batch's keys ahead, on the caller's thread, beside whatever runs.
-    """
-
-def forward(
-    program: Program,
-    tables: Sequence[Table],
-    inputs: Sequence[int],
-    training: bool,
-    step: int,
-    now: float,
-    log: LookupLog | None = None,
-) -> Plan:
-    """
-    Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.
-    """
-
-def forward_prepared(plan: Plan, tables: Sequence[Table], training: bool, step: int, now: float) -> None:
-    """The same for a batch that was prepared."""
 
 def thread_count() -> int:
     """How many threads a batch operation uses."""

@@ -4,8 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "batch/gradients.h"
-#include "batch/lookup_log.h"
 #include "batch/key_routing.h"
+#include "batch/lookup_log.h"
 #include "bindings/bindings.h"
 #include "bindings/operation.h"
 

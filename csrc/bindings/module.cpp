@@ -8,6 +8,11 @@ NB_MODULE(_native, m) {
   karvan::bindings::bind_hashing(m);
   karvan::bindings::bind_math(m);
   karvan::bindings::bind_records(m);
-  karvan::bindings::bind_store(m);
+  karvan::bindings::bind_lookups(m);
+  karvan::bindings::bind_table(m);
+  karvan::bindings::bind_capture(m);
+  karvan::bindings::bind_rule(m);
+  karvan::bindings::bind_batch(m);
+  karvan::bindings::bind_route(m);
   karvan::bindings::bind_system(m);
 }

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "ipc/shared_board.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
-#include "ipc/shared_board.h"
 #include "threads/pool.h"
 
 namespace nb = nanobind;

@@ -31,7 +31,7 @@ from karvan.embedding.table_handle import TableHandle
 from karvan.name_hints import listed
 from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
-from karvan.store.base import Gradients, Prepared
+from karvan.store.base import Gradients, Prepared, RemoteLookup
 from karvan.threads import share_torch_threads
 
 
@@ -191,13 +191,14 @@ class EmbeddingEngine(nn.Module):
     def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
         plan = self.store.forward(
             self._program,
-            prepared or inputs.asked(),
+            inputs.asked() if prepared is None else prepared,
             training=training,
             step=self.step + 1,
             now=self._clock(),
         )
         if plan.native is None:
-            inputs.fill(plan.away)
+            assert isinstance(plan.remote, RemoteLookup)
+            inputs.fill(plan.remote)
         if training:
             self.step += 1
         return plan

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from karvan import ids, output_buffers
+from karvan._native import FeatureArrays
 from karvan.embedding.table import POOLED, Table
 from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
-from karvan.store.base import RemoteLookup
+from karvan.store.base import LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 
 
@@ -128,18 +129,17 @@ class FeatureInput(Output):
             return self.rows
         return self.cells if self.table.combiner == "ragged" else self.rows * self.length
 
-    def numbers(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """The native call's numbers for this feature; an address of 0 stands for nothing."""
+    def arrays(self) -> FeatureArrays:
+        """What the native call reads and writes, by address."""
         assert self._out is not None
-        return (
-            self.values.data_ptr(),
-            self.cells,
-            0 if self.offsets is None else self.offsets.data_ptr(),
-            self.rows,
-            0 if self.weights is None else self.weights.data_ptr(),
-            self.length,
-            self._out.data_ptr(),
-            0,
+        return FeatureArrays(
+            values=self.values.data_ptr(),
+            cells=self.cells,
+            samples=self.rows,
+            out=self._out.data_ptr(),
+            offsets=0 if self.offsets is None else self.offsets.data_ptr(),
+            weights=0 if self.weights is None else self.weights.data_ptr(),
+            length=self.length,
         )
 
 
@@ -150,11 +150,11 @@ class Inputs:
         self.each = each
         self._reference = reference
 
-    def asked(self) -> list[int] | IdsReference:
+    def asked(self) -> LookupInputs:
         """What a store is asked with."""
         if self._reference is not None:
             return self._reference
-        return [number for one in self.each if isinstance(one, FeatureInput) for number in one.numbers()]
+        return [one.arrays() for one in self.each if isinstance(one, FeatureInput)]
 
     def fill(self, lookup: RemoteLookup) -> None:
         """Take what came from where the ids are."""

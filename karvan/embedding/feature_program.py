@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from karvan._native import FeatureSpec
 from karvan.embedding.feature_inputs import mode_of
 from karvan.embedding.table import POOLED, HashStack, Table
 from karvan.store import LookupProgram
@@ -14,13 +15,13 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
     """The program of some features, with their description."""
     return LookupProgram(
         [
-            (
+            FeatureSpec(
                 feature,
                 table.name or feature,
-                mode_of(table),
-                table.combiner if table.combiner in POOLED else "sum",
-                1 if table.hash_stack is None else table.hash_stack.rounds,
-                table.dim,
+                dim=table.dim,
+                mode=mode_of(table),
+                combiner=table.combiner if table.combiner in POOLED else "sum",
+                stack=1 if table.hash_stack is None else table.hash_stack.rounds,
             )
             for feature, table in features.items()
         ],

@@ -17,7 +17,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,8 @@ Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
 Rule: TypeAlias = _native.Rule
-Prepared: TypeAlias = Any  # what a store's `prepare` gives is for its own `forward`
+FeatureSpec: TypeAlias = _native.FeatureSpec
+LookupInputs: TypeAlias = list[_native.FeatureArrays] | IdsReference
 
 
 class Gradients(Protocol):
@@ -120,44 +121,47 @@ class Push(NamedTuple):
 class LookupProgram:
     """The features of an engine in the form the native core wants, made once.
 
-    `features` are (name, table, mode, combiner, stack, dim); a table's slot is its place in `tables`. told:
-    the features as JSON, for who embeds in the engine's place.
+    A table's slot is its index in `tables`. told: the features as JSON, for those who embed in the engine's
+    place.
     """
 
-    def __init__(
-        self, features: Sequence[tuple[str, str, str, str, int, int]], told: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, features: Sequence[FeatureSpec], told: Mapping[str, Any] | None = None) -> None:
         self.features = list(features)
         self.told = dict(told or {})
         self.name = hashlib.sha256(json.dumps(self.told).encode()).hexdigest()[:16]
-        self.tables = list(dict.fromkeys(table for _, table, *_ in features))
-        slots = {table: slot for slot, table in enumerate(self.tables)}
-        self.native = _native.Program(
-            [
-                (name, table, slots[table], mode, combiner, stack, dim)
-                for name, table, mode, combiner, stack, dim in features
-            ],
-            len(self.tables),
-        )
+        self.native = _native.Program(self.features)
+        self.tables = self.native.tables
+
+
+class LookupState(Protocol):
+    """What a store with remote rows remembers of a batch, from `prepare` until its gradients are sent."""
+
+    @property
+    def plan(self) -> _native.Plan | None:
+        """The batch, grouped by key; None where its ids are remote as well."""
+
+
+@runtime_checkable
+class RemoteLookup(LookupState, Protocol):
+    """A batch whose ids are remote."""
+
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        """Hand over the outputs of all features: whoever keeps the lookup does not keep them."""
+
+
+Prepared: TypeAlias = _native.Plan | LookupState  # what a store's `prepare` gives to its own `forward`
 
 
 class LookupPlan(NamedTuple):
     """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
 
-    away: what a store that has the rows elsewhere must remember. Where the ids are elsewhere as well, there
-    is no native plan; `away` is an `RemoteLookup` then.
+    remote: what a store with remote rows must remember. Where the ids are remote as well, there is no native
+    plan; `remote` is a `RemoteLookup` then.
     """
 
     native: _native.Plan | None
     versions: Mapping[str, int]
-    away: Any = None
-
-
-class RemoteLookup(Protocol):
-    """A batch whose ids are elsewhere."""
-
-    def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """The outputs of all features, which are handed over: whoever keeps the lookup does not keep them."""
+    remote: LookupState | None = None
 
 
 class StalenessStats(NamedTuple):
@@ -285,7 +289,7 @@ class Store(ABC):
     def prepare(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference,
+        inputs: LookupInputs,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -293,16 +297,16 @@ class Store(ABC):
     ) -> Prepared:
         """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else.
 
-        inputs: the native call's numbers for each feature, or what stands for ids that are elsewhere.
+        inputs: the arrays of each feature, or a reference to ids that are remote.
         training, step, now: what the forward will be given, if that is known.
         """
-        assert not isinstance(inputs, IdsReference)
+        assert isinstance(inputs, list)
         return _native.prepare(program.native, inputs)
 
     def forward(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference | Prepared,
+        inputs: LookupInputs | Prepared,
         *,
         training: bool,
         step: int,
@@ -312,8 +316,11 @@ class Store(ABC):
 
         `inputs` are what `prepare` takes, or what it made of them, which is good for one forward.
         """
-        assert not isinstance(inputs, IdsReference)
-        plan = inputs if isinstance(inputs, _native.Plan) else _native.Plan(program.native, inputs)
+        if isinstance(inputs, _native.Plan):
+            plan = inputs
+        else:
+            assert isinstance(inputs, list)
+            plan = _native.Plan(program.native, inputs)
         keys = {table: plan.unique(slot) for slot, table in enumerate(program.tables)}
         found = self.lookup(keys, training=training, step=step, now=now)
         plan.pool_from([found[table].vectors for table in program.tables])

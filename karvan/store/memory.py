@@ -13,6 +13,7 @@ from karvan.store.base import (
     Counts,
     Found,
     Keys,
+    LookupInputs,
     LookupPlan,
     LookupProgram,
     Prepared,
@@ -151,7 +152,7 @@ class MemoryStore(Store):
     def forward(
         self,
         program: LookupProgram,
-        inputs: list[int] | Prepared,
+        inputs: LookupInputs | Prepared,
         *,
         training: bool,
         step: int,
@@ -166,6 +167,7 @@ class MemoryStore(Store):
         if isinstance(inputs, _native.Plan):
             _native.forward_prepared(inputs, tables, training, step, now)
             return LookupPlan(inputs, {})
+        assert isinstance(inputs, list)
         return LookupPlan(_native.forward(program.native, tables, inputs, training, step, now, log), {})
 
     def update(

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from karvan import _native, distributed, output_buffers
 from karvan.distributed.connection import WIRES
-from karvan.ragged import IdsReference
 from karvan.store.base import (
     Agreed,
     Counts,
     Found,
     Keys,
+    LookupInputs,
     LookupPlan,
     LookupProgram,
     Prepared,
@@ -60,6 +60,11 @@ class RankLookup(NamedTuple):
     routed: Routed
     owner: Answered  # what this rank has looked up for all
 
+    @property
+    def plan(self) -> _native.Plan:
+        """See `LookupState.plan`."""
+        return self.routed.plan
+
 
 class ShardedStore(Store):
     """Tables that are spread over the ranks of a connection."""
@@ -87,23 +92,30 @@ class ShardedStore(Store):
     def prepare(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference,
+        inputs: LookupInputs,
         *,
         training: bool | None = None,
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
         """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
-        assert not isinstance(inputs, IdsReference)
+        assert isinstance(inputs, list)
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
     def forward(
-        self, program: LookupProgram, inputs: list[int] | Prepared, *, training: bool, step: int, now: float
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
     ) -> LookupPlan:
         """See `Store.forward`."""
         if isinstance(inputs, Routed):
             routed = inputs
         else:
+            assert isinstance(inputs, list)
             plan = _native.Plan(program.native, inputs)
             routed = self._routed(plan, len(program.tables), alone=False)
         owner = self._owner.lookup(
@@ -119,7 +131,7 @@ class ShardedStore(Store):
         In front of its gradients a rank tells every other which tables have any, which have some that are
         not finite, and whether keys are missing, because a feature had no gradient.
         """
-        routed, owner = plan.away
+        routed, owner = _looked_up(plan)
         assert plan.native is not None
         mine = plan.native.reduce(list(addresses), list(strides))
         complete = routed.route.complete(mine)
@@ -156,21 +168,30 @@ class ShardedStore(Store):
                 kept[table] = rules[table]
             elif table in rules:
                 self._local.skip(table)
-        passes = [(plan.away.owner, sums.owned) for plan, sums in gradients]
+        passes = [(_looked_up(plan).owner, sums.owned) for plan, sums in gradients]
         self._owner.update(program.tables, passes, kept, steps)
 
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`; a collective."""
-        program = LookupProgram([(table, table, "cells", "sum", 1, self._local.dim(table)) for table in keys])
+        program = LookupProgram(
+            [_native.FeatureSpec(table, table, dim=self._local.dim(table), mode="cells") for table in keys]
+        )
         outs = {
             table: np.empty((len(k), self._local.dim(table)), np.float32) for table, (k, _) in keys.items()
         }
         kept = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
-        inputs: list[int] = []
-        for table, (k, c) in kept.items():
-            inputs += [k.ctypes.data, len(k), 0, len(k), 0, 1, outs[table].ctypes.data, c.ctypes.data]
+        inputs = [
+            _native.FeatureArrays(
+                values=k.ctypes.data,
+                cells=len(k),
+                samples=len(k),
+                out=outs[table].ctypes.data,
+                uses=c.ctypes.data,
+            )
+            for table, (k, c) in kept.items()
+        ]
         self.forward(program, inputs, training=training, step=step, now=now)
         return {table: Found(out, self._local.version(table)) for table, out in outs.items()}
 
@@ -293,3 +314,8 @@ class ShardedStore(Store):
     def stats(self, table: str) -> dict[str, int]:
         """See `Store.stats`; of this rank's share."""
         return self._local.stats(table)
+
+
+def _looked_up(plan: LookupPlan) -> RankLookup:
+    assert isinstance(plan.remote, RankLookup)
+    return plan.remote

@@ -193,9 +193,11 @@ def test_trainers_of_a_run_agree_on_what_it_is(server):
 
 
 def test_native_entry_points_check_the_sizes_that_they_index_by():
-    program = kv.store.LookupProgram([("a", "a", "pooled", "sum", 1, 2)])
+    spec = kv._native.FeatureSpec
+    program = kv.store.LookupProgram([spec("a", "a", dim=2)])
     ids, out = torch.arange(3), torch.zeros(3, 2)
-    inputs = [ids.data_ptr(), 3, 0, 3, 0, 1, out.data_ptr(), 0]
+    arrays = kv._native.FeatureArrays(values=ids.data_ptr(), cells=3, samples=3, out=out.data_ptr())
+    inputs = [arrays]
     plan = kv._native.Plan(program.native, inputs)
     table = kv._native.Table(
         "a", 4, "float32", ("constant", 0.0, 0.0, 0.0, 0.0), 0, ("always", 0.0, 0), ("never", 0.0, 1), 1
@@ -208,10 +210,13 @@ def test_native_entry_points_check_the_sizes_that_they_index_by():
         lambda: plan.pool_from([np.zeros((3, 1), np.float32)]),
         lambda: kv._native.forward(program.native, [], inputs, True, 1, 0.0),
         lambda: kv._native.forward(program.native, [table], inputs, True, 1, 0.0),
-        lambda: kv._native.Program([("a", "a", 1, "pooled", "sum", 1, 2)], 1),
-        lambda: kv._native.Program(
-            [("a", "a", 0, "pooled", "sum", 1, 2), ("b", "a", 0, "pooled", "sum", 1, 3)], 1
-        ),
+        lambda: kv._native.Plan(program.native, []),
+        lambda: kv._native.Plan(program.native, [arrays, arrays]),
+        lambda: kv._native.prepare(program.native, []),
+        lambda: kv._native.forward(program.native, [table], [], True, 1, 0.0),
+        lambda: spec("a", "a", dim=0),
+        lambda: spec("a", "a", dim=2, stack=0),
+        lambda: kv._native.Program([spec("a", "a", dim=2), spec("b", "a", dim=3)]),
         lambda: kv._native.Gradients.merge([]),
     ):
         with pytest.raises((ValueError, IndexError), match=r"[Ee]xpected"):

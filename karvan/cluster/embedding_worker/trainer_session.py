@@ -87,7 +87,7 @@ class Embedding:
         self.wire = wire
         self.features = features_from_json(features)
         self.program = make_program(self.features)
-        dims = {feature[1]: feature[5] for feature in self.program.features}
+        dims = {feature.table: feature.dim for feature in self.program.features}
         self.dims = [dims[table] for table in self.program.tables]
 
     def group(self, ids: Mapping[str, Any]) -> Embedded:
@@ -140,9 +140,7 @@ class Embedded:
                     f"which has: {', '.join(map(str, ids)) or 'nothing'}."
                 )
             self.inputs.append(FeatureInput(feature, name, table, ids[feature]))
-        plan = _native.prepare(
-            engine.program.native, [number for one in self.inputs for number in one.numbers()]
-        )
+        plan = _native.prepare(engine.program.native, [one.arrays() for one in self.inputs])
         self.pull = ServerLookup(
             engine.program,
             plan,

@@ -68,17 +68,20 @@ def by_slot(arrays: Sequence[Sequence[Places]]) -> list[Places]:
     return [np.concatenate(of_slot) for of_slot in zip(*arrays, strict=True)]
 
 
-def features(asked: Numbers, messages: Sequence[Keys], dims: Sequence[int], out: int) -> list[int]:
-    """What was asked for, in the native core's numbers: for each rank, for each of its tables.
+def features(
+    asked: Numbers, messages: Sequence[Keys], dims: Sequence[int], out: int
+) -> list[_native.FeatureArrays]:
+    """What was asked for, as the native core's features: for each rank, for each of its tables.
 
     out: the address of as many floats as were asked for.
     """
-    inputs: list[int] = []
+    inputs = []
     for of_rank, message in zip(asked, messages, strict=True):
         keys = message.ctypes.data
         uses = keys + 8 * sum(of_rank)
         for count, dim in zip(of_rank, dims, strict=True):
-            inputs += [keys, count, 0, count, 0, 1, out, uses]
+            made = _native.FeatureArrays(values=keys, cells=count, samples=count, out=out, uses=uses)
+            inputs.append(made)
             keys += 8 * count
             uses += 4 * count
             out += 4 * count * dim

@@ -121,7 +121,7 @@ class Owner:
         if ranks not in known:
             known[ranks] = LookupProgram(
                 [
-                    (f"{table} for rank {rank}", table, "cells", "sum", 1, dim)
+                    _native.FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
                     for rank in range(ranks)
                     for table, dim in zip(tables, dims, strict=True)
                 ]

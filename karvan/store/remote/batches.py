@@ -21,7 +21,7 @@ from karvan import _native
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
-from karvan.store.base import Agreed, LookupPlan, LookupProgram, Prepared, Rule
+from karvan.store.base import Agreed, LookupInputs, LookupPlan, LookupProgram, Prepared, Rule
 from karvan.store.exchange.wire_format import rule_to_json
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
@@ -76,7 +76,7 @@ class RemoteBatches:
     def prepare(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference,
+        inputs: LookupInputs,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -95,7 +95,7 @@ class RemoteBatches:
     def forward(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference | Prepared,
+        inputs: LookupInputs | Prepared,
         *,
         training: bool,
         step: int,
@@ -133,7 +133,7 @@ class RemoteBatches:
     def _lookup(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference | _native.Plan,
+        inputs: LookupInputs | Prepared,
         training: bool,
         step: int,
         now: float,
@@ -148,6 +148,7 @@ class RemoteBatches:
         if isinstance(inputs, list):
             make = _native.prepare if ahead else _native.Plan
             inputs = make(program.native, inputs)
+        assert isinstance(inputs, _native.Plan)
         return self.at_servers.make(program, inputs, training=training, step=step, now=now)
 
     def _watch(self, lookup: ServerLookup | WorkerLookup) -> None:
@@ -160,13 +161,15 @@ class RemoteBatches:
 
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
         """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
-        assert plan.native is not None
-        mine = plan.native.reduce(list(addresses), list(strides))
-        return self._agreed(mine, mine.finite(), mine.touched(), plan.away.route.complete(mine))
+        lookup = _lookup_of(plan)
+        assert isinstance(lookup, ServerLookup)
+        mine = lookup.plan.reduce(list(addresses), list(strides))
+        return self._agreed(mine, mine.finite(), mine.touched(), lookup.route.complete(mine))
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Own:
         """See `Store.hold`; a worker will sum them by key."""
-        lookup: WorkerLookup = plan.away
+        lookup = _lookup_of(plan)
+        assert isinstance(lookup, WorkerLookup)
         return self._agreed(
             lookup.pack(gradients),
             lookup.finite(gradients),
@@ -202,7 +205,7 @@ class RemoteBatches:
                 applied[table] = rule_to_json(rules[table])
             elif table in rules:
                 skipped.append(table)
-        lookups: list[ServerLookup | WorkerLookup] = [plan.away for plan, _ in gradients]
+        lookups = [_lookup_of(plan) for plan, _ in gradients]
         numbers = [lookup.number for lookup in lookups]
         head = {
             "store": self._store,
@@ -238,3 +241,8 @@ class RemoteBatches:
     def _applied(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
         """The gradients of these have been applied; they are held until then."""
         self._window.end([lookup.number for lookup in lookups])
+
+
+def _lookup_of(plan: LookupPlan) -> ServerLookup | WorkerLookup:
+    assert isinstance(plan.remote, ServerLookup | WorkerLookup)
+    return plan.remote

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.distributed import Connection
-from karvan.ragged import IdsReference
 from karvan.store.base import (
     Counts,
     Found,
     Keys,
+    LookupInputs,
     LookupPlan,
     LookupProgram,
     Prepared,
@@ -81,7 +81,7 @@ class RemoteStore(SharedStore):
     def prepare(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference,
+        inputs: LookupInputs,
         *,
         training: bool | None = None,
         step: int = 0,
@@ -93,7 +93,7 @@ class RemoteStore(SharedStore):
     def forward(
         self,
         program: LookupProgram,
-        inputs: list[int] | IdsReference | Prepared,
+        inputs: LookupInputs | Prepared,
         *,
         training: bool,
         step: int,

@@ -42,6 +42,8 @@ class WorkerLookup(PendingLookup):
     nobody holds any more, at any moment.
     """
 
+    plan = None  # the worker has it
+
     def __init__(
         self,
         program: LookupProgram,
@@ -89,7 +91,7 @@ class WorkerLookup(PendingLookup):
                 begins = torch.from_numpy(offsets[at_offset : at_offset + rows + 1].copy())
                 at_offset += rows + 1
             laid = OutputLayout(rows, ids, length, begins)
-            out = output_buffers.empty(_cells(feature[2], laid), feature[5])
+            out = output_buffers.empty(_cells(feature.mode, laid), feature.dim)
             np.copyto(out.numpy().reshape(-1), flat[at : at + out.numel()])
             at += out.numel()
             self._outs.append(out)
@@ -103,18 +105,18 @@ class WorkerLookup(PendingLookup):
             raise RefusedError(f"expected {len(self.program.features)} features, got {len(laid)}.")
         size = at = 0
         for feature, (rows, ids, length, has_offsets) in zip(self.program.features, laid, strict=True):
-            size += _cells(feature[2], OutputLayout(rows, ids, length, None)) * feature[5]
+            size += _cells(feature.mode, OutputLayout(rows, ids, length, None)) * feature.dim
             if has_offsets:
                 begins = offsets[at : at + rows + 1]
                 at += rows + 1
                 ends = len(begins) == rows + 1 and begins[0] == 0 and begins[-1] == ids
                 if not ends or (np.diff(begins) < 0).any():
-                    raise RefusedError(f"expected offsets of {rows} rows and {ids} ids for '{feature[0]}'.")
+                    raise RefusedError(f"expected offsets of {rows} rows and {ids} ids for '{feature.name}'.")
         expect_array(vectors, "vectors", "float32" if self._wire == "float32" else "uint16", size)
         expect_array(offsets, "offsets", "int64", at)
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """See `AwayLookup.take`."""
+        """See `RemoteLookup.take`."""
         outs, self._outs = self._outs, []
         return list(zip(outs, self.laid, strict=True))
 
@@ -141,7 +143,7 @@ class WorkerLookup(PendingLookup):
         found: dict[str, list[bool]] = {table: [] for table in self.program.tables}
         for feature, laid, gradient in zip(self.program.features, self.laid, gradients, strict=True):
             if gradient is not None:
-                found[feature[1]].append(one(feature[2], laid, gradient))
+                found[feature.table].append(one(feature.mode, laid, gradient))
         return [of(each) for each in found.values()]
 
     def __del__(self) -> None:
