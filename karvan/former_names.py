@@ -18,16 +18,26 @@ _NAMES = {
         "Job": "kv.TrainingJob",
         "stream": "kv.data.from_loaders",
     },
+    "karvan.metrics": {
+        "LogLoss": "kv.metrics.BinaryCrossEntropy",
+        "MAE": "kv.metrics.MeanAbsoluteError",
+        "MSE": "kv.metrics.MeanSquaredError",
+    },
 }
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+def new_name(module: str, name: str) -> str | None:
+    """What a former name of a module is called now."""
+    return _NAMES.get(module, {}).get(name)
+
+
 def missing_name(module: str, name: str) -> AttributeError:
     """The error for a name that a module does not have."""
     text = f"module '{module}' has no attribute '{name}'"
-    new = _NAMES.get(module, {}).get(name)
+    new = new_name(module, name)
     return AttributeError(text if new is None else f"{text}: it is {new} now.")
 
 

@@ -1,28 +1,36 @@
 """Streaming metrics: updated batch by batch, merged over ranks. Public as `kv.metrics`."""
 
+from typing import TYPE_CHECKING, Any
+
+from karvan.former_names import missing_name
 from karvan.metrics.accuracy import Accuracy
 from karvan.metrics.auc import AUC
 from karvan.metrics.base import Metric, State
 from karvan.metrics.calibration import Calibration
 from karvan.metrics.gauc import GAUC
 from karvan.metrics.hit_rate import HitRate
-from karvan.metrics.logloss import LogLoss
-from karvan.metrics.mae import MAE
+from karvan.metrics.logloss import BinaryCrossEntropy
+from karvan.metrics.mae import MeanAbsoluteError
 from karvan.metrics.mean import Mean
-from karvan.metrics.mse import MSE
+from karvan.metrics.mse import MeanSquaredError
 from karvan.metrics.ndcg import NDCG
 
 __all__ = [
     "AUC",
     "GAUC",
-    "MAE",
-    "MSE",
     "NDCG",
     "Accuracy",
+    "BinaryCrossEntropy",
     "Calibration",
     "HitRate",
-    "LogLoss",
     "Mean",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
     "Metric",
     "State",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing_name("karvan.metrics", name)

@@ -26,6 +26,7 @@ class Metric(ABC):
     """
 
     higher_is_better: ClassVar[bool]
+    short_name: ClassVar[str]  # what reports call it unless a config says otherwise; stored in histories
     group: str | None = None  # the name in the batch of what samples are grouped by, for metrics that do
 
     def __init__(
@@ -41,6 +42,10 @@ class Metric(ABC):
         self.weight = weight
         self.logits = logits
         self.reset()
+
+    def __init_subclass__(cls) -> None:
+        if "short_name" not in vars(cls):
+            cls.short_name = cls.__name__.lower()
 
     @torch.no_grad()
     def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:

@@ -11,12 +11,14 @@ from karvan.metrics.ratio_of_sums import WeightedMean
 _EPSILON = torch.finfo(torch.float64).eps
 
 
-class LogLoss(WeightedMean):
-    """The mean of -log(probability of what happened), in nats.
+class BinaryCrossEntropy(WeightedMean):
+    """The mean of -log(probability of what happened), in nats: the logarithmic loss.
 
     Probabilities are moved 2.2e-16 away from 0 and 1, as scikit-learn does it, so that one wrong certainty
     costs 36 and not infinity. Labels may lie between 0 and 1.
     """
+
+    short_name = "logloss"
 
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         # -log(1 - p) is softplus(logit); torch.log would wake all threads, which takes longer than this.

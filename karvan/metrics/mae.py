@@ -7,8 +7,10 @@ from torch import Tensor
 from karvan.metrics.ratio_of_sums import MeanDistance
 
 
-class MAE(MeanDistance):
+class MeanAbsoluteError(MeanDistance):
     """The mean of |score - label|; with `logits=True`, of probabilities."""
+
+    short_name = "mae"
 
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         return (scores - labels).abs()

@@ -7,8 +7,10 @@ from torch import Tensor
 from karvan.metrics.ratio_of_sums import MeanDistance
 
 
-class MSE(MeanDistance):
+class MeanSquaredError(MeanDistance):
     """The mean of (score - label)²; with `logits=True`, of probabilities: the Brier score."""
+
+    short_name = "mse"
 
     def _values(self, scores: Tensor, labels: Tensor) -> Tensor:
         return (scores - labels).square()

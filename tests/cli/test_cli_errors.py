@@ -9,6 +9,7 @@ CONFIGS = {
         "train: {accumulate: 2}",
         "train: unknown key 'accumulate': it is gradient_accumulation_steps now",
     ),
+    "a former metric": ("metrics: [LogLoss]", "There is no metric 'LogLoss': it is BinaryCrossEntropy now"),
     "a former section": ("logs: {every: 2}", "unknown key 'logs': it is loggers now"),
     "a wrong value": ("train: {epochs: many}", "train.epochs: input should be a valid integer"),
     "a value out of range": (

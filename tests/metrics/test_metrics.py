@@ -96,11 +96,11 @@ def test_sums_are_scikit_learns(drawn):
     for w in (None, weights):
         options = {"sample_weight": w}
         pairs = [
-            (metrics.LogLoss(), sk.log_loss(labels, scores, labels=[0, 1], **options)),
+            (metrics.BinaryCrossEntropy(), sk.log_loss(labels, scores, labels=[0, 1], **options)),
             (metrics.Accuracy(), sk.accuracy_score(labels, scores >= 0.5, **options)),
             (metrics.Accuracy(0.1), sk.accuracy_score(labels, scores >= 0.1, **options)),
-            (metrics.MSE(), sk.mean_squared_error(labels, scores, **options)),
-            (metrics.MAE(), sk.mean_absolute_error(labels, scores, **options)),
+            (metrics.MeanSquaredError(), sk.mean_squared_error(labels, scores, **options)),
+            (metrics.MeanAbsoluteError(), sk.mean_absolute_error(labels, scores, **options)),
         ]
         for metric, expected in pairs:
             assert _add(metric, scores, labels, w).compute() == pytest.approx(expected, abs=1e-9)
@@ -114,7 +114,9 @@ def test_sums_are_scikit_learns(drawn):
 
 def test_log_loss_of_a_wrong_certainty_is_scikit_learns():
     scores, labels = np.array([0.0, 1.0, 1.0]), np.array([1.0, 0.0, 1.0])
-    assert _add(metrics.LogLoss(), scores, labels).compute() == pytest.approx(sk.log_loss(labels, scores))
+    assert _add(metrics.BinaryCrossEntropy(), scores, labels).compute() == pytest.approx(
+        sk.log_loss(labels, scores)
+    )
 
 
 def _grouped(function, groups, *arrays):

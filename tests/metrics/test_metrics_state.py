@@ -17,11 +17,11 @@ MAKERS = {
     "GAUC": metrics.GAUC,
     "NDCG": metrics.NDCG,
     "HitRate": lambda **names: metrics.HitRate(2, **names),
-    "LogLoss": metrics.LogLoss,
+    "BinaryCrossEntropy": metrics.BinaryCrossEntropy,
     "Calibration": metrics.Calibration,
     "Accuracy": metrics.Accuracy,
-    "MSE": metrics.MSE,
-    "MAE": metrics.MAE,
+    "MeanSquaredError": metrics.MeanSquaredError,
+    "MeanAbsoluteError": metrics.MeanAbsoluteError,
 }
 
 
@@ -161,7 +161,7 @@ def test_a_state_of_other_settings_is_refused_and_changes_nothing():
     auc = metrics.AUC(bins=100)
     auc.update(output, batch)
     value = auc.compute()
-    for other in (metrics.AUC(bins=10), metrics.AUC(exact=True), metrics.LogLoss()):
+    for other in (metrics.AUC(bins=10), metrics.AUC(exact=True), metrics.BinaryCrossEntropy()):
         for take in (auc.merge, auc.load_state):
             with pytest.raises(ValueError, match=r"bins|A state of AUC has counts; got"):
                 take(other.state())

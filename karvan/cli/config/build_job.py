@@ -14,6 +14,7 @@ from karvan.cli.config import schema as configs
 from karvan.cli.config.class_lookup import check_arguments, classes_of, found, made_by_name, tried
 from karvan.cli.errors import CommandError
 from karvan.data.columns.from_settings import column_from_settings
+from karvan.former_names import new_name
 from karvan.train.reporting.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
 
 _ADMISSIONS = {
@@ -159,9 +160,12 @@ def _losses() -> dict[str, Any]:
 
 def make_metrics(given: Sequence[str] | Mapping[str, configs.Named]) -> dict[str, Any]:
     """Metrics of kv.metrics: a list of names, or by names of their own."""
-    if not isinstance(given, Mapping):
-        given = {name.lower(): configs.Named(name=name) for name in given}
     known = classes_of(kv.metrics, kv.metrics.Metric)
+    for name in given if not isinstance(given, Mapping) else [each.name for each in given.values()]:
+        if name not in known and (new := new_name("karvan.metrics", name)) is not None:
+            raise CommandError(f"There is no metric '{name}': it is {new.rpartition('.')[2]} now.")
+    if not isinstance(given, Mapping):
+        given = {found("metric", known, name).short_name: configs.Named(name=name) for name in given}
     return {name: made_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
 
 

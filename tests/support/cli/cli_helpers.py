@@ -19,7 +19,7 @@ model:
   tables: {{liked: {{name: category}}}}
 optimizers: {{dense: {{name: Adam, lr: 1e-2}}, sparse: {{name: Adagrad, lr: 0.1}}}}
 train: {{epochs: 2}}
-metrics: [AUC, LogLoss]
+metrics: [AUC, BinaryCrossEntropy]
 checkpoints: {{folder: {folder}/run}}
 predict: {{columns: [user, item]}}
 """
