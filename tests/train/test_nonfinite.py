@@ -151,6 +151,17 @@ def test_a_train_context_that_learns_nothing_says_so():
         loop(ctx, data)
 
 
+def test_nonfinite_means_the_same_for_a_trainer_and_a_train_context():
+    good, bad = batches(2), [kv.Batch({**batch, "price": batch["price"] * NAN}) for batch in batches(1)]
+    fit = trainer(net := model(), nonfinite="raise")
+    with pytest.raises(FloatingPointError, match=r"Step 2 was skipped: .* not finite.*'price'"):
+        fit.fit([good[0], *bad, good[1]])
+    assert all(parameter.isfinite().all() for parameter in net.parameters())  # it was skipped, too
+    with context(nonfinite="apply") as ctx:
+        loop(ctx, [good[0], *bad])
+    assert any(parameter.isnan().any() for parameter in ctx.model.parameters())
+
+
 def test_a_loader_brings_its_error_to_the_step():
     made = with_values([5.0])
     columns = {name: torch.cat([batch[name] for batch in made]).numpy() for name in made[0]}
