@@ -1,7 +1,8 @@
-"""Checks of arguments that are whole numbers."""
+"""Checks of arguments: whole numbers, and what an error says of an unknown name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -24,3 +25,13 @@ def check_counts(least: int, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, but is {value}.")
+
+
+def listed(name: object, known: Iterable[object]) -> str:
+    """The known names in a sentence's end, and the nearest one: "user, item. Did you mean 'item'?"."""
+    import difflib  # only errors need it
+
+    names = [str(each) for each in known]
+    nearest = difflib.get_close_matches(str(name), names, n=1)
+    meant = f" Did you mean '{nearest[0]}'?" if nearest else ""
+    return f"{', '.join(names) or 'nothing'}.{meant}"

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
+from karvan.argument_checks import listed
 from karvan.data.columns.declarations import Column, Fixed, Varlen, infer_field
 from karvan.data.columns.decoder import Decoder
 from karvan.data.errors import DataError
@@ -20,7 +21,6 @@ from karvan.data.loading.loader import Loader
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.former_names import former_arguments
-from karvan.name_hints import listed
 
 
 @former_arguments(world="world_size")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan import distributed
+from karvan.argument_checks import listed
 from karvan.distributed import Connection
 from karvan.embedding import portable
 from karvan.embedding.eviction import TTL, steady_time
@@ -28,7 +29,6 @@ from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle
-from karvan.name_hints import listed
 from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.base import Gradients, Prepared, RemoteLookup

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from karvan.argument_checks import listed
 from karvan.label_columns import refuse_missing
-from karvan.name_hints import listed
 from karvan.ragged import Ragged
 
 State: TypeAlias = dict[str, Tensor]

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from karvan.argument_checks import listed
 from karvan.embedding import Table, init
-from karvan.name_hints import listed
 from karvan.ragged import OptionalRagged
 
 Names: TypeAlias = Sequence[str] | Mapping[str, int]

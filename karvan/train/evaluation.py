@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from karvan.activity import activity
+from karvan.argument_checks import listed
 from karvan.label_columns import required_labels
-from karvan.name_hints import listed
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
 from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples

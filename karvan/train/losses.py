@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from karvan.argument_checks import listed
 from karvan.label_columns import one_each
-from karvan.name_hints import listed
 from karvan.train.checks.label_values import check_column, check_of
 from karvan.train.types import AnyBatch, Losses, Output
 
