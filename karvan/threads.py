@@ -1,9 +1,7 @@
 """The number of cores and threads, and which threads the native core uses."""
 
-import ctypes
 import os
 from functools import cache
-from pathlib import Path
 
 from karvan import _native
 
@@ -37,15 +35,10 @@ def share_torch_threads() -> bool:
     of ours would have to share a core with one that does nothing. While the two numbers of threads differ
     (`set_num_threads`, `torch.set_num_threads`), the native core uses its own.
     """
-    import torch
+    from karvan.torch_internals import openmp_addresses  # imports torch, which takes long
 
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        addresses = [
-            ctypes.cast(function, ctypes.c_void_p).value or 0
-            for function in (library.GOMP_parallel, library.omp_get_max_threads)
-        ]
-    except (OSError, AttributeError):  # another system, or a torch that was built in another way
+    addresses = openmp_addresses()
+    if addresses is None:
         return False
     _native.share_team(*addresses)
     return True

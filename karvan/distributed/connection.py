@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from karvan import _native
@@ -30,6 +29,7 @@ from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
 from karvan.system_limits import require_limits
+from karvan.torch_internals import PrefixStore, Store, default_group, default_store
 
 if TYPE_CHECKING:
     from karvan.discovery.membership import Membership
@@ -186,7 +186,7 @@ class SharedConnection(Connection):
                 )
             _owned.add("process group")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        store = _get_default_store()
+        store = default_store()
         number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
         self._watch = RankMonitor(
             PrefixStore(f"karvan/{number // self.world_size}", store),
@@ -249,7 +249,7 @@ class SharedConnection(Connection):
         self._watch.tell(error)
         self.channels[channel].leave()
         if dist.is_initialized():
-            keep_forever(_get_default_group())  # gradients may be on their way
+            keep_forever(default_group())  # gradients may be on their way
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """See `Connection.explained`."""

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
 from karvan.clock import clock
 from karvan.distributed.errors import RankError
+from karvan.torch_internals import Store
 
 _BEAT = 1.0  # seconds between two signs of life
 _LOST = 3.5  # seconds without one after which a rank counts as dead or stopped

@@ -13,7 +13,7 @@ import json
 import secrets
 import time
 
-from torch.distributed.distributed_c10d import Store
+from karvan.torch_internals import Store
 
 _LOOK = 0.01  # seconds between two looks
 

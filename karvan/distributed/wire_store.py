@@ -21,11 +21,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from karvan.clock import clock
 from karvan.job.environment import JobEnvironment
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
+from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
 
 _PAUSES = 0.001, 0.1  # seconds between two questions, at first and at last

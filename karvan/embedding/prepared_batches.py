@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from karvan.embedding.feature_inputs import Inputs
 from karvan.ragged import REFERENCE, Ragged
 from karvan.store.base import Prepared
+from karvan.torch_internals import TENSOR_VERSION
 
 _MOST = 8  # whoever prepares more than that without using them prepares in vain
 
@@ -76,7 +77,7 @@ class _Same:
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
-        self._version = getattr(tensor, "_version", None)
+        self._version = getattr(tensor, TENSOR_VERSION, None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._tensor is other._tensor and self._version == other._version

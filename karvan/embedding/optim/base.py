@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.table_handle import TableHandle
 from karvan.store import Rule
+from karvan.torch_internals import is_step_observed
 
 Group: TypeAlias = dict[str, Any]
 Target: TypeAlias = EmbeddingEngine | nn.Module | TableHandle
@@ -89,7 +88,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
             )
-        return _watched_step(self, closure) if _watched(self) else self._step(closure)
+        return _watched_step(self, closure) if is_step_observed(self) else self._step(closure)
 
     # Tells torch not to wrap `step` in its hooks and profiler marks, which take longer than a small update.
     # They are there when somebody uses them.
@@ -157,16 +156,6 @@ class SparseOptimizer(torch.optim.Optimizer):
 
 
 _watched_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)
-
-
-def _watched(optimizer: SparseOptimizer) -> bool:
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or _profiler_enabled()
-    )
 
 
 def limits(

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from karvan.embedding import EmbeddingEngine
+from karvan.torch_internals import TorchDispatchMode
 
 NAMES = ("fp32", "bf16", "fp16", "auto")
 

@@ -1,0 +1,71 @@
+"""What Karvan uses of torch that torch does not promise to keep, in one place.
+
+`tests/test_torch_internals.py` looks each of these up in the installed torch. What each is for, and
+what breaks without it:
+
+- `_get_default_group`, `_get_default_store`: the group and the store of torch.distributed that ranks meet by.
+  Without them `kv.connect` fails where several trainers train together.
+- `Store`, `PrefixStore`: the stores of torch.distributed, which exports them without types. Without them no
+  trainer connects to others.
+- `TorchDispatchMode`: bf16 products on CPUs without bf16 instructions. Without it `precision="bf16"` fails
+  there.
+- `_profiler_enabled`, `_global_optimizer_pre_hooks`, `_global_optimizer_post_hooks`,
+  `_optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: whether anybody observes a step of an optimizer.
+  Without them steps of sparse optimizers fail; if their meaning changes, hooks and profiles miss such steps.
+- `_version` of a tensor: the number of writes to it. Without it a batch that was changed in place after
+  `EmbeddingEngine.prepare` trains with its old ids.
+- `GOMP_parallel`, `omp_get_max_threads` of libtorch_cpu.so: torch's OpenMP threads, which the native core
+  shares. Without them it uses threads of its own, which is slower beside torch and gives the same results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch._C._autograd import _profiler_enabled
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_group, _get_default_store
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "OPENMP_FUNCTIONS",
+    "TENSOR_VERSION",
+    "PrefixStore",
+    "Store",
+    "TorchDispatchMode",
+    "default_group",
+    "default_store",
+    "is_step_observed",
+    "openmp_addresses",
+]
+
+# The attribute of a tensor that counts the writes to it.
+TENSOR_VERSION = "_version"
+# What the native core calls to run on torch's threads, in the order of `_native.share_team`.
+OPENMP_FUNCTIONS = ("GOMP_parallel", "omp_get_max_threads")
+
+default_group = _get_default_group
+default_store = _get_default_store
+
+
+def is_step_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks or a profiler want to know of a step of this optimizer."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or _profiler_enabled()
+    )
+
+
+def openmp_addresses() -> list[int] | None:
+    """The addresses of OPENMP_FUNCTIONS in the library that torch's operations use; None if it has none."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        functions = [getattr(library, name) for name in OPENMP_FUNCTIONS]
+    except (OSError, AttributeError):  # another system, or a torch that was built in another way
+        return None
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions]

@@ -1,0 +1,111 @@
+"""What Karvan uses of torch's internals exists in the installed torch, and is used in one place only."""
+
+import ast
+import ctypes
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+PACKAGE = Path(__file__).parent.parent / "karvan"
+INTERNALS = PACKAGE / "torch_internals.py"
+TREE = ast.parse(INTERNALS.read_text())
+_PRIVATE = re.compile(r"(torch|dist)(\.\w+)*\.(_(?!_)|distributed_c10d)")
+ATTRIBUTES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def _imports(tree):
+    """(module, name) of each import of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "torch")
+
+
+def _is_internal(module, name):
+    return any(part.startswith("_") for part in (*module.split("."), name)) or "c10d" in module
+
+
+INTERNAL = [each for each in _imports(TREE) if _is_internal(*each)]
+
+
+def _missing(what):
+    return f"torch {torch.__version__} has no {what}: karvan/torch_internals.py says what depends on it."
+
+
+@pytest.mark.parametrize(("module", "name"), INTERNAL)
+def test_an_internal_name_exists(module, name):
+    assert hasattr(importlib.import_module(module), name), _missing(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_optimizer_has_its_hooks(name):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    assert hasattr(optimizer, name), _missing(f"Optimizer.{name}")
+
+
+def test_a_tensor_counts_what_is_written_to_it():
+    from karvan.torch_internals import TENSOR_VERSION
+
+    tensor = torch.zeros(2)
+    assert hasattr(tensor, TENSOR_VERSION), _missing(f"Tensor.{TENSOR_VERSION}")
+    before = getattr(tensor, TENSOR_VERSION)
+    tensor.add_(1)
+    assert getattr(tensor, TENSOR_VERSION) > before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch has other threads elsewhere")
+def test_torchs_library_has_the_functions_of_openmp():
+    from karvan.torch_internals import OPENMP_FUNCTIONS, openmp_addresses
+
+    addresses = openmp_addresses()
+    assert addresses is not None, _missing(" and ".join(OPENMP_FUNCTIONS))
+    width = ctypes.CFUNCTYPE(ctypes.c_int)(addresses[OPENMP_FUNCTIONS.index("omp_get_max_threads")])
+    assert width() == torch.get_num_threads()
+
+
+def test_hooks_and_profilers_observe_a_step():
+    from karvan.torch_internals import is_step_observed
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    assert not is_step_observed(optimizer)
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        hook = register(lambda *_: None)
+        assert is_step_observed(optimizer)
+        hook.remove()
+        assert not is_step_observed(optimizer)
+    with torch.profiler.profile():
+        assert is_step_observed(optimizer)
+
+
+def test_the_docstring_says_what_breaks_for_each_name():
+    from karvan.torch_internals import OPENMP_FUNCTIONS, TENSOR_VERSION
+
+    told = ast.get_docstring(TREE)
+    names = [name for _, name in INTERNAL] + [*ATTRIBUTES, TENSOR_VERSION, *OPENMP_FUNCTIONS]
+    assert [name for name in names if f"`{name}`" not in told] == []
+
+
+def test_no_other_module_uses_internals_of_torch():
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        if path != INTERNALS:
+            tree = ast.parse(path.read_text())
+            used = [f"{module}.{name}" for module, name in _imports(tree) if _is_internal(module, name)]
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+                    used.append(node.attr)
+                elif isinstance(node, ast.Attribute) and _PRIVATE.match(ast.unparse(node)):
+                    used.append(ast.unparse(node))
+            found += [f"{path.relative_to(PACKAGE)}: {name}" for name in used]
+    assert found == []
