@@ -246,6 +246,10 @@ def test_the_files_that_a_page_names_exist(page):
     folders = r"(?:karvan|csrc|tests|tools|benchmarks|examples|docs)"
     named = re.findall(rf"`({folders}/[\w/]+(?:/|\.\w+))[`:]", (ROOT / page).read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
+    alone = {*re.findall(r"`(\w+\.(?:py|cpp|h|toml))`", (ROOT / page).read_text())} - {"FILE.py"}
+    parts = [ROOT / part for part in ("karvan", "csrc", "tests", "tools", "benchmarks", "examples")]
+    known = {path.name for path in (*ROOT.glob("*.*"), *(p for part in parts for p in part.rglob("*.*")))}
+    assert sorted(alone - known) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training: the Trainer, what it is made of, and metrics."""
+"""Training: the Trainer, its parts, losses, callbacks and contexts."""
 
 from karvan.train import callbacks, losses
 from karvan.train.contexts.eval_context import EvalContext, InferContext
