@@ -203,7 +203,7 @@ class Checkpoint:
                     self._fill(name, handle, extras.pop(name))
             if channel.rank == 0:
                 for store, tables in away.items():
-                    for path, problem in store.fill_away(os.fspath(self.path.absolute()), tables):
+                    for path, problem in store.fill_tables(os.fspath(self.path.absolute()), tables):
                         raise DamagedCheckpointError(path, problem)
 
         together(channel, self.path, read)

@@ -41,7 +41,7 @@ class Output:
         self.rows, self.cells, self.length, self.offsets = laid
         self._out = out
 
-    def laid(self) -> OutputLayout:
+    def layout(self) -> OutputLayout:
         """What `fill` wants to know."""
         return OutputLayout(self.rows, self.cells, self.length, self.offsets)
 
@@ -63,7 +63,7 @@ class Output:
         if self.table.combiner == "ragged":
             return Ragged(out, self.offsets)
         if self.table.combiner == "sequence":
-            return Padded(out.view(self.rows, self.length, self.table.dim), self.laid().mask())
+            return Padded(out.view(self.rows, self.length, self.table.dim), self.layout().mask())
         return out
 
 

@@ -5,9 +5,9 @@ the vectors after, and sums gradients by key before it pushes them. `Store.forwa
 with the native grouping and the store's own `lookup` and `apply`; a store in the same process overrides them
 with one native call each.
 
-Between a lookup and its gradient a row may be evicted. A lookup therefore tells the tables' versions, a
-push hands them back, and the store drops and counts gradients of rows that left in between, even if their
-key has come back since.
+Between a lookup and its gradient a row may be evicted. A lookup therefore returns the tables' versions, a
+push passes them back, and the store drops and counts gradients of rows that were removed in between, even if
+their key has been inserted again since.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LookupInputs: TypeAlias = list[_native.FeatureArrays] | IdsReference
 
 
 class Gradients(Protocol):
-    """The gradients of a backward pass, summed by key; each of these answers by the tables' slots."""
+    """The gradients of a backward pass, summed by key; each method returns a value for each table's slot."""
 
     def finite(self) -> list[bool]:
         """Whether a table's gradients have neither infinities nor NaNs."""
@@ -46,8 +46,8 @@ class Gradients(Protocol):
         """Whether any key of a table has a gradient."""
 
 
-class Agreed:
-    """What gradients say, by the tables' slots, as far as it has been found out already."""
+class GradientFlags:
+    """Which tables have gradients, and which of these are finite, by the tables' slots."""
 
     def __init__(self, finite: list[bool], touched: list[bool]) -> None:
         self._finite = finite
@@ -62,7 +62,7 @@ class Agreed:
         return self._touched
 
 
-_LIMITED = ("lru", "lfu")  # policies whose number is one of rows
+_LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TableSpec:
     shards: int
 
     def share(self, holder: int, holders: int) -> TableSpec:
-        """That of one of several holders: of the rows that a policy allows it has its part, at least one."""
+        """The spec for one of several holders, whose policy allows its part of the rows, at least one."""
         kind, value, every = self.evict
         if kind not in _LIMITED:
             return self
@@ -94,7 +94,7 @@ class TableSpec:
 
 
 class Rows(NamedTuple):
-    """Whole rows, in the order of their keys' hashes: what snapshots hold and loads take."""
+    """Rows with all they have, in the order of their keys' hashes: what snapshots hold and loads take."""
 
     keys: Keys
     vectors: Vectors
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a lookup of distinct keys gives: vectors, and the table's version for the push that follows."""
+    """The result of a lookup of distinct keys: vectors, and the table's version for the push that follows."""
 
     vectors: Vectors
     version: int
@@ -119,16 +119,18 @@ class Push(NamedTuple):
 
 
 class LookupProgram:
-    """The features of an engine in the form the native core wants, made once.
+    """The features of an engine in the form the native core needs, made once.
 
-    A table's slot is its index in `tables`. told: the features as JSON, for those who embed in the engine's
-    place.
+    A table's slot is its index in `tables`. features_json: the features as JSON, for embedding workers, which
+    embed in place of the engine.
     """
 
-    def __init__(self, features: Sequence[FeatureSpec], told: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, features: Sequence[FeatureSpec], features_json: Mapping[str, Any] | None = None
+    ) -> None:
         self.features = list(features)
-        self.told = dict(told or {})
-        self.name = hashlib.sha256(json.dumps(self.told).encode()).hexdigest()[:16]
+        self.features_json = dict(features_json or {})
+        self.name = hashlib.sha256(json.dumps(self.features_json).encode()).hexdigest()[:16]
         self.native = _native.Program(self.features)
         self.tables = self.native.tables
 
@@ -146,7 +148,7 @@ class RemoteLookup(LookupState, Protocol):
     """A batch whose ids are remote."""
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """Hand over the outputs of all features: whoever keeps the lookup does not keep them."""
+        """Hand over the outputs of all features; the lookup does not hold them afterwards."""
 
 
 Prepared: TypeAlias = _native.Plan | LookupState  # what a store's `prepare` gives to its own `forward`
@@ -165,9 +167,9 @@ class LookupPlan(NamedTuple):
 
 
 class StalenessStats(NamedTuple):
-    """How far training lookups have run ahead: batches between lookup and applied gradient.
+    """Staleness of training lookups: the number of batches between lookup and applied gradient.
 
-    total: the sum of these over all lookups so far; most: the largest.
+    total: the sum over all lookups so far; most: the largest.
     """
 
     lookups: int = 0
@@ -180,19 +182,19 @@ class Store(ABC):
 
     @abstractmethod
     def add_table(self, spec: TableSpec) -> None:
-        """Make the table, or do nothing if the same one is there; another one of that name is an error."""
+        """Create the table, or do nothing if it exists; a different one of that name is an error."""
 
     @abstractmethod
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
-        """Give rows the optimizer state `initial`; those with state of that size keep it unless `fresh`."""
+        """Give rows the optimizer state `initial`; rows with state of that size keep it unless `fresh`."""
 
     @abstractmethod
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
-        """Vectors of distinct keys, given with their numbers of occurrences.
+        """Vectors of distinct keys; `keys` has, for each table, the keys and how often each occurs.
 
-        Training inserts unknown keys; otherwise they give zeros and nothing changes.
+        Training inserts unknown keys; otherwise they get zeros and nothing changes.
         """
 
     @abstractmethod
@@ -202,19 +204,19 @@ class Store(ABC):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """Update each table once with the sum of its pushes, less the gradients of rows that have left."""
+        """Update each table once with the sum of its pushes, without gradients of rows that were removed."""
 
     @abstractmethod
     def skip(self, table: str) -> None:
-        """Count an update that was left out because its gradient was not finite."""
+        """Count an update that was skipped because its gradient was not finite."""
 
     @abstractmethod
     def evict(self, table: str, *, step: int, now: float) -> int:
-        """Apply the table's policy now; returns how many rows left."""
+        """Apply the table's policy now; returns how many rows were removed."""
 
     @abstractmethod
     def erase(self, table: str, keys: Keys) -> int:
-        """Remove these keys; returns how many rows left."""
+        """Remove these keys; returns how many rows were removed."""
 
     @abstractmethod
     def clear(self, table: str) -> None:
@@ -226,7 +228,7 @@ class Store(ABC):
 
     @abstractmethod
     def evicted_since(self, table: str, version: int) -> Keys:
-        """Keys whose rows left after that version, the ones that came back included."""
+        """Keys whose rows were removed after that version, including those that were inserted again."""
 
     @abstractmethod
     def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
@@ -245,26 +247,27 @@ class Store(ABC):
         *,
         track: bool = False,
     ) -> Capture:
-        """The tables as they are now, in so many parts each (powers of two), read while training goes on.
+        """The tables as they are now, read while training continues.
 
-        track: note what changes from now on, for the next one. With `since`, the `versions` of a capture
-        that did, only what changed after it; a ValueError says that this is not known any more. A table has
-        one capture at a time: close it before the next.
+        parts: the number of parts of each table, a power of two. track: record what changes from now on, for
+        the next capture. since: the `versions` of a capture that tracked; only what changed after it is
+        captured, and a ValueError says that this is not known any more. A table has one capture at a time:
+        close it before the next.
         """
 
     @abstractmethod
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """Copies of what a table holds besides rows, such as the counters of its admission filter."""
+        """Copies of what a table holds in addition to rows, such as the counters of its admission filter."""
 
     @abstractmethod
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """Restore what `extra` gave."""
+        """Restore what `extra` returned."""
 
     @abstractmethod
     def stats(self, table: str) -> dict[str, int]:
         """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
 
-        The last one counts index entries that growth has moved; while it rises, the index is growing.
+        `moved` counts index entries that growth has moved; while it rises, the index is growing.
         """
 
     def sizes(self, tables: Sequence[str]) -> dict[str, int]:
@@ -273,17 +276,17 @@ class Store(ABC):
 
     @property
     def takes_references(self) -> bool:
-        """Whether it can embed batches whose ids are elsewhere."""
+        """Whether it can embed batches whose ids are remote."""
         return False
 
     @property
-    def ahead(self) -> StalenessStats:
-        """How far lookups have run ahead of gradients: not at all."""
+    def staleness(self) -> StalenessStats:
+        """How far lookups have run ahead of gradients: not at all, unless a store overrides this."""
         return StalenessStats()
 
     @property
     def share(self) -> tuple[int, int]:
-        """(r, n): it holds what rank r of n owns of every table; (0, 1) is everything."""
+        """(r, n): it holds the part of every table that rank r of n owns; (0, 1) is everything."""
         return 0, 1
 
     def prepare(
@@ -295,10 +298,10 @@ class Store(ABC):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """Group a batch's keys ahead of its `forward`; may run on another thread, beside anything else.
+        """Group a batch's keys before its `forward`; may run on another thread, at the same time as anything.
 
         inputs: the arrays of each feature, or a reference to ids that are remote.
-        training, step, now: what the forward will be given, if that is known.
+        training, step, now: the arguments of the forward, if they are known.
         """
         assert isinstance(inputs, list)
         return _native.prepare(program.native, inputs)
@@ -314,7 +317,7 @@ class Store(ABC):
     ) -> LookupPlan:
         """Look up a batch and fill its outputs.
 
-        `inputs` are what `prepare` takes, or what it made of them, which is good for one forward.
+        `inputs` are what `prepare` takes, or its result, which serves one forward.
         """
         if isinstance(inputs, _native.Plan):
             plan = inputs
@@ -327,13 +330,16 @@ class Store(ABC):
         return LookupPlan(plan, {table: f.version for table, f in found.items()})
 
     def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
-        """Sum gradients of a plan's outputs by key: addresses, 0 for none, and floats from row to row."""
+        """Sum gradients of a plan's outputs by key.
+
+        addresses: of each output's gradient, 0 for none; strides: floats from one of its rows to the next.
+        """
         assert plan.native is not None
         return plan.native.reduce(list(addresses), list(strides))
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Take the gradients of a plan's outputs whose ids are elsewhere; for stores that take references."""
-        raise TypeError(f"{type(self).__name__} takes no batches whose ids are elsewhere.")
+        """Take the gradients of a plan's outputs whose ids are remote; for stores that take references."""
+        raise TypeError(f"{type(self).__name__} takes no batches whose ids are remote.")
 
     def update(
         self,
@@ -342,7 +348,7 @@ class Store(ABC):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """Apply the sum of some backward passes, each as `reduce` gave it, to the tables that have a rule."""
+        """Apply the sum of backward passes, each a result of `reduce`, to the tables that have a rule."""
         pushes: dict[str, list[Push]] = {}
         for slot, table in enumerate(program.tables):
             if table not in rules:
@@ -358,27 +364,27 @@ class SharedStore(Store):
     """A store whose rows are held by other processes, which write and read checkpoints themselves."""
 
     @abstractmethod
-    def save_away(
+    def save_tables(
         self,
         capture: Capture,
         folder: str,
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
     ) -> list[dict[str, Any]]:
-        """Have all holders write what was captured into a folder; returns what each tells of its tables.
+        """Have all holders write a capture into a folder; returns each holder's report on its tables.
 
         tables: for each its `optimizer`, the number of `parts`, whether it is a `delta`, and the id of the
-        `base` that it adds to. waiting is called now and then meanwhile.
+        `base` that it adds to. waiting: called now and then until all have written.
         """
 
     @abstractmethod
-    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Have all holders empty these tables and read their rows from a checkpoint; returns what is damaged.
 
-        Each damage is a file and what is wrong with it; the tables are half filled, then.
+        Each damage is a file and what is wrong with it; if there is any, the tables are only partly filled.
 
         tables: for each whether to `keep` the optimizer state that was saved, the `initial` state otherwise,
-        and whether `extra` is to be read, too.
+        and whether to read `extra`, too.
         """
 
 

@@ -17,12 +17,12 @@ class Capture(ABC):
 
     @abstractmethod
     def part(self, table: str, part: int) -> Rows:
-        """The rows of one part, which is let go of; the parts of a table are asked for in ascending order."""
+        """The rows of one part, which is released; the parts of a table are read in ascending order."""
 
     @abstractmethod
     def erased(self, table: str) -> Keys:
-        """The keys that left since the version asked for, those that came back included."""
+        """The keys that were removed since `since`, including those that were inserted again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what has not been read."""
+        """Release what has not been read."""

@@ -1,4 +1,4 @@
-"""Chooses the store of an engine."""
+"""`make_store`: chooses the store of an engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from karvan.store.sharded import ShardedStore
 
 
 def make_store() -> Store:
-    """A store as `kv.connect` has it."""
+    """A store of the kind that `kv.connect` has set up, or one in memory."""
     connection = distributed.current()
     if connection.settings.kind == "remote":
-        from karvan.store.remote.store import RemoteStore  # with Flight, which others need not wait for
+        from karvan.store.remote.store import RemoteStore  # imports Arrow Flight, which takes a while
 
         return RemoteStore(connection)
     return ShardedStore(connection) if connection.settings.kind == "sharded" else MemoryStore()

@@ -27,7 +27,7 @@ from karvan.store.capture import Capture
 
 
 class MemoryStore(Store):
-    """Native tables; a whole batch is one native call per direction."""
+    """Native tables; a batch is one native call per direction."""
 
     def __init__(self) -> None:
         self._tables: dict[str, _native.Table] = {}
@@ -121,10 +121,12 @@ class MemoryStore(Store):
     ) -> Capture:
         """See `Store.capture`: a row is copied when its part is read, or just before it changes.
 
-        log: the lookups in flight, which are left out; see csrc/batch/lookup_log.h.
+        log: the lookups in flight, which the capture omits; see csrc/batch/lookup_log.h.
         """
-        asked = [(self._tables[name], parts[name], None if since is None else since[name]) for name in tables]
-        return _Captures(dict(zip(tables, _native.capture(asked, track, log), strict=True)))
+        requests = [
+            (self._tables[name], parts[name], None if since is None else since[name]) for name in tables
+        ]
+        return _Captures(dict(zip(tables, _native.capture(requests, track, log), strict=True)))
 
     def extra(self, table: str, log: _native.LookupLog | None = None) -> dict[str, NDArray[Any]]:
         """See `Store.extra`; without the lookups in flight."""
@@ -161,7 +163,7 @@ class MemoryStore(Store):
     ) -> LookupPlan:
         """See `Store.forward`: grouping, lookup and pooling in one native call.
 
-        log: takes a training lookup, which is in flight from now on.
+        log: records a training lookup, which is in flight from now on.
         """
         tables = [self._tables[name] for name in program.tables]
         if isinstance(inputs, _native.Plan):
@@ -177,7 +179,7 @@ class MemoryStore(Store):
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: the rows are found again by their places, not by their keys."""
+        """See `Store.update`: the rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]
         total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
         total.apply(

@@ -1,10 +1,10 @@
 """`ShardedStore`: every rank owns a range of the key hashes of every table.
 
-A lookup: the rank groups its batch by key (`LookupPlan`) and sorts the distinct keys by owner (`Route`); one
-exchange of numbers, one of keys, for all tables together. An owner groups what has come from all ranks once
-more, finds or inserts each key once, and sends vectors back in the order of the keys, in one exchange.
-Gradients, summed by key, go the same way in one more. The owner adds them up in the order of ranks, so that
-results are the same from run to run.
+A lookup: the rank groups its batch by key (`LookupPlan`) and sorts the distinct keys by owner (`Route`).
+There is one exchange of numbers of keys and one of keys, for all tables together. An owner groups the keys of
+all ranks again, finds or inserts each key once, and sends vectors back in the order of the keys, in one
+exchange. Gradients, summed by key, take one exchange more. The owner adds them up in the order of ranks, so
+that results are the same from run to run.
 
 `lookup`, `apply`, `prepare`, `forward` and `reduce` are collectives: all ranks call them, in the same order
 on each channel. Everything else concerns this rank's share alone.
@@ -23,9 +23,9 @@ from torch import Tensor
 from karvan import _native, distributed, output_buffers
 from karvan.distributed.connection import WIRES
 from karvan.store.base import (
-    Agreed,
     Counts,
     Found,
+    GradientFlags,
     Keys,
     LookupInputs,
     LookupPlan,
@@ -46,8 +46,8 @@ from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.memory import MemoryStore
 
 
-class Sums(Agreed):
-    """Gradients that are with their owners. What they say holds for all ranks."""
+class OwnerGradients(GradientFlags):
+    """Gradients that the owners of their rows have received. The flags are the same on all ranks."""
 
     def __init__(self, finite: list[bool], touched: list[bool], owned: Summed) -> None:
         super().__init__(finite, touched)
@@ -76,7 +76,7 @@ class ShardedStore(Store):
         self._by_key = connection.settings.grad_reduce == "key"
         self._local = MemoryStore()
         self._owner = Owner(self._local)
-        self.crossing_keys = 0  # distinct keys of batches that were asked of other ranks, so far
+        self.crossing_keys = 0  # distinct keys of batches that were requested from other ranks, so far
         self.bytes_sent = 0  # to other ranks, so far
 
     def owns(self, keys: Keys) -> NDArray[np.bool_]:
@@ -98,7 +98,7 @@ class ShardedStore(Store):
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: the keys go to their owners ahead, so all ranks prepare a batch, or none."""
+        """See `Store.prepare`: keys are sent to their owners now, so all ranks prepare a batch, or none."""
         assert isinstance(inputs, list)
         return self._routed(_native.prepare(program.native, inputs), len(program.tables), alone=True)
 
@@ -121,55 +121,57 @@ class ShardedStore(Store):
         owner = self._owner.lookup(
             program.tables, routed.asked, routed.received, training=training, step=step, now=now
         )
-        found = self._send(owner.vectors, floats(routed.asked, owner.dims), floats(routed.wanted, owner.dims))
+        found = self._send(
+            owner.vectors, floats(routed.asked, owner.dims), floats(routed.requested, owner.dims)
+        )
         routed.route.pool(found.data_ptr())
         return LookupPlan(routed.plan, {}, RankLookup(routed, owner))
 
-    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Sums:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> OwnerGradients:
         """See `Store.reduce`.
 
-        In front of its gradients a rank tells every other which tables have any, which have some that are
-        not finite, and whether keys are missing, because a feature had no gradient.
+        In front of its gradients a rank sends flags to every other: which tables have any gradients, which
+        have some that are not finite, and whether keys are missing, because a feature had no gradient.
         """
-        routed, owner = _looked_up(plan)
+        routed, owner = _lookup_of(plan)
         assert plan.native is not None
         mine = plan.native.reduce(list(addresses), list(strides))
         complete = routed.route.complete(mine)
         flags = [*mine.touched(), *(not good for good in mine.finite()), not complete]
         head, slots = len(flags), len(owner.tables)
-        wanted, asked = floats(routed.wanted, owner.dims), floats(routed.asked, owner.dims)
-        sent = output_buffers.empty(sum(wanted))
+        requested, asked = floats(routed.requested, owner.dims), floats(routed.asked, owner.dims)
+        sent = output_buffers.empty(sum(requested))
         if complete:
             routed.route.pack_gradients(mine, self._scale(), sent.data_ptr())
         else:
-            partial_gradients.pack(routed.sent, routed.wanted, owner.dims, mine, self._scale(), sent)
-        said = torch.tensor(flags, dtype=torch.float32)
-        message = torch.cat([piece for part in torch.split(sent, wanted) for piece in (said, part)])
-        received = self._send(message, [head + n for n in wanted], [head + n for n in asked])
+            partial_gradients.pack(routed.sent, routed.requested, owner.dims, mine, self._scale(), sent)
+        flag_floats = torch.tensor(flags, dtype=torch.float32)
+        message = torch.cat([piece for part in torch.split(sent, requested) for piece in (flag_floats, part)])
+        received = self._send(message, [head + n for n in requested], [head + n for n in asked])
         pieces = torch.split(received, [head + n for n in asked])
         agreed = torch.stack([piece[:head] > 0 for piece in pieces]).any(0).tolist()
         owned = self._owner.reduce(
             owner, [piece[head:].numpy() for piece in pieces], complete=not agreed[-1], by_key=self._by_key
         )
-        return Sums([not bad for bad in agreed[slots:-1]], agreed[:slots], owned)
+        return OwnerGradients([not bad for bad in agreed[slots:-1]], agreed[:slots], owned)
 
     def update(
         self,
         program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Sums]],
+        gradients: Sequence[tuple[LookupPlan, OwnerGradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: the gradients are where they belong."""
+        """See `Store.update`: the owners have the gradients already."""
         finite = [all(bits) for bits in zip(*(sums.finite() for _, sums in gradients), strict=True)]
-        kept = {}
+        applied = {}
         for table, good in zip(program.tables, finite, strict=True):
             if table in rules and good:
-                kept[table] = rules[table]
+                applied[table] = rules[table]
             elif table in rules:
                 self._local.skip(table)
-        passes = [(_looked_up(plan).owner, sums.owned) for plan, sums in gradients]
-        self._owner.update(program.tables, passes, kept, steps)
+        passes = [(_lookup_of(plan).owner, sums.owned) for plan, sums in gradients]
+        self._owner.update(program.tables, passes, applied, steps)
 
     def lookup(
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
@@ -181,7 +183,7 @@ class ShardedStore(Store):
         outs = {
             table: np.empty((len(k), self._local.dim(table)), np.float32) for table, (k, _) in keys.items()
         }
-        kept = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
+        arrays = {table: (np.ascontiguousarray(k), np.ascontiguousarray(c)) for table, (k, c) in keys.items()}
         inputs = [
             _native.FeatureArrays(
                 values=k.ctypes.data,
@@ -190,7 +192,7 @@ class ShardedStore(Store):
                 out=outs[table].ctypes.data,
                 uses=c.ctypes.data,
             )
-            for table, (k, c) in kept.items()
+            for table, (k, c) in arrays.items()
         ]
         self.forward(program, inputs, training=training, step=step, now=now)
         return {table: Found(out, self._local.version(table)) for table, out in outs.items()}
@@ -233,7 +235,7 @@ class ShardedStore(Store):
         return received
 
     def _by_owner(self, listed: Sequence[tuple[Keys, Vectors]]) -> list[tuple[Keys, Vectors]]:
-        """Keys and gradients of some tables to their owners; returns what has come, in the order of ranks."""
+        """Send keys and gradients to their owners; returns those received, in the order of ranks."""
         channel = self._connection.here
         owners = [owners_of(hashes_of(keys), self._ranks) for keys, _ in listed]
         orders = [np.argsort(owner, kind="stable") for owner in owners]
@@ -288,7 +290,7 @@ class ShardedStore(Store):
         return self._local.snapshot(table, part, parts)
 
     def load(self, table: str, rows: Rows) -> None:
-        """See `Store.load`; rows of other ranks are left out."""
+        """See `Store.load`; rows of other ranks are skipped."""
         mine = self.owns(rows.keys)
         self._local.load(table, Rows._make(np.ascontiguousarray(array[mine]) for array in rows))
 
@@ -316,6 +318,6 @@ class ShardedStore(Store):
         return self._local.stats(table)
 
 
-def _looked_up(plan: LookupPlan) -> RankLookup:
+def _lookup_of(plan: LookupPlan) -> RankLookup:
     assert isinstance(plan.remote, RankLookup)
     return plan.remote

@@ -301,7 +301,7 @@ def test_calls_that_are_malformed_are_refused(job):
     head |= {"declarations": 0}
 
     def call(arrays, method="backward", **changes):
-        told = {"engine": engine.program.name, "features": engine.program.told, "wire": "float32"}
+        told = {"engine": engine.program.name, "features": engine.program.features_json, "wire": "float32"}
         told |= {"tables": {}, "declarations": 0}
         future = workers.begin(
             *(0, "backward", method, {**head, **changes}, arrays), engine=told, references=[reference]

@@ -36,7 +36,7 @@ def test_lookups_run_ahead_of_a_gpu_within_the_bound(tmp_path, options):
         distributed.connect("remote", servers=addresses, staleness=4, wire="bfloat16")
         trainer = fit(tmp_path, **options)
         assert trainer.step == 24
-        assert 1 <= trainer.model.embeddings.store.ahead.most <= 4
+        assert 1 <= trainer.model.embeddings.store.staleness.most <= 4
 
 
 def test_dense_parameters_on_servers_follow_those_of_a_gpu(tmp_path):

@@ -61,10 +61,10 @@ def rows_of(checkpoint):
 
 def inside_save(monkeypatch, before=None, after=None):
     """Do something in the next save, after the capture: before servers write, or once they have."""
-    original = RemoteStore.save_away
+    original = RemoteStore.save_tables
     pending = [True]
 
-    def save_away(self, capture, folder, tables, waiting):
+    def save_tables(self, capture, folder, tables, waiting):
         first, pending[:] = bool(pending), []
         if first and before is not None:
             before(folder)
@@ -73,7 +73,7 @@ def inside_save(monkeypatch, before=None, after=None):
             after(folder)
         return made
 
-    monkeypatch.setattr(RemoteStore, "save_away", save_away)
+    monkeypatch.setattr(RemoteStore, "save_tables", save_tables)
 
 
 def leave_partial_files(folder):

@@ -102,7 +102,7 @@ def hybrid(tmp_path):
             kv.connect("remote", servers=addresses, mode=mode, staleness=4)
             trainer = trainer_of(tmp_path / "hybrid", **options)
             work(trainer)
-            assert trainer.model.embeddings.store.ahead.most > 1  # lookups did run ahead
+            assert trainer.model.embeddings.store.staleness.most > 1  # lookups did run ahead
             return uses_by_step(tmp_path / "hybrid"), live_counts(trainer)
 
     return run

@@ -53,7 +53,7 @@ def test_vectors_of_all_ranks_follow_each_other_without_gaps(given_):
     counts = [[len(of_slot) for of_slot in of_rank] for of_rank in keys]
     sizes = layout.floats(counts, dims)
     begins = [0, *itertools.accumulate(sizes)]
-    by_rank = [layout.places_of(counts[rank], dims, begins[rank]) for rank in range(len(keys))]
+    by_rank = [layout.starts_of(counts[rank], dims, begins[rank]) for rank in range(len(keys))]
     # One after the other: a vector begins where the one before it ends.
     at = 0
     for of_rank in by_rank:

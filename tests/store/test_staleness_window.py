@@ -52,7 +52,7 @@ def test_lookups_ahead_begin_in_order_and_never_more_than_the_bound(bound, actio
     most = total = 0
     for action, *number in actions:
         before = len(order)
-        flight = [each for each in lookups if each.begun and each.number not in ended]
+        flight = [each for each in lookups if each.started and each.number not in ended]
         unsent = [each.number for each in flight if each.number not in sent]
         if action == "offer":
             lookups.append(Lookup(offered, order))
@@ -66,7 +66,7 @@ def test_lookups_ahead_begin_in_order_and_never_more_than_the_bound(bound, actio
             ended += ending
             window.end(ending)
         elif action == "drop":
-            waiting = [each for each in lookups if not each.begun]
+            waiting = [each for each in lookups if not each.started]
             if waiting:
                 dropped.add(waiting[0].name)
                 lookups.remove(waiting.pop(0))
@@ -75,7 +75,7 @@ def test_lookups_ahead_begin_in_order_and_never_more_than_the_bound(bound, actio
         else:
             for _ in range(number[0]):
                 window.used(waited=False, spare=2.0)
-        out = len([each for each in lookups if each.begun and each.number not in ended])
+        out = len([each for each in lookups if each.started and each.number not in ended])
         assert out <= bound
         for more in range(len(order) - before):
             count = out - (len(order) - before) + more + 1
@@ -85,15 +85,15 @@ def test_lookups_ahead_begin_in_order_and_never_more_than_the_bound(bound, actio
         assert order == sorted(order)
         assert set(range(order[-1] + 1 if order else 0)) - set(order) <= dropped
         # At least two at once, or as many as the bound allows, unless nobody offers more.
-        waiting = [each for each in lookups if not each.begun]
+        waiting = [each for each in lookups if not each.started]
         assert not waiting or action == "early" or out >= min(2, bound)
     # Everything that is still held begins, once what is in flight is acknowledged.
     for _ in range(len(lookups) + 1):
-        flight = [each.number for each in lookups if each.begun and each.number not in ended]
+        flight = [each.number for each in lookups if each.started and each.number not in ended]
         window.sent(flight)
         window.end(flight)
         ended += flight
-    assert all(each.begun for each in lookups)
+    assert all(each.started for each in lookups)
     window.drain()  # does not wait
 
 
@@ -112,11 +112,11 @@ def test_a_lookup_that_is_needed_waits_only_for_gradients_that_were_sent(bound, 
         if full:
             with pytest.raises(TimeoutError):
                 waiting.result(0.02)
-            assert not needed.begun
+            assert not needed.started
         for each in held:
             window.end([each.number])
         waiting.result(30)
-    assert needed.begun
+    assert needed.started
     assert needed.number == in_flight + 1
 
 

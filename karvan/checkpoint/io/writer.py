@@ -244,7 +244,7 @@ class Writing:
                 }
                 for name in names
             }
-            shares = store.save_away(
+            shares = store.save_tables(
                 self._captures[names[0]], str(folder.absolute()), tables, rounds.still_working
             )
             told |= {name: [share[name] for share in shares] for name in names}

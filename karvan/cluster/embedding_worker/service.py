@@ -158,8 +158,8 @@ class EmbeddingWorker(Service):
         self.claims += 1
         laid, offsets = [], [np.empty(0, np.int64)]
         for one in embedded.inputs:
-            out = one.laid()
-            laid.append([out.rows, out.ids, out.length, out.offsets is not None])
+            out = one.layout()
+            laid.append([out.samples, out.ids, out.length, out.offsets is not None])
             if out.offsets is not None:
                 offsets.append(out.offsets.numpy())
         vectors = torch.cat([out.reshape(-1) for out in outs])

@@ -38,8 +38,8 @@ class Restored(NamedTuple):
 class SavedShare(Capture):
     """The rows of server number `server` of `servers`.
 
-    tables: what the save says of them, see `AwayStore.save_away`. A delta can only add to the checkpoint that
-    the server was restored from, and has nothing to add then.
+    tables: what the save says of them, see `SharedStore.save_tables`. A delta can only add to the checkpoint
+    that the server was restored from, and has nothing to add then.
     """
 
     def __init__(

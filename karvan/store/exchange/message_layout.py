@@ -1,6 +1,6 @@
 """The layout of keys, vectors and gradients of all tables in one array per owner or caller.
 
-By slot (a table's place), then in the order in which the plan of who asks counts its keys.
+They are ordered by slot (a table's index), then by the index that a key has in the caller's plan.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from karvan import _native
 from karvan.store.exchange.key_sharding import Keys
 
 Numbers: TypeAlias = list[list[int]]  # of keys, by rank and slot
-Places: TypeAlias = NDArray[np.int64]
+Positions: TypeAlias = NDArray[np.int64]
 
 
 class Routed(NamedTuple):
-    """A batch whose keys are with their owners."""
+    """A batch whose keys have been sent to their owners."""
 
     plan: _native.Plan
     route: _native.Route
-    wanted: Numbers  # keys that this rank asks for
-    asked: Numbers  # keys that it is asked for
-    sent: list[Keys]  # the messages with the former
-    received: list[Keys]  # … and with the latter
+    requested: Numbers  # keys that this rank requests
+    asked: Numbers  # keys that others request from it
+    sent: list[Keys]  # the messages with `requested`
+    received: list[Keys]  # the messages with `asked`
 
 
 def words(keys: int) -> int:
-    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
+    """How many 64-bit numbers a message with so many keys and their 32-bit numbers of uses has."""
     return keys + (keys + 1) // 2
 
 
 def cut(message: Tensor, sizes: Sequence[int]) -> list[Keys]:
-    """Its pieces of these sizes, one after the other."""
+    """The pieces of a message: consecutive, of these sizes."""
     return np.split(message.numpy(), np.cumsum(sizes)[:-1])
 
 
@@ -54,8 +54,8 @@ def keys_of(messages: Sequence[Keys], counts: Numbers) -> list[list[Keys]]:
     return made
 
 
-def places_of(counts: Sequence[int], dims: Sequence[int], begin: int = 0) -> list[Places]:
-    """Where the vectors of a rank's keys begin, by slot."""
+def starts_of(counts: Sequence[int], dims: Sequence[int], begin: int = 0) -> list[Positions]:
+    """The positions where the vectors of a rank's keys start, by slot."""
     made, at = [], begin
     for count, dim in zip(counts, dims, strict=True):
         made.append(at + np.arange(count, dtype=np.int64) * dim)
@@ -63,17 +63,17 @@ def places_of(counts: Sequence[int], dims: Sequence[int], begin: int = 0) -> lis
     return made
 
 
-def by_slot(arrays: Sequence[Sequence[Places]]) -> list[Places]:
-    """What ranks have for a slot, one after the other."""
+def by_slot(arrays: Sequence[Sequence[Positions]]) -> list[Positions]:
+    """The arrays of all ranks for each slot, concatenated."""
     return [np.concatenate(of_slot) for of_slot in zip(*arrays, strict=True)]
 
 
 def features(
     asked: Numbers, messages: Sequence[Keys], dims: Sequence[int], out: int
 ) -> list[_native.FeatureArrays]:
-    """What was asked for, as the native core's features: for each rank, for each of its tables.
+    """The requested keys as features of the native core: one for each rank and each of its tables.
 
-    out: the address of as many floats as were asked for.
+    out: the address of as many floats as were requested.
     """
     inputs = []
     for of_rank, message in zip(asked, messages, strict=True):

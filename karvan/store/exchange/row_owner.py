@@ -1,9 +1,8 @@
 """`Owner`: lookups and updates of the rows that a process owns, for one caller or several.
 
-What was asked is an ordinary batch for the native core: for each rank and table a feature of single ids,
-whose keys, outputs and gradients lie in the messages themselves. So keys that several ranks ask for are found
-or inserted once, and gradients are added up in the order of ranks, which makes results the same from run to
-run.
+A request is an ordinary batch for the native core: for each rank and table a feature of single ids, whose
+keys, outputs and gradients are in the messages themselves. So keys that several ranks ask for are found or
+inserted once, and gradients are added up in the order of ranks, which makes results the same from run to run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Summed: TypeAlias = _native.Gradients | dict[str, Push]
 
 @dataclass(frozen=True)
 class Answered:
-    """A lookup for some ranks, until its gradients come."""
+    """A lookup for some ranks, held until its gradients come."""
 
     program: LookupProgram
     plan: LookupPlan
@@ -33,7 +32,7 @@ class Answered:
     dims: list[int]
     asked: Numbers
     received: Sequence[Keys]  # the plan points into these
-    vectors: Tensor  # for the first rank, then for the next; its plan points into it
+    vectors: Tensor  # for the first rank, then for the next; the plan points into it
 
 
 class Owner:
@@ -54,9 +53,10 @@ class Owner:
         now: float,
         log: _native.LookupLog | None = None,
     ) -> Answered:
-        """Vectors for what ranks ask: their numbers of keys by table, and their messages.
+        """Vectors for the keys that ranks ask for.
 
-        log: takes a training lookup whose batch is trained later.
+        asked: numbers of keys, by rank and table; received: the ranks' messages. log: records a training
+        lookup whose batch is trained later.
         """
         dims = [self.store.dim(table) for table in tables]
         program = self._program(tables, dims, len(asked))
@@ -74,9 +74,9 @@ class Owner:
     def reduce(
         self, answered: Answered, gradients: Sequence[Vectors], *, complete: bool, by_key: bool
     ) -> Summed:
-        """Sum by key what the ranks have sent, one array each, or average over those that have a key.
+        """Sum the ranks' gradients (one array each) by key, or average over the ranks that have a key.
 
-        complete: no rank lacks any; see `partial_gradients.py`.
+        complete: no rank lacks a gradient; see `partial_gradients.py`.
         """
         if not complete:
             made = partial_gradients.sums(answered.received, answered.asked, answered.dims, gradients, by_key)

@@ -26,10 +26,10 @@ def spec_to_json(spec: TableSpec) -> dict[str, Any]:
     return asdict(spec)
 
 
-def spec_from_json(told: Mapping[str, Any]) -> TableSpec:
-    """The table that `spec_to_json` told of."""
+def spec_from_json(spec: Mapping[str, Any]) -> TableSpec:
+    """The table that `spec_to_json` has written."""
     fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in told.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()
     }
     return TableSpec(**fields)
 
@@ -39,23 +39,23 @@ def rule_to_json(rule: Rule) -> dict[str, Any]:
     return {"kind": rule.kind, **{name: getattr(rule, name) for name in _NUMBERS}}
 
 
-def rule_from_json(told: Mapping[str, Any]) -> Rule:
-    """The rule that `rule_to_json` told of."""
-    rule = _native.Rule(told["kind"])
+def rule_from_json(fields: Mapping[str, Any]) -> Rule:
+    """The rule that `rule_to_json` has written."""
+    rule = _native.Rule(fields["kind"])
     for name in _NUMBERS:
-        setattr(rule, name, told[name])
+        setattr(rule, name, fields[name])
     return rule
 
 
 def to_wire(floats: Tensor, wire: str) -> NDArray[Any]:
-    """Floats as they travel; two-byte numbers go as uint16."""
+    """Floats as they are sent; two-byte numbers are sent as uint16."""
     if wire == "float32":
         return floats.numpy()
     return floats.to(WIRES[wire]).view(torch.int16).numpy().view(np.uint16)
 
 
 def from_wire(array: NDArray[Any], wire: str) -> Vectors:
-    """The floats that travelled, to be read only."""
+    """The floats that were sent; read-only."""
     if wire == "float32":
         return array
     bits = torch.from_numpy(array.copy().view(np.int16))

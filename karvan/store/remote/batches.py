@@ -1,10 +1,10 @@
-"""`RemoteBatches`: lookups and gradients of batches whose rows are with parameter servers.
+"""`RemoteBatches`: lookups and gradients of batches whose rows are on parameter servers.
 
-A lookup groups the batch by key, sorts the distinct keys by server (`Route`) and sends each server its share;
-gradients, summed by key, return the same way without their keys, because a server remembers what it was
-asked. Lookups run ahead of the computation and gradients return in the background, as far as the bound on
-staleness allows (`StalenessWindow`); with a bound of 1 a lookup begins when the gradients of the batch before
-have been applied, and results are those of a store in memory, bit for bit.
+A lookup groups the batch by key, sorts the distinct keys by server (`Route`) and sends each server its share.
+Gradients, summed by key, return the same way without their keys, because a server remembers the request.
+Lookups run ahead of the computation and gradients return in the background, as far as the bound on staleness
+allows (`StalenessWindow`). With a bound of 1 a lookup starts when the gradients of the previous batch have
+been applied, and results are bit-identical to those of a store in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from karvan import _native
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
-from karvan.store.base import Agreed, LookupInputs, LookupPlan, LookupProgram, Prepared, Rule
+from karvan.store.base import GradientFlags, LookupInputs, LookupPlan, LookupProgram, Prepared, Rule
 from karvan.store.exchange.wire_format import rule_to_json
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
@@ -31,10 +31,10 @@ from karvan.store.remote.worker_batches import WorkerBatches
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup
 
 
-class Own(Agreed):
-    """Gradients that are still here. What they say holds for all trainers that wait for each other.
+class LocalGradients(GradientFlags):
+    """Gradients that have not been sent yet. The flags are the same on all trainers that step together.
 
-    made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks one.
+    made: sums by key, or, for a worker, gradients of outputs. complete: no feature lacks a gradient.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class RemoteBatches:
         self.at_workers: WorkerBatches | None = None
         if connection.workers is not None:
             self.at_workers = WorkerBatches(connection.workers, servers, store, self._wire, lookups)
-        self._looked_up = time.monotonic()  # when the last training lookup was
+        self._last_lookup = time.monotonic()  # the time of the last training lookup
 
     @property
     def _looks_ahead(self) -> bool:
-        """Whether lookups begin before their batch's turn, and so perhaps for batches that never have one."""
+        """Whether lookups start before their batch's turn, and so perhaps for batches that are never used."""
         return self._connection.settings.staleness > 1
 
     def prepare(
@@ -82,7 +82,7 @@ class RemoteBatches:
         step: int = 0,
         now: float = 0.0,
     ) -> Prepared:
-        """See `Store.prepare`: a lookup whose purpose is known begins as soon as staleness allows."""
+        """See `Store.prepare`: a lookup whose purpose is known starts as soon as staleness allows."""
         lookup = self._lookup(program, inputs, bool(training), step, now, ahead=True)
         if training is not None and self._looks_ahead:
             if training:
@@ -108,13 +108,13 @@ class RemoteBatches:
         if isinstance(inputs, ServerLookup | WorkerLookup):
             lookup = inputs
             if not lookup.fits(training, step, now):
-                again = inputs.plan if isinstance(inputs, ServerLookup) else inputs.reference
-                lookup = self._lookup(program, again, training, step, now)
+                batch = inputs.plan if isinstance(inputs, ServerLookup) else inputs.reference
+                lookup = self._lookup(program, batch, training, step, now)
         else:
             lookup = self._lookup(program, inputs, training, step, now)
         if training:
             self._window.need(lookup)
-        elif not lookup.begun:
+        elif not lookup.started:
             self._begin_evaluation(lookup)
         if training:
             self._watch(lookup)
@@ -125,8 +125,8 @@ class RemoteBatches:
         return LookupPlan(lookup.plan if isinstance(lookup, ServerLookup) else None, {}, lookup)
 
     def _begin_evaluation(self, lookup: ServerLookup | WorkerLookup) -> None:
-        """Begin a lookup that sees all gradients of this trainer."""
-        if self.at_workers is not None:  # otherwise they are on one channel
+        """Start a lookup that sees all gradients of this trainer."""
+        if self.at_workers is not None:  # otherwise lookups and gradients share one ordered channel
             self._window.drain()
         lookup.begin(0)
 
@@ -152,21 +152,21 @@ class RemoteBatches:
         return self.at_servers.make(program, inputs, training=training, step=step, now=now)
 
     def _watch(self, lookup: ServerLookup | WorkerLookup) -> None:
-        """Report to the window whether a lookup that ran ahead was there in time."""
+        """Report to the window whether a lookup that ran ahead was ready in time."""
         now = time.monotonic()
-        step, self._looked_up = now - self._looked_up, now
+        step, self._last_lookup = now - self._last_lookup, now
         if lookup.offered:
             waited, ready = lookup.ready()
             self._window.used(waited, (now - ready) / step)
 
-    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> LocalGradients:
         """See `Store.reduce`; trainers that wait for each other agree on what is finite."""
         lookup = _lookup_of(plan)
         assert isinstance(lookup, ServerLookup)
         mine = lookup.plan.reduce(list(addresses), list(strides))
         return self._agreed(mine, mine.finite(), mine.touched(), lookup.route.complete(mine))
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Own:
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> LocalGradients:
         """See `Store.hold`; a worker will sum them by key."""
         lookup = _lookup_of(plan)
         assert isinstance(lookup, WorkerLookup)
@@ -179,23 +179,23 @@ class RemoteBatches:
 
     def _agreed(
         self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
-    ) -> Own:
+    ) -> LocalGradients:
         if self._connection.world_size > 1 and self._connection.joint_steps:  # all step, or none
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)
             touched, finite = agreed[:slots], [not bad for bad in agreed[slots:-1]]
             complete = not agreed[-1]
-        return Own(made, finite, touched, complete)
+        return LocalGradients(made, finite, touched, complete)
 
     def update(
         self,
         program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Own]],
+        gradients: Sequence[tuple[LookupPlan, LocalGradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: gradients go to the servers, or to workers, in the background."""
+        """See `Store.update`: gradients are sent to the servers, or to workers, in the background."""
         self._window.check()
         finite = [all(bits) for bits in zip(*(own.finite() for _, own in gradients), strict=True)]
         applied: dict[str, Any] = {}
@@ -239,7 +239,7 @@ class RemoteBatches:
                 self.at_workers.push(worker, named, chosen, gradients, pending)
 
     def _applied(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
-        """The gradients of these have been applied; they are held until then."""
+        """The gradients of these lookups have been applied; the lookups are held until then."""
         self._window.end([lookup.number for lookup in lookups])
 
 

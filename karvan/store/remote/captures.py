@@ -1,6 +1,6 @@
-"""`RemoteCaptures`: checkpoints of the rows that parameter servers hold, and the updates that were lost.
+"""`RemoteCaptures`: checkpoints of the rows that parameter servers hold, and the number of lost updates.
 
-Servers hold what was captured, write it into a folder and read it from there; trainers agree on the moment.
+Servers hold a capture, write it into a folder and read it from there; trainers agree on its moment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from karvan.store.capture import Capture
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.wire import WireError
 
-_SAVING = 24 * 3600.0  # seconds for what depends on the size of tables; heartbeats come meanwhile
+_SAVING = 24 * 3600.0  # seconds for calls that depend on the size of tables; heartbeats come meanwhile
 
 
 class RemoteCaptures:
@@ -35,9 +35,9 @@ class RemoteCaptures:
     def lost_updates(self) -> int:
         """How many updates of all trainers are not in the rows, because servers have restarted.
 
-        A push to two servers is two updates. Servers count what they contain (`cluster/update_counts.py`).
-        Of other trainers it is known how many they had made at the last save; so the number is the same on
-        all trainers once a fit has ended with its save.
+        A push to two servers is two updates. Servers count the updates in their rows
+        (`cluster/update_counts.py`). Of other trainers only the number of updates at the last save is known,
+        so the result is the same on all trainers once a fit has ended with its save.
         """
         if not self._servers.reloads:
             return 0
@@ -61,37 +61,37 @@ class RemoteCaptures:
         *,
         track: bool = False,
     ) -> Capture:
-        """See `Store.capture`; a collective of all trainers. The servers hold it and write it down.
+        """See `Store.capture`; a collective of all trainers. The servers hold it and write it.
 
-        Lookups that run ahead may be answered at any time meanwhile; servers leave out all those whose batch
-        has neither had a push nor been used.
+        Lookups that run ahead may be answered at any time meanwhile; servers omit all those whose batch has
+        neither had a push nor been used.
         """
         self._lookups.settle()
         channel = self._connection.here
-        # Gradients of all trainers are there, then. A lookup without a gradient may be done with, and servers
-        # need not have heard of it yet.
-        said = channel.gather_json([self._lookups.sequence, self._lookups.take_used()])
-        self._sequences = [sequence for sequence, _ in said]
-        told: dict[str, Any] = {}
+        # After this the servers have the gradients of all trainers. A lookup without a gradient may have been
+        # used, which servers may not know yet, so the capture names these.
+        trainers = channel.gather_json([self._lookups.sequence, self._lookups.take_used()])
+        self._sequences = [sequence for sequence, _ in trainers]
+        outcome: dict[str, Any] = {}
         if channel.rank == 0:
             number = secrets.randbits(52)
             head = {"capture": number, "tables": list(tables), "parts": dict(parts), "track": track}
-            head |= {"store": self._store, "used": [used for _, used in said]}
+            head |= {"store": self._store, "used": [used for _, used in trainers]}
             before = None if since is None else max(since.values(), default=0)
             try:
-                # On the line on which the one before was closed, so that it is.
+                # On the channel on which the previous capture was closed, so that it is closed by now.
                 self._servers.call("capture", {**head, "since": before}, line="save")
-                told["number"] = number
-            except Exception as error:  # to be raised on all
-                self.close(number)  # of the servers that have it
-                told["error"] = [type(error).__name__, str(error), is_temporary(error)]
-        told = channel.gather_json(told)[0]
-        if "error" in told:
-            kind, text, temporary = told["error"]
+                outcome["number"] = number
+            except Exception as error:  # raised on all trainers below
+                self.close(number)  # on the servers that have it
+                outcome["error"] = [type(error).__name__, str(error), is_temporary(error)]
+        outcome = channel.gather_json(outcome)[0]
+        if "error" in outcome:
+            kind, text, temporary = outcome["error"]
             if temporary:
                 raise WireError(text)
             raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
-        return _ServerCapture(self, tables, told["number"])
+        return _ServerCapture(self, tables, outcome["number"])
 
     def save(
         self,
@@ -100,7 +100,7 @@ class RemoteCaptures:
         tables: Mapping[str, Mapping[str, Any]],
         waiting: Callable[[], None],
     ) -> list[dict[str, Any]]:
-        """See `SharedStore.save_away`."""
+        """See `SharedStore.save_tables`."""
         assert isinstance(capture, _ServerCapture)
         head = {
             "capture": capture.number,
@@ -118,9 +118,9 @@ class RemoteCaptures:
         return [reply.wait().head["shares"] for reply in replies]
 
     def fill(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """See `SharedStore.fill_away`."""
+        """See `SharedStore.fill_tables`."""
         self._lookups.window.drain()
-        head = {"path": path, "tables": {name: dict(told) for name, told in tables.items()}}
+        head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
         replies = [
             self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)
             for server in range(len(self._servers))
@@ -129,14 +129,14 @@ class RemoteCaptures:
         return [(str(path), str(problem)) for each in answers for path, problem in each.head["damaged"]]
 
     def close(self, number: int) -> None:
-        """For a capture that is not needed any more."""
+        """Close a capture that is not needed any more."""
         if self._connection.rank == 0:
             for server in range(len(self._servers)):
                 self._servers.peer(server, "save").begin("close_capture", {"capture": number})
 
 
 class _ServerCapture(Capture):
-    """What servers hold of one moment. They write it; nobody reads it here."""
+    """A capture that servers hold. They write it; it cannot be read here."""
 
     def __init__(self, captures: RemoteCaptures, tables: Sequence[str], number: int) -> None:
         self._captures = captures
@@ -146,11 +146,11 @@ class _ServerCapture(Capture):
 
     def part(self, table: str, part: int) -> Rows:
         """See `Capture.part`."""
-        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
+        raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
 
     def erased(self, table: str) -> Keys:
         """See `Capture.erased`."""
-        raise TypeError("Servers write what was captured; see SharedStore.save_away.")
+        raise TypeError("Servers write their captures themselves; use SharedStore.save_tables.")
 
     def close(self) -> None:
         """See `Capture.close`."""

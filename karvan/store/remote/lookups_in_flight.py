@@ -2,7 +2,7 @@
 
 A lookup is *ahead* from its request until a forward uses it, then *used* until its push. One that is dropped
 while it is ahead is withdrawn: servers undo it, because its batch was never trained. Any other lookup that
-nobody holds any more is *done*: servers, or the embedding worker that made it, need not keep its plan.
+nobody holds any more is *done*: servers, or the embedding worker that made it, may release its plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.store.remote.staleness_window import Countdown, StalenessWindow, taken
+from karvan.store.remote.staleness_window import Countdown, StalenessWindow, pop_all
 from karvan.wire import Reply
 
 _USED = 2048  # lookups without a push that a capture names; more than a step has passes
@@ -39,7 +39,7 @@ class LookupsInFlight:
         """A forward uses a lookup: it counts in captures, whether it gets a push or not."""
         self._used.add(number)
         self._ahead.discard(number)
-        # Of engines that get no gradients; servers have heard that these are done.
+        # These are lookups of engines that get no gradients; servers know that they are done.
         if len(self._used) > 2 * _USED:
             self._used.difference_update(sorted(self._used)[:_USED])
 
@@ -59,18 +59,18 @@ class LookupsInFlight:
         self.window.give_up(number)
 
     def take_done(self, worker: int | None) -> list[int]:
-        """The lookups that need not be kept, of which servers, or this worker, have not heard."""
-        return taken(self._done[worker])
+        """The lookups that can be released, which servers, or this worker, have not been told yet."""
+        return pop_all(self._done[worker])
 
     def take_used(self) -> list[int]:
-        """The lookups that were used and have had no push, for a capture."""
+        """The lookups that were used and have had no push; a capture names them."""
         used = sorted(self._used)
         self._used.clear()
         return used
 
     def send_withdrawn(self) -> list[Reply]:
         """Withdraw the lookups that nobody will use any more."""
-        withdrawn = taken(self._withdrawn)
+        withdrawn = pop_all(self._withdrawn)
         if not withdrawn:
             return []
         servers = range(len(self._servers))
@@ -82,7 +82,7 @@ class LookupsInFlight:
         ]
 
     def _forget(self, withdrawn: list[tuple[int | None, int]]) -> None:
-        # Not before servers have undone a lookup: they would take one that a worker is done with for trained.
+        # Only after servers have undone a lookup: they would count one that a worker has released as trained.
         for worker, number in withdrawn:
             if worker is not None:
                 self._done[worker].append(number)

@@ -9,22 +9,23 @@ from torch import Tensor
 
 
 class OutputLayout(NamedTuple):
-    """A feature's output: its rows, the ids in all of them, cells of a row, and where rows begin.
+    """The layout of a feature's output.
 
-    offsets: None where each row has one id.
+    ids: of all samples; length: cells of a sample; offsets: where the ids of samples start, None where each
+    sample has one id.
     """
 
-    rows: int
+    samples: int
     ids: int
     length: int
     offsets: Tensor | None
 
     def lengths(self) -> Tensor:
-        """Ids of each row."""
+        """The number of ids of each sample."""
         if self.offsets is None:
-            return torch.ones(self.rows, dtype=torch.int64)
+            return torch.ones(self.samples, dtype=torch.int64)
         return self.offsets.diff()
 
     def mask(self) -> Tensor:
-        """(rows, length), True where a padded output has the vector of an id."""
+        """(samples, length), True where a padded output has the vector of an id."""
         return torch.arange(self.length) < self.lengths().unsqueeze(1)

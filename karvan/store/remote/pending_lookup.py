@@ -8,36 +8,36 @@ from karvan.store.base import LookupProgram
 
 
 class PendingLookup(ABC):
-    """What it is for, and how far it is; `ServerLookup` asks parameter servers, `WorkerLookup` a worker."""
+    """A lookup's arguments and state; `ServerLookup` asks parameter servers, `WorkerLookup` a worker."""
 
     def __init__(self, program: LookupProgram, *, training: bool, step: int, now: float) -> None:
         self.program = program
         self.training = training
         self.step = step
         self.now = now
-        self.number = 0  # of a training lookup that has begun
-        self.begun = False
-        self.offered = False  # to begin when there is room
+        self.number = 0  # of a training lookup that has started
+        self.started = False
+        self.offered = False  # to the staleness window, which starts it when there is room
 
     def begin(self, number: int) -> None:
-        """Ask; training lookups are numbered from 1, others are not."""
+        """Send the request; training lookups are numbered from 1, others have no number (0)."""
         self.number = number
-        self.begun = True
+        self.started = True
         self._ask()
 
     def fits(self, training: bool, step: int, now: float) -> bool:
         """Whether it is, or can be made, the lookup that a forward needs."""
-        if not self.begun and not self.offered:
+        if not self.started and not self.offered:
             self.training, self.step, self.now = training, step, now
         return self.training == training and (self.step == step or not training)
 
     @abstractmethod
     def _ask(self) -> None:
-        """Send what it takes, without waiting for the answer."""
+        """Send the request, without waiting for the answer."""
 
     @abstractmethod
     def ready(self) -> tuple[bool, float]:
-        """Whether there is still something to wait for; if not, since when there is not."""
+        """Whether the answer has still to come; if not, the time when it came."""
 
     @abstractmethod
     def finish(self) -> None:

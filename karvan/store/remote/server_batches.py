@@ -1,4 +1,4 @@
-"""`ServerBatches`: the batches whose ids a trainer has, and for which it asks parameter servers itself."""
+"""`ServerBatches`: the batches whose ids are local, for which a trainer asks parameter servers itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ServerBatches:
         return begin_pull(self._servers, lookup, store=self._store, done=self._lookups.take_done(None))
 
     def note_answers(self, lookup: ServerLookup) -> None:
-        """A lookup has its answers: count their times."""
+        """A lookup has its answers: record how long they took."""
         self.seconds["pull"] += [reply.seconds for reply in lookup.replies]
 
     def push(

@@ -19,10 +19,10 @@ from karvan.wire.schema.calls import expect_array
 
 
 class ServerLookup(PendingLookup):
-    """A batch whose keys are to be looked up, or are.
+    """A batch whose keys are, or will be, looked up.
 
-    dims: of the program's tables. wire: what vectors travel as. send: asks the servers, see `begin_pull`.
-    forget: is called with the number of a lookup that nobody holds any more, at any moment.
+    dims: of the program's tables. wire: the number format in which vectors are sent. send: asks the servers,
+    see `begin_pull`. forget: called with the number of a lookup that nobody holds any more, at any moment.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ServerLookup(PendingLookup):
         slots = len(program.tables)
         self.route = _native.Route(plan, servers, True)
         counts = self.route.counts
-        self.wanted = [counts[server * slots : (server + 1) * slots] for server in range(servers)]
+        self.requested = [counts[server * slots : (server + 1) * slots] for server in range(servers)]
         self.dims = list(dims)
-        sizes = [words(sum(of_server)) for of_server in self.wanted]
+        sizes = [words(sum(of_server)) for of_server in self.requested]
         message = torch.empty(sum(sizes), dtype=torch.int64)
         self.route.pack_keys(message.data_ptr())
         self.sent = cut(message, sizes)
@@ -65,7 +65,7 @@ class ServerLookup(PendingLookup):
 
     def finish(self) -> None:
         """See `PendingLookup.finish`."""
-        sizes = floats(self.wanted, self.dims)
+        sizes = floats(self.requested, self.dims)
         vectors = output_buffers.empty(sum(sizes))
         flat, at = vectors.numpy(), 0
         for reply, size in zip(self.replies, sizes, strict=True):
@@ -77,12 +77,12 @@ class ServerLookup(PendingLookup):
 
     def pack(self, gradients: _native.Gradients, scale: float, complete: bool) -> tuple[torch.Tensor, ...]:
         """Gradients times scale for each server, in the order of its keys; see `partial_gradients`."""
-        sizes = floats(self.wanted, self.dims)
+        sizes = floats(self.requested, self.dims)
         sent = output_buffers.empty(sum(sizes))
         if complete:
             self.route.pack_gradients(gradients, scale, sent.data_ptr())
         else:
-            partial_gradients.pack(self.sent, self.wanted, self.dims, gradients, scale, sent)
+            partial_gradients.pack(self.sent, self.requested, self.dims, gradients, scale, sent)
         return torch.split(sent, sizes)
 
     def __del__(self) -> None:
@@ -91,7 +91,7 @@ class ServerLookup(PendingLookup):
 
 
 def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequence[int]) -> list[Reply]:
-    """Ask each server for its keys, without waiting; done: the lookups that servers need not keep."""
+    """Ask each server for its keys, without waiting; done: the lookups that servers can release."""
     head = {
         "store": store,
         "batch": lookup.number,
@@ -103,6 +103,8 @@ def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequ
         "done": list(done),
     }
     return [
-        servers.peer(server).begin("pull", {**head, "counts": lookup.wanted[server]}, [lookup.sent[server]])
+        servers.peer(server).begin(
+            "pull", {**head, "counts": lookup.requested[server]}, [lookup.sent[server]]
+        )
         for server in range(len(servers))
     ]

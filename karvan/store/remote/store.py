@@ -1,7 +1,7 @@
 """`RemoteStore`: rows on parameter servers, each of which owns a range of the key hashes.
 
-It is made of parts: `RemoteBatches` for lookups and gradients, `RemoteTables` for whole tables,
-`RemoteCaptures` for checkpoints, and `LookupsInFlight`, which they share.
+It is made of parts: `RemoteBatches` for lookups and gradients, `RemoteTables` for entire tables,
+`RemoteCaptures` for checkpoints, and `LookupsInFlight`, which these share.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from karvan.store.base import (
     TableSpec,
 )
 from karvan.store.capture import Capture
-from karvan.store.remote.batches import Own, RemoteBatches
+from karvan.store.remote.batches import LocalGradients, RemoteBatches
 from karvan.store.remote.captures import RemoteCaptures
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.staleness_window import StalenessWindow
@@ -64,13 +64,13 @@ class RemoteStore(SharedStore):
         return self.batches.at_workers is not None
 
     @property
-    def ahead(self) -> StalenessStats:
-        """See `Store.ahead`."""
+    def staleness(self) -> StalenessStats:
+        """See `Store.staleness`."""
         return StalenessStats(self.window.lookups, self.window.total, self.window.most)
 
     @property
     def share(self) -> tuple[int, int]:
-        """See `Store.share`; of what passes through this process."""
+        """See `Store.share`; of the rows that pass through this process."""
         return self._connection.rank, self._connection.world_size
 
     @property
@@ -102,18 +102,18 @@ class RemoteStore(SharedStore):
         """See `RemoteBatches.forward`."""
         return self.batches.forward(program, inputs, training=training, step=step, now=now)
 
-    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> Own:
+    def reduce(self, plan: LookupPlan, addresses: Sequence[int], strides: Sequence[int]) -> LocalGradients:
         """See `RemoteBatches.reduce`."""
         return self.batches.reduce(plan, addresses, strides)
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Own:
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> LocalGradients:
         """See `RemoteBatches.hold`."""
         return self.batches.hold(plan, gradients)
 
     def update(
         self,
         program: LookupProgram,
-        gradients: Sequence[tuple[LookupPlan, Own]],
+        gradients: Sequence[tuple[LookupPlan, LocalGradients]],
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
@@ -173,11 +173,11 @@ class RemoteStore(SharedStore):
         self._tables.load(table, rows)
 
     def extra(self, table: str) -> dict[str, NDArray[Any]]:
-        """See `Store.extra`: servers save theirs themselves."""
+        """See `Store.extra`: nothing, because servers save theirs themselves."""
         return {}
 
     def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
-        """See `Store.load_extra`: nothing, as `extra` gives nothing."""
+        """See `Store.load_extra`: does nothing, as `extra` returns nothing."""
 
     def stats(self, table: str) -> dict[str, int]:
         """See `RemoteTables.stats`."""
@@ -198,7 +198,7 @@ class RemoteStore(SharedStore):
         """See `RemoteCaptures.capture`."""
         return self._captures.capture(tables, parts, since, track=track)
 
-    def save_away(
+    def save_tables(
         self,
         capture: Capture,
         folder: str,
@@ -208,13 +208,13 @@ class RemoteStore(SharedStore):
         """See `RemoteCaptures.save`."""
         return self._captures.save(capture, folder, tables, waiting)
 
-    def fill_away(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    def fill_tables(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """See `RemoteCaptures.fill`."""
         return self._captures.fill(path, tables)
 
 
 def _note_loss(server: int, life: str) -> None:
     _log.warning(
-        "Parameter server %d has restarted with the rows that were saved last: updates since are lost.",
+        "Parameter server %d has restarted with the rows of the last checkpoint: later updates are lost.",
         server,
     )

@@ -1,6 +1,6 @@
-"""`RemoteTables`: calls to parameter servers about whole tables.
+"""`RemoteTables`: calls to parameter servers about entire tables.
 
-Of W trainers, number r asks the servers r, r + W, …, so that all trainers together ask each server once.
+Of W trainers, trainer r asks the servers r, r + W, …, so that all trainers together ask each server once.
 Every request waits for the gradients that are in flight.
 """
 
@@ -44,7 +44,7 @@ class RemoteTables:
         return self._dims[table]
 
     def _ask(self, method: str, head: Mapping[str, Any]) -> list[Message]:
-        """The answers of the servers that this trainer asks, after its gradients."""
+        """The answers of the servers that this trainer asks, once they have applied its gradients."""
         self._lookups.settle()
         return self._servers.call(method, head, of=self._mine)
 
@@ -79,7 +79,7 @@ class RemoteTables:
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.apply`; gradients of rows that left are of no harm: they are not inserted."""
+        """See `Store.apply`; gradients of rows that were removed do no harm: they insert nothing."""
         self._lookups.window.drain()
         head = {
             "rules": {table: rule_to_json(rules[table]) for table in pushes},
@@ -139,10 +139,11 @@ class RemoteTables:
         return sum(answer.head["version"] for answer in self._ask("version", {"table": table}))
 
     def evicted_since(self, table: str, version: int) -> Keys:
-        """See `Store.evicted_since`; servers count their versions themselves, so only 0 can be asked for."""
+        """See `Store.evicted_since`; each server has its own versions, so only 0 can be asked for."""
         if version != 0:
             raise ValueError(
-                f"Table '{table}' of remote servers tells keys that left since 0, got {version}."
+                f"Table '{table}' on parameter servers: expected version 0 (all keys removed so far), "
+                f"got {version}."
             )
         answers = self._ask("evicted_since", {"table": table, "version": 0})
         return np.concatenate([np.empty(0, np.int64), *(answer.arrays[0] for answer in answers)])
@@ -172,9 +173,9 @@ class RemoteTables:
         owners = owners_of(hashes, self._count)
         replies = []
         for server in range(self._count):
-            places = np.flatnonzero(mine & (owners == server))
-            for begin in range(0, len(places), _ROWS_AT_ONCE):
-                chosen = places[begin : begin + _ROWS_AT_ONCE]
+            positions = np.flatnonzero(mine & (owners == server))
+            for begin in range(0, len(positions), _ROWS_AT_ONCE):
+                chosen = positions[begin : begin + _ROWS_AT_ONCE]
                 arrays = [np.ascontiguousarray(column[chosen]) for column in rows]
                 replies.append(self._servers.peer(server, "ask").begin("load", {"table": table}, arrays))
         for reply in replies:

@@ -1,8 +1,8 @@
-"""`WorkerBatches`: the batches whose ids embedding workers keep.
+"""`WorkerBatches`: the batches whose ids embedding workers hold.
 
-A worker looks the ids up in the trainer's name, and sums the gradients of its outputs by key. Numbers of
-batches and pushes are the trainer's, so a worker that replaces another can ask for the same once more:
-servers do each once.
+A worker looks the ids up on behalf of the trainer, and sums the gradients of its outputs by key. Batches and
+pushes have the trainer's numbers, so a worker that replaces another can repeat its requests: servers do each
+only once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
 from karvan.store.base import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
-from karvan.store.remote.staleness_window import Countdown, taken
+from karvan.store.remote.staleness_window import Countdown, pop_all
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup, watch
 from karvan.wire import Message
 
@@ -35,7 +35,7 @@ class WorkerBatches:
         self._store = store
         self._wire = wire
         self._lookups = lookups
-        self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers need not keep
+        self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers can release
         self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class WorkerBatches:
         )
 
     def _pushed(self, pending: Countdown, answer: Message | Exception) -> None:
-        """A worker has had gradients applied."""
+        """The gradients that were sent to a worker have been applied."""
         self._note_restarts(answer)
         pending.one(answer if isinstance(answer, Exception) else None)
 
@@ -118,17 +118,17 @@ class WorkerBatches:
     def _engine(self, lookup: WorkerLookup) -> dict[str, Any]:
         return {
             "engine": lookup.program.name,
-            "features": lookup.program.told,
+            "features": lookup.program.features_json,
             "wire": self._wire,
             "tables": self._servers.declared,
             "declarations": self._servers.declarations,
         }
 
     def _released(self, worker: int) -> dict[str, Any]:
-        """What a worker, and the servers by way of it, need not keep; and what it should know by now."""
+        """What a worker, and the servers through it, can release, and the declarations it should know."""
         return {
             "done": self._lookups.take_done(worker),
-            "gone": taken(self._gone[worker]),
+            "gone": pop_all(self._gone[worker]),
             "declarations": self._servers.declarations,
         }
 

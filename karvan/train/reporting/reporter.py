@@ -71,7 +71,7 @@ class Reporter:
         trainer = self._trainer
         if trainer.connection.servers is None:
             return {}
-        ahead, dense = [engine.store.ahead for engine in self._engines], trainer.dense.staleness
+        ahead, dense = [engine.store.staleness for engine in self._engines], trainer.dense.staleness
         now = {
             "lookups": sum(each.lookups for each in ahead),
             "out": sum(each.total for each in ahead),
