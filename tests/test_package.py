@@ -124,8 +124,6 @@ TYPING_CIRCLES = [
     ("karvan.embedding.table_handle", "karvan.embedding.engine"),
     ("karvan.embedding.portable", "karvan.embedding.engine"),
     ("karvan.embedding.portable", "karvan.embedding.table_handle"),
-    # A capture gives rows, a type of the store protocol, which captures tables.
-    ("karvan.store.capture", "karvan.store.base"),
 ]
 
 

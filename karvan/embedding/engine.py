@@ -31,7 +31,8 @@ from karvan.embedding.table import Table, check_features
 from karvan.embedding.table_handle import TableHandle
 from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
-from karvan.store.base import Gradients, Prepared, RemoteLookup
+from karvan.store.program import Prepared, RemoteLookup
+from karvan.store.types import Gradients
 from karvan.threads import share_torch_threads
 
 

@@ -15,7 +15,7 @@ from karvan import ids, output_buffers
 from karvan._native import FeatureArrays
 from karvan.embedding.table import POOLED, Table
 from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
-from karvan.store.base import LookupInputs, RemoteLookup
+from karvan.store.program import LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 
 

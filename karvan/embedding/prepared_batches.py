@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from karvan.embedding.feature_inputs import Inputs
 from karvan.ragged import REFERENCE, Ragged
-from karvan.store.base import Prepared
+from karvan.store.program import Prepared
 from karvan.torch_internals import TENSOR_VERSION
 
 _MOST = 8  # whoever prepares more than that without using them prepares in vain

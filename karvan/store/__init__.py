@@ -1,21 +1,13 @@
 """Where rows live: the `Store` protocol and its implementations, one file each."""
 
-from karvan.store.base import (
-    Found,
-    LookupPlan,
-    LookupProgram,
-    Push,
-    Rows,
-    Rule,
-    SharedStore,
-    Store,
-    TableSpec,
-)
+from karvan.store.base import SharedStore, Store
 from karvan.store.capture import Capture
 from karvan.store.exchange.key_sharding import hashes_of
 from karvan.store.factory import make_store
 from karvan.store.memory import MemoryStore
+from karvan.store.program import LookupPlan, LookupProgram
 from karvan.store.sharded import ShardedStore
+from karvan.store.types import Found, Push, Rows, Rule, TableSpec
 
 __all__ = [
     "Capture",

@@ -12,169 +12,17 @@ their key has been inserted again since.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import _native
-from karvan.ragged import IdsReference
 from karvan.store.capture import Capture
-from karvan.store.remote.output_layout import OutputLayout
-
-Keys: TypeAlias = NDArray[np.int64]
-Vectors: TypeAlias = NDArray[np.float32]
-Counts: TypeAlias = NDArray[np.uint32]
-Rule: TypeAlias = _native.Rule
-FeatureSpec: TypeAlias = _native.FeatureSpec
-LookupInputs: TypeAlias = list[_native.FeatureArrays] | IdsReference
-
-
-class Gradients(Protocol):
-    """The gradients of a backward pass, summed by key; each method returns a value for each table's slot."""
-
-    def finite(self) -> list[bool]:
-        """Whether a table's gradients have neither infinities nor NaNs."""
-
-    def touched(self) -> list[bool]:
-        """Whether any key of a table has a gradient."""
-
-
-class GradientFlags:
-    """Which tables have gradients, and which of these are finite, by the tables' slots."""
-
-    def __init__(self, finite: list[bool], touched: list[bool]) -> None:
-        self._finite = finite
-        self._touched = touched
-
-    def finite(self) -> list[bool]:
-        """See `Gradients.finite`."""
-        return self._finite
-
-    def touched(self) -> list[bool]:
-        """See `Gradients.touched`."""
-        return self._touched
-
-
-_LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """A table, in the terms of the native core."""
-
-    name: str
-    dim: int
-    dtype: str
-    init: tuple[str, float, float, float, float]
-    admit: tuple[str, float, int]
-    evict: tuple[str, float, int]
-    seed: int
-    shards: int
-
-    def share(self, holder: int, holders: int) -> TableSpec:
-        """The spec for one of several holders, whose policy allows its part of the rows, at least one."""
-        kind, value, every = self.evict
-        if kind not in _LIMITED:
-            return self
-        part = int(value) * (holder + 1) // holders - int(value) * holder // holders
-        return replace(self, evict=(kind, float(max(1, part)), every))
-
-    def initial_vectors(self, keys: Keys) -> Vectors:
-        """The vectors with which the rows of these keys start, before rounding to `dtype`."""
-        vectors = np.empty((len(keys), self.dim), dtype=np.float32)
-        _native.initialise(*self.init, self.seed, self.name, np.ascontiguousarray(keys), vectors)
-        return vectors
-
-
-class Rows(NamedTuple):
-    """Rows with all they have, in the order of their keys' hashes: what snapshots hold and loads take."""
-
-    keys: Keys
-    vectors: Vectors
-    state: Vectors
-    counts: Counts
-    last_steps: Counts
-
-
-class Found(NamedTuple):
-    """The result of a lookup of distinct keys: vectors, and the table's version for the push that follows."""
-
-    vectors: Vectors
-    version: int
-
-
-class Push(NamedTuple):
-    """Gradients of one lookup's distinct keys, and the table's version at that lookup."""
-
-    keys: Keys
-    gradients: Vectors
-    version: int
-
-
-class LookupProgram:
-    """The features of an engine in the form the native core needs, made once.
-
-    A table's slot is its index in `tables`. features_json: the features as JSON, for embedding workers, which
-    embed in place of the engine.
-    """
-
-    def __init__(
-        self, features: Sequence[FeatureSpec], features_json: Mapping[str, Any] | None = None
-    ) -> None:
-        self.features = list(features)
-        self.features_json = dict(features_json or {})
-        self.name = hashlib.sha256(json.dumps(self.features_json).encode()).hexdigest()[:16]
-        self.native = _native.Program(self.features)
-        self.tables = self.native.tables
-
-
-class LookupState(Protocol):
-    """What a store with remote rows remembers of a batch, from `prepare` until its gradients are sent."""
-
-    @property
-    def plan(self) -> _native.Plan | None:
-        """The batch, grouped by key; None where its ids are remote as well."""
-
-
-@runtime_checkable
-class RemoteLookup(LookupState, Protocol):
-    """A batch whose ids are remote."""
-
-    def take(self) -> list[tuple[Tensor, OutputLayout]]:
-        """Hand over the outputs of all features; the lookup does not hold them afterwards."""
-
-
-Prepared: TypeAlias = _native.Plan | LookupState  # what a store's `prepare` gives to its own `forward`
-
-
-class LookupPlan(NamedTuple):
-    """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
-
-    remote: what a store with remote rows must remember. Where the ids are remote as well, there is no native
-    plan; `remote` is a `RemoteLookup` then.
-    """
-
-    native: _native.Plan | None
-    versions: Mapping[str, int]
-    remote: LookupState | None = None
-
-
-class StalenessStats(NamedTuple):
-    """Staleness of training lookups: the number of batches between lookup and applied gradient.
-
-    total: the sum over all lookups so far; most: the largest.
-    """
-
-    lookups: int = 0
-    total: int = 0
-    most: int = 0
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.types import Counts, Found, Gradients, Keys, Push, Rows, Rule, StalenessStats, TableSpec
 
 
 class Store(ABC):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from karvan.store.base import Keys, Rows
+from karvan.store.types import Keys, Rows
 
 
 class Capture(ABC):

@@ -9,21 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
-from karvan.store.base import (
-    Counts,
-    Found,
-    Keys,
-    LookupInputs,
-    LookupPlan,
-    LookupProgram,
-    Prepared,
-    Push,
-    Rows,
-    Rule,
-    Store,
-    TableSpec,
-)
+from karvan.store.base import Store
 from karvan.store.capture import Capture
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 
 
 class MemoryStore(Store):

@@ -22,28 +22,15 @@ from torch import Tensor
 
 from karvan import _native, distributed, output_buffers
 from karvan.distributed.connection import WIRES
-from karvan.store.base import (
-    Counts,
-    Found,
-    GradientFlags,
-    Keys,
-    LookupInputs,
-    LookupPlan,
-    LookupProgram,
-    Prepared,
-    Push,
-    Rows,
-    Rule,
-    Store,
-    TableSpec,
-    Vectors,
-)
+from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.exchange.message_layout import Routed, cut, floats, words
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.memory import MemoryStore
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.types import Counts, Found, GradientFlags, Keys, Push, Rows, Rule, TableSpec, Vectors
 
 
 class OwnerGradients(GradientFlags):

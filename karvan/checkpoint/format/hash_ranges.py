@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan.store.exchange.key_sharding import Keys, first_hash_of, hashes_of
+from karvan.store.exchange.key_sharding import first_hash_of, hashes_of
+from karvan.store.types import Keys
 
 SPACE = 1 << 32
 

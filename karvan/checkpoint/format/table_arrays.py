@@ -17,7 +17,8 @@ from karvan.checkpoint.format.manifest import PartEntry, TableEntry, row_bytes
 from karvan.checkpoint.format.safetensors_file import Stored, read_arrays, read_header, stored
 from karvan.embedding import EmbeddingEngine, TableHandle
 from karvan.store import Rows
-from karvan.store.exchange.key_sharding import Keys, hashes_of
+from karvan.store.exchange.key_sharding import hashes_of
+from karvan.store.types import Keys
 
 Model: TypeAlias = nn.Module | Iterable[nn.Module] | None
 

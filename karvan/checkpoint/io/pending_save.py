@@ -6,12 +6,9 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.io.throttle import Throttle
-
-if TYPE_CHECKING:
-    from karvan.checkpoint.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 

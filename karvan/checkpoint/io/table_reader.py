@@ -15,7 +15,8 @@ from karvan.checkpoint.format.hash_ranges import WHOLE, Range
 from karvan.checkpoint.format.manifest import TableEntry
 from karvan.checkpoint.format.table_arrays import join, overlay, read_part, select
 from karvan.store import Rows
-from karvan.store.exchange.key_sharding import Keys, hashes_of
+from karvan.store.exchange.key_sharding import hashes_of
+from karvan.store.types import Keys
 
 
 class Layer(NamedTuple):

@@ -20,7 +20,7 @@ from karvan.checkpoint.format.table_arrays import join
 from karvan.checkpoint.format.table_extras import Extra, own_extra, read_extras
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.store import Capture, Rows, TableSpec
-from karvan.store.exchange.key_sharding import Keys
+from karvan.store.types import Keys
 from karvan.wire import RefusedError
 
 

@@ -17,10 +17,10 @@ from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.protocol.parameter_server import passes_of
-from karvan.store.base import Keys, Vectors
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.exchange.wire_format import from_wire, rule_from_json, to_wire
+from karvan.store.types import Keys, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan import _native
+from karvan.store.types import Keys
 
-Keys: TypeAlias = NDArray[np.int64]
 Hashes: TypeAlias = NDArray[np.uint64]
 
 

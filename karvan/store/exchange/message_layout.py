@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import _native
-from karvan.store.exchange.key_sharding import Keys
+from karvan.store.types import Keys
 
 Numbers: TypeAlias = list[list[int]]  # of keys, by rank and slot
 Positions: TypeAlias = NDArray[np.int64]

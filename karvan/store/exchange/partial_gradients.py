@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from karvan import _native
-from karvan.store.base import Keys, Vectors
 from karvan.store.exchange.message_layout import Numbers, by_slot, floats, keys_of, starts_of
+from karvan.store.types import Keys, Vectors
 
 
 def pack(

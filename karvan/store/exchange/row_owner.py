@@ -14,10 +14,11 @@ from typing import TypeAlias
 from torch import Tensor
 
 from karvan import _native, output_buffers
-from karvan.store.base import Keys, LookupPlan, LookupProgram, Push, Rule, Vectors
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import Numbers, features, floats
 from karvan.store.memory import MemoryStore
+from karvan.store.program import LookupPlan, LookupProgram
+from karvan.store.types import Keys, Push, Rule, Vectors
 
 Summed: TypeAlias = _native.Gradients | dict[str, Push]
 

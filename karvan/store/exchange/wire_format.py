@@ -13,7 +13,7 @@ from torch import Tensor
 
 from karvan import _native
 from karvan.distributed.connection import WIRES
-from karvan.store.base import Rule, TableSpec, Vectors
+from karvan.store.types import Rule, TableSpec, Vectors
 
 _NUMBERS = (
     *("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2", "accumulate_last"),

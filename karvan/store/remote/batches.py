@@ -21,14 +21,15 @@ from karvan import _native
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
-from karvan.store.base import GradientFlags, LookupInputs, LookupPlan, LookupProgram, Prepared, Rule
 from karvan.store.exchange.wire_format import rule_to_json
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
 from karvan.store.remote.server_lookup import ServerLookup
 from karvan.store.remote.staleness_window import Countdown
 from karvan.store.remote.worker_batches import WorkerBatches
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup
+from karvan.store.types import GradientFlags, Rule
 
 
 class LocalGradients(GradientFlags):

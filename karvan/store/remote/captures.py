@@ -12,9 +12,9 @@ from typing import Any
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.outages import is_temporary
-from karvan.store.base import Keys, Rows
 from karvan.store.capture import Capture
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.store.types import Keys, Rows
 from karvan.wire import WireError
 
 _SAVING = 24 * 3600.0  # seconds for calls that depend on the size of tables; heartbeats come meanwhile

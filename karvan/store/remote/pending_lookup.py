@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from karvan.store.base import LookupProgram
+from karvan.store.program import LookupProgram
 
 
 class PendingLookup(ABC):

@@ -9,8 +9,8 @@ from typing import Any
 
 from karvan import _native
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.store.base import LookupProgram
 from karvan.store.exchange.wire_format import to_wire
+from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_lookup import ServerLookup, begin_pull
 from karvan.store.remote.staleness_window import Countdown

@@ -9,10 +9,10 @@ import torch
 
 from karvan import _native, output_buffers
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.store.base import LookupProgram
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import cut, floats, words
 from karvan.store.exchange.wire_format import from_wire
+from karvan.store.program import LookupProgram
 from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.wire import Reply
 from karvan.wire.schema.calls import expect_array

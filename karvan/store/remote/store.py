@@ -14,27 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan.distributed import Connection
-from karvan.store.base import (
-    Counts,
-    Found,
-    Keys,
-    LookupInputs,
-    LookupPlan,
-    LookupProgram,
-    Prepared,
-    Push,
-    Rows,
-    Rule,
-    SharedStore,
-    StalenessStats,
-    TableSpec,
-)
+from karvan.store.base import SharedStore
 from karvan.store.capture import Capture
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.remote.batches import LocalGradients, RemoteBatches
 from karvan.store.remote.captures import RemoteCaptures
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.staleness_window import StalenessWindow
 from karvan.store.remote.tables import RemoteTables
+from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, StalenessStats, TableSpec
 
 _log = logging.getLogger("karvan.store")
 

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from karvan.distributed.clients.parameter_servers import Servers
-from karvan.store.base import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
 from karvan.wire import Message
 from karvan.wire.schema.calls import expect_array
 

@@ -17,7 +17,7 @@ from typing import Any
 from karvan.distributed.clients.embedding_workers import Workers
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
-from karvan.store.base import LookupProgram
+from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.staleness_window import Countdown, pop_all
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup, watch

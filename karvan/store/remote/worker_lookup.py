@@ -20,8 +20,8 @@ from torch import Tensor
 
 from karvan import _native, output_buffers
 from karvan.ragged import IdsReference
-from karvan.store.base import LookupProgram
 from karvan.store.exchange.wire_format import from_wire, to_wire
+from karvan.store.program import LookupProgram
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.remote.pending_lookup import PendingLookup
 from karvan.wire import Array, Message, RefusedError
