@@ -52,7 +52,7 @@ __all__ = [
     "train",
 ]
 
-# Where each public name lives. It is imported when it is first asked for, so that those who only embed need
+# The module of each public name. It is imported at first use, so that programs that only use embeddings do
 # not wait for pyarrow, and `karvan --help` not for torch.
 _HOMES = {
     "karvan": "checkpoint data ids metrics models train",
@@ -79,7 +79,7 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and that nothing e
             if home == "karvan"
             else getattr(importlib.import_module(home), name)
         )
-        globals()[name] = found  # the next one finds it without a call
+        globals()[name] = found  # the next access needs no call of this function
         return found
 
 

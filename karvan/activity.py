@@ -1,16 +1,16 @@
-"""What this process is doing, for its heartbeats: progress, and whom it waits for.
+"""What this process is doing, for its heartbeats: progress, and which processes it waits for.
 
-A process whose heartbeat thread lives may still be stuck: its main thread blocks in a callback, or its data
-source hangs. So heartbeats carry an `ActivityReport`, from which the launcher finds out who holds up a job
-(`karvan.launch.supervision.stalls`):
+A process whose heartbeat thread runs may still be stuck: its main thread blocks in a callback, or its data
+source hangs. So heartbeats carry an `ActivityReport`, from which the launcher finds the process that blocks
+a job (`karvan.launch.supervision.stalls`):
 
-- *progress*: a counter of anything that got done: batches, steps, calls answered, parts of checkpoints.
-- *task*: what a trainer has been asked to do, such as "fit". Outside of tasks a program runs its user's own
-  code, and nobody expects progress.
+- *progress*: a counter of completed work: batches, steps, calls answered, parts of checkpoints.
+- *task*: what a trainer is running, such as "fit". Outside of tasks a program runs the user's own code, and
+  no progress is expected.
 - *waits*: for which processes its threads wait, and for how long: "loader-0", "parameter-server-1", or
   "trainers" for any of them.
 
-`advance` is an addition; when that was, in seconds, is found out by the heartbeat thread, once a second.
+`advance` only increments the counter; the heartbeat thread notices the change and its time, once a second.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _STDERR = 2
 
 @dataclass(frozen=True)
 class ActivityReport:
-    """What a heartbeat says of a process; seconds are those of its own clock.
+    """What a heartbeat reports about a process; seconds are those of its own clock.
 
-    idle: seconds without progress. waits: for whom, and for how many seconds. dumps: whether it writes the
-    stacks of its threads to stderr when it gets SIGQUIT.
+    idle: seconds without progress. waits: process name → seconds. dumps: whether the process writes the
+    stacks of its threads to stderr on SIGQUIT.
     """
 
     progress: int = 0
@@ -48,28 +48,28 @@ class ActivityReport:
     dumps: bool = False
 
     def as_head(self) -> dict[str, Any]:
-        """For a message."""
+        """The report as the head of a message."""
         return asdict(self)
 
 
 class Activity:
-    """The activity of one process; all threads tell theirs."""
+    """The activity of one process; any thread may report."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._known = (0, clock.now())  # the count at the last report, and when it had changed
+        self._last_change = (0, clock.now())  # the count at the last report, and when it had changed
         self._lock = threading.Lock()
         self._tasks: list[str] = []
         self._waits: dict[int, tuple[str, float]] = {}
         self._numbers = itertools.count()
 
     def advance(self) -> None:
-        """Something got done."""
-        self._count += 1  # threads that add at the same time may count one; that it changes is what matters
+        """Count a unit of completed work."""
+        self._count += 1  # concurrent increments may be lost: it only matters that the count changes
 
     @contextmanager
     def task(self, name: str) -> Iterator[None]:
-        """Inside of it progress is expected; only trainers have tasks."""
+        """While a trainer runs the task: progress is expected. Only trainers have tasks."""
         self.advance()
         self._tasks.append(name)
         try:
@@ -79,23 +79,23 @@ class Activity:
             self.advance()
 
     def waiting(self, name: str) -> Waiting:
-        """Inside of it the calling thread waits for another process of the job, or for `TRAINERS`."""
+        """While the calling thread waits for another process of the job, or for `TRAINERS`."""
         return Waiting(self._waits, next(self._numbers), name)
 
     def wait_for(self, changed: threading.Condition, name: str, reason: Callable[[], object]) -> None:
-        """`changed.wait_for(reason)`, which is another process's business."""
+        """`changed.wait_for(reason)`, where the change depends on another process."""
         with self.waiting(name):
             changed.wait_for(reason)
 
     def report(self, dumps: bool = False) -> ActivityReport:
-        """For a heartbeat."""
+        """The report for a heartbeat."""
         waits: dict[str, float] = {}
         for name, since in list(self._waits.values()):
             waits[name] = max(waits.get(name, 0.0), round(clock.silence(since), 3))
         with self._lock:
-            if self._count != self._known[0]:
-                self._known = (self._count, clock.now())
-            idle = max(0.0, round(clock.silence(self._known[1]), 3))
+            if self._count != self._last_change[0]:
+                self._last_change = (self._count, clock.now())
+            idle = max(0.0, round(clock.silence(self._last_change[1]), 3))
         longest = sorted(waits.items(), key=lambda each: -each[1])[:MOST_WAITS]
         return ActivityReport(self._count, idle, next(iter(self._tasks), ""), dict(longest), dumps)
 
@@ -120,13 +120,14 @@ class Waiting:
 
 
 activity = Activity()
-os.register_at_fork(after_in_child=activity._waits.clear)  # a fork has none of the threads
+os.register_at_fork(after_in_child=activity._waits.clear)  # a forked child has none of the threads
 
 
 def dump_stacks_on_signal() -> bool:
-    """Have SIGQUIT write the stacks of all threads to stderr, even if the interpreter hangs; whether it does.
+    """Make SIGQUIT write the stacks of all threads to stderr, even if the interpreter hangs.
 
-    A handler that the program has set itself stays. A shell has its background jobs ignore the signal.
+    Returns whether it does. A handler that the program has installed stays in place; an ignored signal is
+    taken over, because shells start background jobs that way.
     """
     if signal.getsignal(signal.SIGQUIT) not in (signal.SIG_DFL, signal.SIG_IGN, None):
         return False

@@ -1,4 +1,4 @@
-"""Checks of arguments: whole numbers, and what an error says of an unknown name."""
+"""Checks of integer arguments, and the text of errors about unknown names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a whole number. A bool is not: `batch_size=True` does not say how many."""
+    """Whether it is an integer. A bool is not: `batch_size=True` does not say how many."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -28,7 +28,7 @@ def check_counts(least: int, **values: Any) -> None:
 
 
 def listed(name: object, known: Iterable[object]) -> str:
-    """The known names in a sentence's end, and the nearest one: "user, item. Did you mean 'item'?"."""
+    """The known names as the end of a sentence, and the closest: "user, item. Did you mean 'item'?"."""
     import difflib  # only errors need it
 
     names = [str(each) for each in known]

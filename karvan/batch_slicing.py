@@ -1,6 +1,6 @@
-"""Cuts batches into runs of samples, and joins them.
+"""Splits batches into runs of consecutive samples, and joins them.
 
-What is cut shares memory with what it was cut from. Nothing here changes a tensor it was given.
+The parts of a split share memory with the batch. No input tensor is changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from karvan.ragged import Batch, Entry, NestedRagged, OptionalRagged, OptionalTe
 
 
 def values_of(entry: Entry) -> Tensor:
-    """The values without their rows."""
+    """The values without the offsets."""
     return entry if isinstance(entry, Tensor) else entry.values
 
 
@@ -25,7 +25,7 @@ def rows_of(entry: Entry) -> int:
 
 
 def as_offsets(entry: Ragged) -> Tensor:
-    """The offsets, also where None stands for one value a row."""
+    """The offsets, created where None means one value per row."""
     if entry.offsets is not None:
         return entry.offsets
     return torch.arange(entry.rows + 1, device=entry.values.device)
@@ -39,7 +39,7 @@ def offsets_from(lengths: Tensor) -> Tensor:
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
-    """One batch with the rows of all, which have the same entries; see `join_rows` for their kinds."""
+    """One batch with the samples of all, which have the same entries; see `join_rows` for their kinds."""
     if len(batches) == 1:
         return batches[0]
     return Batch({name: join_rows([batch[name] for batch in batches]) for name in batches[0]})
@@ -97,12 +97,12 @@ def _ragged_of(kind: type[Ragged], entry: Tensor) -> Ragged:
 
 
 def join_offsets(offsets: Sequence[Tensor]) -> Tensor:
-    """The offsets of rows that lie one after the other."""
+    """The offsets of the rows of all, one part after the other."""
     return offsets_from(torch.cat([part.diff() for part in offsets]))
 
 
 def split_batch(batch: Batch, counts: Sequence[int]) -> list[Batch]:
-    """The first `counts[0]` rows, the next `counts[1]` rows, and so on; the counts add up to all rows."""
+    """The first `counts[0]` samples, the next `counts[1]`, and so on; the counts add up to all samples."""
     if not len(batch):
         return [batch] * len(counts)
     columns = [split_rows(entry, counts) for entry in batch.values()]
@@ -148,7 +148,7 @@ def complete(entry: Entry) -> Entry:
 
 
 def _cut(offsets: Tensor, rows: list[int]) -> tuple[list[int], Sequence[Tensor]]:
-    """Where the values of each run of rows begin and end, and the offsets within each."""
+    """The bounds of the values of each run of rows, and the offsets within each run."""
     bounds = offsets[torch.tensor(rows, device=offsets.device)].tolist()
     parts = [offsets[a : b + 1] - start for (a, b), start in zip(pairwise(rows), bounds, strict=False)]
     return bounds, parts

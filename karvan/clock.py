@@ -1,14 +1,14 @@
 """A clock that stops while its process cannot run.
 
-Whoever watches others compares times: a heartbeat is too old, an answer is overdue. A process that was
-stopped itself (SIGSTOP, Ctrl-Z, a laptop that slept, a virtual machine that was moved) has heard nothing
-meanwhile and must not blame the others for that. So heartbeats, silence and deadlines are measured by
-`clock.now()`, not by `time.monotonic()`.
+A process that monitors others compares times: a heartbeat is too old, an answer is overdue. If it was paused
+itself (SIGSTOP, Ctrl-Z, a laptop that slept, a virtual machine that was moved), it received nothing meanwhile
+and must not blame the others for that. So heartbeats, silence and deadlines are measured by `clock.now()`,
+not by `time.monotonic()`.
 
-A thread reads the clock four times a second. If the next reading comes seconds late, whoever reads it, the
-process was paused: that time is not counted, and `woke` tells when the pause ended. Watchers give new time to
-everybody: they count silence from `woke` at the earliest. A native call that holds the interpreter for as
-long looks the same, and deserves the same.
+A thread reads the clock four times a second. If the next reading, by any thread, comes seconds late, the
+process was paused: that time is not counted, and `woke` is the time at which the pause ended. Monitors count
+silence from `woke` at the earliest. A native call that holds the interpreter for as long has the same effect,
+on purpose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 _TICK = 0.25  # seconds between two readings
-_PAUSE = 2.0  # seconds between two readings from which on the process was paused
+_PAUSE = 2.0  # more seconds than this between two readings: the process was paused
 
 # CLOCK_MONOTONIC stands still while the machine sleeps, which would then go unnoticed.
 _SOURCE = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -48,7 +48,7 @@ class ProcessClock:
         self.woke = float("-inf")  # when the last pause ended
 
     def now(self) -> float:
-        """Seconds since some moment; pauses are left out."""
+        """Seconds since an arbitrary moment, without pauses."""
         if not self._ticking:
             self._start()
         with self._lock:
@@ -65,7 +65,7 @@ class ProcessClock:
         return now - max(since, self.woke)
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so many seconds in which the process can run."""
+        """Wait for this many seconds in which the process can run."""
         until = self.now() + seconds
         while (left := until - self.now()) > 0:
             time.sleep(left)
@@ -75,10 +75,10 @@ class ProcessClock:
             if self._ticking:
                 return
             self._ticking = True
-            self._last = self._source()  # nobody has read for a while
+            self._last = self._source()  # the last reading may be old
         try:
             threading.Thread(target=self._run, name="karvan-clock", daemon=True).start()
-        except RuntimeError:  # the interpreter ends: nobody reads regularly any more
+        except RuntimeError:  # the interpreter is shutting down: there are no regular readings any more
             self._pause = float("inf")
 
     def _run(self) -> None:
@@ -88,4 +88,4 @@ class ProcessClock:
 
 
 clock = ProcessClock()
-os.register_at_fork(after_in_child=clock._reset)  # a fork has none of the threads
+os.register_at_fork(after_in_child=clock._reset)  # a forked child has none of the threads

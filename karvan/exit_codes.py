@@ -1,17 +1,17 @@
-"""Exit codes of commands and of launched programs, and the one line that goes with an error.
+"""Exit codes of commands and of launched programs, and the text that is printed for an error.
 
 | code | meaning | a launched job |
 |---|---|---|
 | 0 | done | |
 | 1 | failed: an error in the model, in its file, or while it ran | restarts; ends after three in a row |
-| 2 | wrong usage: an unknown option or value, a config that says too little, a folder of another run | ends |
-| 3 | data or a checkpoint is damaged, cannot be read, or is not there | ends |
-| 75 | temporary: the place failed (a full disk, data or a server that is away, a taken port) | restarts |
+| 2 | wrong usage: an unknown option or value, an incomplete config, a folder of another run | ends |
+| 3 | data or a checkpoint is damaged, cannot be read, or does not exist | ends |
+| 75 | temporary: an outage (a full disk, unreachable data or servers, a port in use) | restarts |
 | 130 | stopped by Ctrl-C; `train` has saved a checkpoint | |
 | 143 | stopped by SIGTERM; `train` has saved a checkpoint | |
 
-75 is `EX_TEMPFAIL` of sysexits.h. Classes are found by name in `sys.modules`: an error can only be of a class
-that somebody has imported, and `karvan version` need not wait for torch.
+75 is `EX_TEMPFAIL` of sysexits.h. Classes are looked up by name in `sys.modules`: an error can only be of a
+class that has been imported, and `karvan version` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, DAMAGED, TEMPORARY, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 75, 130, 143
 _PACKAGE = str(Path(__file__).parent)
-_CHECKS = (ValueError, TypeError, KeyError)  # what wrong arguments are
+_CHECKS = (ValueError, TypeError, KeyError)  # raised for wrong arguments
 
 
 class _Training:
     """Whether this process has made a training step."""
 
-    begun = False
+    started = False
 
 
 def note_training() -> None:
-    """A step was made: from here on, an error may depend on what was trained."""
-    _Training.begun = True
+    """A step was made: from now on, an error may depend on what was trained."""
+    _Training.started = True
 
 
 def code_of(error: BaseException) -> int:
@@ -61,13 +61,13 @@ def code_of_program(error: BaseException) -> int:
     """The exit code of a program that a job runs: wrong arguments before training are wrong each time."""
     if is_ours(error):
         code = code_of(error)
-        wrong = code == FAILED and isinstance(error, _CHECKS) and not _Training.begun
+        wrong = code == FAILED and isinstance(error, _CHECKS) and not _Training.started
         return USAGE if wrong else code
     return TEMPORARY if is_temporary(error) else FAILED
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether Karvan has raised an error, of its own kinds or by a check; its text then says all."""
+    """Whether Karvan has raised the error, of its own class or by a check: it needs no traceback."""
     if type(error).__module__.partition(".")[0] == "karvan":
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -76,9 +76,9 @@ def is_ours(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException, hint: str = "--debug") -> str:
-    """One or two lines for a person: what was expected, what was received, and where, if that helps.
+    """One or two lines for the user: what was expected, what was received, and where, if that helps.
 
-    hint: what shows more.
+    hint: the option that shows the traceback.
     """
     explained = (
         _is_of_settings(error) or _is_of_owner(error) or _is(error, "karvan.system_limits", "LimitError")
@@ -88,7 +88,7 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
     text = plain(error) if known and plain(error) else f"{kind}: {plain(error)}".removesuffix(": ")
-    return f"{text}\n({kind} in {_place(error)}; {hint} shows how it came to that)"
+    return f"{text}\n({kind} in {_origin(error)}; {hint} shows the traceback)"
 
 
 def plain(error: BaseException) -> str:
@@ -106,7 +106,7 @@ def _is_missing(error: BaseException) -> bool:
 
 def _is_of_data(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and isinstance(getattr(error, "temporary", None), bool):
-        return True  # what another process of the job could not read
+        return True  # another process of the job could not read its data
     return _is(error, "karvan.checkpoint", "CheckpointError") or _is(error, "karvan.data", "DataError")
 
 
@@ -119,7 +119,7 @@ def _is_of_owner(error: BaseException) -> bool:
 
 
 def _is(error: BaseException, module: str, name: str) -> bool:
-    # Only if somebody has imported it can it be what was raised.
+    # A class whose module is not imported cannot be that of the error.
     return module in sys.modules and isinstance(error, getattr(sys.modules[module], name, ()))
 
 
@@ -127,9 +127,9 @@ def _is_of_package(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
-def _place(error: BaseException) -> str:
+def _origin(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    # Somebody's own file says more than the library that it called.
+    # A line of the user's own file says more than one of the library that it called.
     own = [
         frame
         for frame in frames

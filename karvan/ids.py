@@ -1,8 +1,8 @@
 """Ids from strings and ids from ids: the hashes and the arithmetic that other recommendation systems use.
 
 An id is a 64-bit pattern. torch has no unsigned 64-bit arithmetic, so ids travel as int64 tensors, and every
-function here reads them as unsigned: -1 is 2**64 - 1. The results equal those of the systems named, bit for
-bit, because a trained row can only be found again under the id it was trained with.
+function here reads them as unsigned: -1 is 2**64 - 1. The results equal those of the named systems, bit for
+bit, because a trained row can only be found under the id it was trained with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from karvan import _native
 
-# No Sequence: a str is one as well, and would be hashed letter by letter.
+# Not Sequence: a str is one as well, and would be hashed letter by letter.
 Strings = list[bytes] | list[str] | tuple[bytes | str, ...]
 
 
@@ -28,7 +28,7 @@ class ByteRagged(Protocol):
 
     @property
     def offsets(self) -> Tensor | None:
-        """Where each row begins, then the end of the last; None for one byte per row."""
+        """The start of each row, then the end of the last; None for one byte per row."""
 
 
 @overload
@@ -61,7 +61,7 @@ HASHES = ("farm", "murmur", "farm63", "murmur63")
 
 
 def hash_strings(data: Strings | ByteRagged, kind: str, size: int | None = None) -> Tensor:
-    """The ids of strings by a hash of `HASHES`; with a bucket size as `bucket` makes them.
+    """The ids of strings by a hash of `HASHES`; with a bucket size, `bucket` of them.
 
     `Varlen(hash=…, bucket=…)` and `Feature.hash` give a string the same id.
     """
@@ -95,15 +95,15 @@ def bucket(hashes: Tensor, size: int = 0) -> Tensor:
 def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
     """The remainder of ids read as unsigned: `mod(tensor([-1]), 10)` is 5, since 2**64 - 1 ends in 5.
 
-    A tensor gives each id a modulus of its own; what it holds is not checked.
+    A tensor has a modulus for each id; its values are not checked.
     """
     if isinstance(modulus, int) and not 1 <= modulus < 1 << 63:
         raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
-    # Most ids are not negative. On a GPU the question alone would wait for all work before it.
+    # Most ids are not negative. On a GPU this test alone would wait for all queued work.
     if _ids(ids).is_cpu and (not ids.numel() or int(ids.amin()) >= 0):
         return ids % modulus
     # Halved, an id fits into the 63 bits of a positive int64; doubling its remainder and adding the lost bit
-    # brings the whole remainder back.
+    # gives the remainder of the full id.
     lost = ids & 1
     half = ((ids >> 1) & 0x7FFF_FFFF_FFFF_FFFF) % modulus
     room = modulus - half
@@ -112,11 +112,11 @@ def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
 
 
 def prefix(ids: Tensor, group: int, bits: int) -> Tensor:
-    """Ids of a feature group set apart from those of other groups, by group + 1 in the upper `bits` bits.
+    """Ids of a feature group, distinct from those of other groups by group + 1 in the upper `bits` bits.
 
     This is PERSIA's `feature_index_prefix_bit`: features of one group share rows, others never do. The lower
-    bits keep the id modulo 2**(64 - bits) - 1. A group that needs more bits is an error; PERSIA let it wrap
-    around to prefix 0, where it met ids that have none.
+    bits hold the id modulo 2**(64 - bits) - 1. A group that needs more bits is an error; PERSIA let it wrap
+    around to prefix 0, where it collided with ids without a prefix.
     """
     if not 1 <= bits <= 63:
         raise ValueError(f"A prefix must have from 1 to 63 bits, but has {bits}.")
@@ -129,7 +129,7 @@ def prefix(ids: Tensor, group: int, bits: int) -> Tensor:
 
 
 def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
-    """For each id, the `rounds` rows of a table of rounds * size rows that together stand for it.
+    """For each id, the `rounds` rows of a table of rounds * size rows that together represent it.
 
     The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
     `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.

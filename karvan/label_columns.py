@@ -14,7 +14,7 @@ _KINDS = ("label", "weight")
 
 
 def label_columns(loss: Any, kind: str = "label") -> list[str]:
-    """The columns of labels (or of kind "weight") that a loss or metric names; none for your own function."""
+    """The columns of labels (or of weights) that a loss or metric names; none for a user's own function."""
     parts = getattr(loss, "losses", None)
     if isinstance(parts, Mapping):
         return list(dict.fromkeys(name for part in parts.values() for name in label_columns(part, kind)))
@@ -25,7 +25,7 @@ def label_columns(loss: Any, kind: str = "label") -> list[str]:
 def required_labels(
     data: Iterable[Any], loss: Any, metrics: Iterable[Any] = ()
 ) -> AbstractContextManager[None]:
-    """Inside of it, data that can do so, such as a `Loader`, raises where a label or weight is missing."""
+    """Within it, data that supports it, such as a `Loader`, raises where a label or weight is missing."""
     parts = [loss, *metrics]
     labels, weights = ([name for part in parts for name in label_columns(part, kind)] for kind in _KINDS)
     return required_values(data, labels, weights)
@@ -35,12 +35,12 @@ def required_labels(
 def required_values(
     data: Iterable[Any], labels: Sequence[str], weights: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Inside of it, data that can do so raises where one of these columns has no value."""
-    ask = getattr(data, "require_values", None)
-    if ask is None:
+    """Within it, data that supports it raises where one of these columns has no value."""
+    require_values = getattr(data, "require_values", None)
+    if require_values is None:
         yield
         return
-    with ask(labels, weights):
+    with require_values(labels, weights):
         yield
 
 
@@ -50,12 +50,12 @@ def refuse_missing(name: str, entry: Any) -> None:
         missing = entry.rows - entry.values.shape[0]
         raise ValueError(
             f"Column '{name}' has no value for {missing} of {entry.rows} samples. Remove such records from "
-            "the data, or declare what stands for null: kv.data.Fixed(…, default=0)."
+            "the data, or declare a value for null: kv.data.Fixed(…, default=0)."
         )
 
 
 def one_each(name: str, entry: Any) -> Tensor:
-    """The values of a column that has one for each sample; a ValueError or TypeError for any other."""
+    """The values of a column with one value per sample; a ValueError or TypeError for any other column."""
     refuse_missing(name, entry)
     if isinstance(entry, Ragged) and entry.offsets is None:
         return entry.values

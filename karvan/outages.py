@@ -1,8 +1,8 @@
 """Outages: temporary failures of disks, networks and ports.
 
-A full disk, a file system that was mounted read-only, a server that is away or a port that is taken say
-nothing about the program: it is worth trying again. A file that is not there, a folder without permission or
-a damaged byte will be the same next time.
+A full disk, a file system that was mounted read-only, an unreachable server or a port in use are no fault of
+the program: it is worth trying again. A missing file, a folder without permission or a damaged byte will be
+the same next time.
 
 Errors of Karvan that wrap others have an attribute `temporary`, which decides.
 """
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 Failure = TypeVar("Failure", bound=BaseException)
 
-_OF_THE_PLACE = frozenset(
+_OUTAGE_NUMBERS = frozenset(
     number
     for name in (
         *("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EBUSY", "EAGAIN", "EINTR", "ENODEV", "ENXIO"),
@@ -27,16 +27,16 @@ _OF_THE_PLACE = frozenset(
 
 
 def mark(error: Failure, temporary: bool) -> Failure:
-    """The error of another process of the job, with the knowledge whether it was an outage there."""
+    """The error of another process of the job, marked with whether it was an outage there."""
     error.__dict__["temporary"] = temporary
     return error
 
 
 def is_temporary(error: BaseException) -> bool:
     """Whether an error is an outage: the same work may succeed later."""
-    told = getattr(error, "temporary", None)
-    if isinstance(told, bool):
-        return told
+    temporary = getattr(error, "temporary", None)
+    if isinstance(temporary, bool):
+        return temporary
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    return isinstance(error, OSError) and error.errno in _OF_THE_PLACE
+    return isinstance(error, OSError) and error.errno in _OUTAGE_NUMBERS

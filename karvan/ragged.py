@@ -1,6 +1,6 @@
 """Batches of variable-length data: `Ragged`, `NestedRagged`, `Padded` and `Batch`.
 
-Also `IdsReference`, for ids that are elsewhere.
+Also `IdsReference`, for ids that an embedding worker holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Padded(NamedTuple):
-    """Rows cut or filled up to one length: values (B, L, dim), and a mask (B, L), True on real entries."""
+    """Rows truncated or padded to one length: values (B, L, dim), and a mask (B, L), True on real entries."""
 
     values: Tensor
     mask: Tensor
@@ -24,8 +24,8 @@ class Ragged:
     """Rows of different lengths: row i is `values[offsets[i]:offsets[i + 1]]`, with weights if given.
 
     `values` is (n,) or (n, d); `offsets` is int64 of rows + 1 entries, or None for exactly one value per row.
-    Construction checks types and shapes only; `validate()` also reads the offsets. A lookup checks
-    them again in native code, where it costs nothing.
+    Construction checks types and shapes only; `validate()` also reads the offsets. A lookup checks the
+    offsets in native code as well, where that costs nothing.
     """
 
     __slots__ = ("offsets", "values", "weights")
@@ -135,7 +135,7 @@ class Ragged:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
-        """A copy on the device, or the same tensors where they are there already."""
+        """A copy on the device, or the same tensors if they are on it already."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Ragged:
@@ -155,10 +155,10 @@ class Ragged:
 
 
 class OptionalRagged(Ragged):
-    """One number per row, or none where it is missing: what a column of integers with nulls becomes.
+    """One number per sample, or none where it is missing: what a column of integers with nulls becomes.
 
-    A batch in which no row lacks its number has a plain tensor instead; `karvan.batch_slicing` sees to that
-    where rows are cut and joined.
+    A batch in which no number is missing has a plain tensor instead; `karvan.batch_slicing` ensures that
+    where samples are split and joined.
     """
 
     __slots__ = ()
@@ -218,18 +218,18 @@ class NestedRagged:
 
 
 class OptionalText(NestedRagged):
-    """One string per row, or none where it is missing: what a column of strings with nulls becomes.
+    """One string per sample, or none where it is missing: what a column of strings with nulls becomes.
 
-    A batch in which no row lacks its string has a `Ragged` of bytes instead, as for `OptionalRagged`.
+    A batch in which no string is missing has a `Ragged` of bytes instead, as for `OptionalRagged`.
     """
 
     __slots__ = ()
 
 
 class IdsReference:
-    """Stands for the id features of a batch that an embedding worker keeps: which worker, under which name.
+    """Refers to the id features of a batch that an embedding worker holds: which worker, under which name.
 
-    A batch has it as its entry `REFERENCE`. While somebody holds the object, the ids are kept.
+    A batch has it as its entry `REFERENCE`. The worker holds the ids for as long as the object exists.
     """
 
     __slots__ = ("__weakref__", "name", "rows", "worker")
@@ -258,7 +258,7 @@ Entry: TypeAlias = Ragged | NestedRagged | Tensor
 
 
 class Batch(Mapping[str, Entry]):
-    """Named features of the same rows, e.g. `Batch({"user": ids, "history": Ragged(...)})`."""
+    """Named features of the same samples, e.g. `Batch({"user": ids, "history": Ragged(...)})`."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
@@ -276,7 +276,7 @@ class Batch(Mapping[str, Entry]):
 
     @classmethod
     def trusted(cls, entries: dict[str, Entry], rows: int) -> Batch:
-        """A batch of entries that are known to have `rows` rows each: nothing is copied or checked."""
+        """A batch of entries that are known to have `rows` samples each: nothing is copied or checked."""
         batch = cls.__new__(cls)
         batch._entries = entries
         batch._rows = rows
@@ -284,7 +284,7 @@ class Batch(Mapping[str, Entry]):
 
     @property
     def rows(self) -> int:
-        """The number of rows that every entry has; 0 for a batch without entries."""
+        """The number of samples, which every entry has; 0 for a batch without entries."""
         return self._rows
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:

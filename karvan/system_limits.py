@@ -1,8 +1,8 @@
-"""What the system allows a process (`ulimit`), and what the processes of a job need at least.
+"""The system's limits for a process (`ulimit`), and what the processes of a job need at least.
 
 Too few open files or too little address space end a process somewhere inside a library, with an error that
-names neither. So programs that start a job raise their own limits as far as they may, and refuse to begin if
-that is not enough. Processes that they start inherit the limits.
+names neither. So programs that start a job raise their own limits as far as they may, and refuse to start if
+that is not enough. The processes that they start inherit the limits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import resource
 from dataclasses import dataclass
 
-_FILES, _FILES_PER_PROCESS = 96, 16  # of one process, and more for each other process of its job
+_FILES, _FILES_PER_PROCESS = 96, 16  # for the process itself, and in addition for each process of its job
 _ADDRESS_SPACE = 6 << 30  # bytes; torch, Arrow and their threads reserve 3 to 5 GiB before the first row
 _THREADS = 100  # of one process
 
@@ -22,12 +22,12 @@ class LimitError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit of the system: its value, what it may be raised to, and what a job needs; None: no limit."""
+    """A limit of the system: its value, the highest possible value, and what a job needs; None: no limit."""
 
     name: str
     kind: int
     flag: str  # of the shell's ulimit
-    unit: int  # of that flag, in what the system counts
+    unit: int  # how many of the system's units one unit of that flag is
     soft: int | None
     hard: int | None
     needed: int
@@ -38,7 +38,7 @@ class Limit:
         return self.hard is None or self.hard >= self.needed
 
     def text(self, value: int | None) -> str:
-        """A value of this limit for people."""
+        """A value of this limit in readable form."""
         if value is None:
             return "unlimited"
         return f"{value / (1 << 30):.1f} GiB" if self.kind == resource.RLIMIT_AS else f"{value:,}"
@@ -57,7 +57,7 @@ class Limit:
 
 
 def limits(processes: int = 1) -> list[Limit]:
-    """The limits that matter to a job of so many processes on this machine."""
+    """The limits that matter to a job of this many processes on this machine."""
     return [
         _limit("open files", resource.RLIMIT_NOFILE, "n", 1, _FILES + _FILES_PER_PROCESS * processes),
         _limit("address space", resource.RLIMIT_AS, "v", 1024, _ADDRESS_SPACE),
@@ -66,7 +66,7 @@ def limits(processes: int = 1) -> list[Limit]:
 
 
 def require_limits(processes: int = 1) -> None:
-    """Raise this process's limits where a job of so many processes needs it; a LimitError if it may not."""
+    """Raise this process's limits to what a job of this many processes needs; a LimitError if it may not."""
     for limit in limits(processes):
         if not limit.enough:
             job = "A job of 1 process" if processes == 1 else f"A job of {processes} processes"

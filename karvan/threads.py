@@ -9,8 +9,8 @@ from karvan import _native
 def set_num_threads(count: int) -> None:
     """Use `count` threads for lookups and updates; results do not depend on it.
 
-    The default is the number of cores this process may run on. Processes that share a machine should share
-    its cores out.
+    The default is the number of cores this process may run on. Processes on one machine should divide its
+    cores among them.
     """
     _native.set_thread_count(count)
 
@@ -31,9 +31,9 @@ def cores() -> int:
 def share_torch_threads() -> bool:
     """Run operations of the process's first thread on torch's threads; whether torch has any to share.
 
-    After an operation torch's threads watch for the next one for some milliseconds, at full power. A thread
-    of ours would have to share a core with one that does nothing. While the two numbers of threads differ
-    (`set_num_threads`, `torch.set_num_threads`), the native core uses its own.
+    After an operation torch's threads spin for some milliseconds until the next one. Threads of our own would
+    compete for cores with threads that only wait. While the two numbers of threads differ
+    (`set_num_threads`, `torch.set_num_threads`), the native core uses its own threads.
     """
     from karvan.torch_internals import openmp_addresses  # imports torch, which takes long
 

@@ -1,6 +1,6 @@
-"""How roles talk: calls with arrays on Arrow Flight streams, each done once, whatever happens to connections.
+"""Remote calls with arrays over Arrow Flight streams; each is executed once, even if connections break.
 
-server = Server(service, "127.0.0.1")          # a Service, which declares the calls that it takes
+server = Server(service, "127.0.0.1")          # a Service, which declares the calls that it accepts
 peer = Client("server 0", server.address)
 answer = peer.call("pull", {"table": "user"}, [keys])
 """

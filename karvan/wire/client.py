@@ -1,8 +1,8 @@
-"""`Client`: calls to a service. Many may be under way; they are done and answered in order, each once.
+"""`Client`: calls to a service. Many may be in flight; they are executed and answered in order, each once.
 
-Three threads serve a connection: one sends, one receives, one watches the time. When it breaks, or is silent
-for too long although an answer is due, it is cancelled, and the first thread begins another one with the
-calls that have not been answered. The service knows those that it has done.
+Three threads serve a connection: one sends, one receives, one checks deadlines. When the connection breaks,
+or is silent for too long although an answer is due, it is cancelled, and the first thread opens another one
+and sends the calls that have not been answered. The service knows which of them it has executed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from karvan.wire.flight_connection import FlightConnection, short
 from karvan.wire.message import Array, Message, Packed, pack
 from karvan.wire.schema.calls import CallTable
 from karvan.wire.security.credentials import Security
-from karvan.wire.server import TOLD
+from karvan.wire.server import REPORTED_ERRORS
 
 _log = logging.getLogger("karvan.wire")
 
 _CONNECT = 5.0  # seconds for one attempt to connect
-_LONGEST_PAUSE = 2.0  # seconds between two of them
-_GOODBYE = 1.0  # seconds until a peer is left without a good-bye
-_SLOWEST = 8e6  # bytes per second: more patience for more bytes
+_LONGEST_PAUSE = 2.0  # seconds between two attempts
+_GOODBYE = 1.0  # seconds to wait for the service to end the connection after a good-bye
+_SLOWEST = 8e6  # bytes per second that any network is assumed to carry: large messages get more time
 
 
 class Reply:
-    """The answer to a call, once it is there."""
+    """The answer to a call, once it has arrived."""
 
     def __init__(
         self, peer: Client, method: str, head: Mapping[str, Any], call: Packed, within: float
@@ -51,9 +51,9 @@ class Reply:
         self.head = head
         self.call = call
         self.bytes = sum(array.nbytes for array in call.arrays)
-        self.begun = clock.now()
+        self.started = clock.now()
         self.within = within  # seconds
-        self.deadline = self.begun + within
+        self.deadline = self.started + within
         self._done = threading.Event()
         self._answer: Message | None = None
         self._error: Exception | None = None
@@ -61,13 +61,13 @@ class Reply:
         self.seconds = 0.0  # from the call to its answer
 
     def wait(self) -> Message:
-        """The answer; what went wrong at the peer, or on the way to it, is raised here."""
+        """The answer; raises the error of the service, or of the connection to it."""
         self._peer.check_process()
         if not self._done.is_set():
             with activity.waiting(self._peer.role):
                 self._done.wait()
         if self._error is not None:
-            raise _same(self._error)
+            raise _copy_of(self._error)
         assert self._answer is not None
         return self._answer
 
@@ -78,40 +78,39 @@ class Reply:
 
     @property
     def error(self) -> Exception | None:
-        """What `wait` would raise, once it is done."""
+        """The exception that `wait` would raise, once it is done."""
         return self._error
 
     def pause(self, seconds: float) -> None:
-        """Wait for the answer, but not longer than that."""
+        """Wait for the answer for at most this long."""
         self._done.wait(seconds)
 
     def set(self, answer: Message | Exception) -> None:
-        """What the peer has said, or why it has not; for the peer's own threads."""
-        self.seconds = clock.now() - self.begun
+        """Set the answer, or why there is none; for the client's own threads."""
+        self.seconds = clock.now() - self.started
         if isinstance(answer, Exception):
             self._error = answer
         else:
             self._answer = answer
-        self.call = Packed("{}", ())  # what it holds is not needed any more
+        self.call = Packed("{}", ())  # releases the arrays
         self._done.set()
         if self._then is not None:
             try:
                 self._then(self)
             except Exception:
-                _log.exception("What was to be done after %r of %s failed", self.method, self._peer.name)
+                _log.exception("The callback after the call %r of %s failed", self.method, self._peer.name)
 
 
 class Client:
-    """One service to talk to.
+    """A client of one service.
 
-    find: its address "host:port", or a function that gives it, asked at every attempt to connect.
-    hello: what the service should know of its caller, or a function that gives it, called at every attempt.
-    deadline: seconds for a call, all attempts included;
-    a call that misses it is a WireError, and the peer is given up. patience: seconds of silence after which a
-    connection counts as broken. forgetful: the service may begin anew and need not know earlier calls.
-    anew: gives the calls, each with its head, that a service which has begun anew must get before any other;
-    it is told the name of the service's new life. calls: the declared calls of the service; answers are held
-    against them, and one that is otherwise is a RefusedError of that call.
+    find: its address "host:port", or a function that returns it, called at every attempt to connect.
+    hello: what the service should know of its caller, or a function that returns it, called at every attempt.
+    deadline: seconds for a call, all attempts included; a call that misses it is a WireError, and the client
+    gives up. patience: seconds of silence after which a connection counts as broken. forgetful: the service
+    may restart and need not know earlier calls. on_restart: returns the calls, each with its head, that a
+    restarted service must get before any other; its argument is the service's new incarnation. calls: the
+    declared calls of the service; an answer that does not match its declaration is a RefusedError.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Client:
         deadline: float = 120.0,
         patience: float = 10.0,
         forgetful: bool = False,
-        anew: Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
+        on_restart: Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]] | None = None,
         calls: CallTable | None = None,
     ) -> None:
         self.name = name
@@ -135,24 +134,24 @@ class Client:
         self._hello = hello if callable(hello) else partial(dict[str, Any], hello or {})
         self._deadline = deadline
         self._patience = patience
-        self._forgetful = forgetful or anew is not None
-        self._anew = anew
+        self._forgetful = forgetful or on_restart is not None
+        self._on_restart = on_restart
         self._calls = calls or {}
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._waiting: deque[Reply] = deque()  # calls without an answer, the oldest first
         self._sent = 0  # how many of them were sent on this connection
-        self._sent_bytes = 0  # theirs
+        self._sent_bytes = 0  # of these calls
         self._answered = 0  # number of the last call that was answered
         self._numbered = 0  # the highest number that a call was sent with
-        self._broken: Exception | None = None  # why this connection is not good any more
-        self._heard = 0.0  # when something came, or was first waited for
-        self._failure: Exception | None = None  # why there are no more calls
+        self._broken: Exception | None = None  # why this connection cannot be used any more
+        self._heard = 0.0  # when something was received, or first waited for
+        self._failure: Exception | None = None  # why no more calls are accepted
         self._closing = 0.0  # since when
         self.bytes_sent = 0
         self.bytes_received = 0
         self.connections = 0
-        self.welcome: dict[str, Any] = {}  # what the service said when it was met
+        self.welcome: dict[str, Any] = {}  # the service's answer to the hello
         self._receiver: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name=f"karvan-peer {name}", daemon=True)
         self._thread.start()
@@ -167,9 +166,9 @@ class Client:
         then: Callable[[Reply], None] | None = None,
         deadline: float | None = None,
     ) -> Reply:
-        """Call; arrays must stay as they are until the answer is there.
+        """Start a call; arrays must not change until the answer has arrived.
 
-        then: called with the reply once it is there, on a thread of the peer, so it must not wait.
+        then: called with the reply once it has arrived, on a thread of the client, so it must not block.
         """
         self.check_process()
         call = pack(Message({**(head or {}), "method": method}, arrays))
@@ -178,9 +177,9 @@ class Client:
         reply._then = then
         with self._changed:
             if self._failure is not None:
-                raise _same(self._failure)
+                raise _copy_of(self._failure)
             if self._closing:
-                raise WireError(f"{self.name} was left, got a call of {method!r}.")
+                raise WireError(f"The connection to {self.name} was closed, got a call of {method!r}.")
             self._waiting.append(reply)
             self._changed.notify_all()
         return reply
@@ -197,13 +196,13 @@ class Client:
         return self.begin(method, head, arrays, deadline=deadline).wait()
 
     def close(self) -> None:
-        """Leave; calls without an answer fail."""
+        """Disconnect; calls without an answer fail."""
         if os.getpid() != self._process:
             return
         self.begin_closing()
         if threading.current_thread() not in (self._thread, self._receiver):
             self._thread.join(_CONNECT + 2 * _GOODBYE)
-            self._give_up(WireError(f"{self.name} was left before it had answered."))
+            self._give_up(WireError(f"The connection to {self.name} was closed before it had answered."))
 
     @property
     def closing(self) -> bool:
@@ -211,7 +210,7 @@ class Client:
         return bool(self._closing)
 
     def begin_closing(self) -> None:
-        """Take no more calls, and say good-bye; `close` waits for that."""
+        """Accept no more calls and say good-bye, without waiting; `close` waits."""
         closed(self)
         with self._changed:
             self._closing = self._closing or clock.now()
@@ -224,9 +223,11 @@ class Client:
         self.close()
 
     def check_process(self) -> None:
-        """Raise in a process that was forked: the threads are in the one it came from."""
+        """Raise in a forked process: the threads are in its parent."""
         if os.getpid() != self._process:
-            raise RuntimeError(f"{self.name} expects calls of the process that made the peer, got a fork's.")
+            raise RuntimeError(
+                f"The client of {self.name} expects calls of its own process, got one from a fork."
+            )
 
     def _run(self) -> None:
         attempt = 0
@@ -234,7 +235,7 @@ class Client:
             connections = self.connections
             try:
                 self._talk()
-                problem = "it was left"
+                problem = "the connection was closed"
             except WireError as error:
                 if isinstance(error, PeerLostError):
                     self._give_up(error)
@@ -242,13 +243,13 @@ class Client:
                 problem = str(error)
             except (pa.ArrowException, OSError, StopIteration) as error:
                 problem = short(error)
-            except Exception as error:  # refused, or a mistake in what was asked for
+            except Exception as error:  # refused, or a mistake in the call
                 self._give_up(error)
                 return
             attempt = 0 if self.connections > connections else attempt + 1
             if not self._pause(attempt, problem):
                 return
-        self._give_up(WireError(f"{self.name} was left before it had answered."))
+        self._give_up(WireError(f"The connection to {self.name} was closed before it had answered."))
 
     def _wait_for_calls(self) -> bool:
         with self._changed:
@@ -256,7 +257,7 @@ class Client:
             return not self._closing
 
     def _pause(self, attempt: int, problem: str) -> bool:
-        """Wait before the next attempt; whether there is to be one."""
+        """Wait before the next attempt; returns whether there is one."""
         with self._changed:
             pause = min(_LONGEST_PAUSE, 0.02 * 2 ** min(attempt, 10)) * random.uniform(0.5, 1)
             left = self._due() - clock.now()
@@ -282,7 +283,7 @@ class Client:
             reply.set(error)
 
     def _talk(self) -> None:
-        """One connection, until it breaks or is not needed any more."""
+        """Use one connection until it breaks or is not needed any more."""
         with self._changed:
             self._broken = None
             limit = max(0.1, min(_CONNECT, self._patience, self._due() - clock.now()))
@@ -295,10 +296,10 @@ class Client:
         try:
             try:
                 times = {"patience": self._patience, "deadline": self._deadline}
-                said = connection.meet({**self._hello(), "session": self._session, **times})
+                welcome = connection.handshake({**self._hello(), "session": self._session, **times})
             except RefusedError as error:
                 raise RefusedError(f"{self.name} refused: {error}.") from error
-            self._meet(said)
+            self._accept_welcome(welcome)
             self._receiver = threading.Thread(
                 target=self._receive, args=(connection,), name=f"karvan-answers {self.name}", daemon=True
             )
@@ -316,32 +317,32 @@ class Client:
                 self._receiver = None
             connection.close()
 
-    def _meet(self, said: dict[str, Any]) -> None:
-        if said.get("error") == BusyError.__name__:
-            raise BusyError(f"{self.name} is busy: {said.get('text')}")
-        if "error" in said:
-            raise RefusedError(f"{self.name} refused: {said.get('text')}")
-        incarnation, last = said.get("incarnation"), said.get("last")
+    def _accept_welcome(self, welcome: dict[str, Any]) -> None:
+        if welcome.get("error") == BusyError.__name__:
+            raise BusyError(f"{self.name} is busy: {welcome.get('text')}")
+        if "error" in welcome:
+            raise RefusedError(f"{self.name} refused: {welcome.get('text')}")
+        incarnation, last = welcome.get("incarnation"), welcome.get("last")
         if not isinstance(incarnation, str) or type(last) is not int:
             raise RefusedError(f"{self.name} expected to be a service of Karvan, got something else.")
         with self._changed:
-            anew = incarnation != self.welcome.get("incarnation", incarnation)
-            forgotten = anew or last < self._answered
-            unsure = self._numbered > (0 if anew else self._answered)
+            restarted = incarnation != self.welcome.get("incarnation", incarnation)
+            forgotten = restarted or last < self._answered
+            unsure = self._numbered > (0 if restarted else self._answered)
             if forgotten and unsure and not self._forgetful:
-                raise PeerLostError(f"{self.name} has begun anew: what it held is lost.")
+                raise PeerLostError(f"{self.name} has restarted: what it held is lost.")
             if forgotten:
                 self._answered = self._numbered = 0  # the service counts from 1 again
-                if self._anew is not None and unsure:
-                    first = [self._first(*each) for each in self._anew(incarnation)]
+                if self._on_restart is not None and unsure:
+                    first = [self._first(*each) for each in self._on_restart(incarnation)]
                     self._waiting.extendleft(reversed(first))
-            self.welcome = said
+            self.welcome = welcome
             self._sent = self._sent_bytes = 0
             self._heard = clock.now()
             self.connections += 1
 
     def _first(self, method: str, head: Mapping[str, Any]) -> Reply:
-        """A call that nobody waits for; what is wrong with it ends the peer."""
+        """A call that nobody waits for; if it fails, the client gives up."""
         call = pack(Message({**head, "method": method}))
         reply = Reply(self, method, head, call, self._deadline)
         reply._then = lambda answered: self._give_up(answered.error) if answered.error else None
@@ -363,17 +364,17 @@ class Client:
                 number, received = self._answered + self._sent, self._answered
                 self._numbered = max(self._numbered, number)
                 call = reply.call
-            # The service keeps what it knows of this caller for that long after a connection broke.
+            # The service holds this caller's session for that long after a connection broke.
             longer = {"within": math.ceil(min(reply.within, 2**31))} if reply.within > self._deadline else {}
             connection.write(call, number=number, received=received, **longer)
             self.bytes_sent += reply.bytes
         with contextlib.suppress(pa.ArrowException, OSError):
             connection.write(pack(Message({"method": "bye"})))
-            with self._changed:  # the service hangs up once it has read that, which is after its calls
+            with self._changed:  # the service ends the connection once it has read that, after its calls
                 self._changed.wait_for(lambda: self._broken is not None, 0.05 if self._sent else _GOODBYE)
 
     def _why(self, error: Exception) -> Exception:
-        """Why a write failed: the other threads know more, such as what the service has said at last."""
+        """Why a write failed: the other threads know more, such as the last message of the service."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None, 0.5)
             return self._broken or error
@@ -381,14 +382,14 @@ class Client:
     def _something_to_do(self) -> bool:
         return self._broken is not None or bool(self._closing) or self._sent < len(self._waiting)
 
-    def _watch(self, connection: FlightConnection, over: threading.Event, meet_by: float) -> None:
-        """Cancel a connection that takes too long for anything."""
+    def _watch(self, connection: FlightConnection, over: threading.Event, welcome_by: float) -> None:
+        """Cancel a connection whose service takes too long."""
         before = self.connections
         while not over.wait(min(0.5, self._patience / 4)):
             with self._changed:
                 now = clock.now()
                 problem = self._overdue(now)
-                if self.connections == before and (now > meet_by or self._closing):
+                if self.connections == before and (now > welcome_by or self._closing):
                     problem = "no answer to hello"
                 if problem and self._broken is None:
                     self._broken = WireError(problem)
@@ -398,7 +399,7 @@ class Client:
 
     def _overdue(self, now: float) -> str:
         if self._closing:
-            return "it was left" if now > self._closing + _GOODBYE else ""
+            return "the connection was closed" if now > self._closing + _GOODBYE else ""
         if now > self._due():
             return "no answer in time"
         patience = self._patience + self._sent_bytes / _SLOWEST
@@ -413,7 +414,8 @@ class Client:
         except Exception as error:
             with self._changed:
                 if self._broken is None:
-                    self._broken = WireError("it hung up") if isinstance(error, StopIteration) else error
+                    ended = isinstance(error, StopIteration)
+                    self._broken = WireError("the service ended the connection") if ended else error
                 self._changed.notify_all()
 
     def _take(self, answer: Message) -> None:
@@ -425,14 +427,14 @@ class Client:
             if answer.head.get("fatal"):
                 raise RefusedError(f"{self.name} refused: {answer.head.get('text')}")
             if not self._sent or answer.head.get("number") != self._answered + 1:
-                raise RefusedError(f"{self.name} gave an answer that was not asked for.")
+                raise RefusedError(f"{self.name} sent an answer without a call.")
             reply = self._waiting.popleft()
             self._sent -= 1
             self._sent_bytes -= reply.bytes
             self._answered += 1
             self.bytes_received += answer.bytes
         if "error" in answer.head:
-            kind = TOLD.get(str(answer.head["error"]), RuntimeError)
+            kind = REPORTED_ERRORS.get(str(answer.head["error"]), RuntimeError)
             text, cause = f"{self.name}: {answer.head.get('text')}", answer.head.get("errno")
             error = kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text)
             if isinstance(temporary := answer.head.get("temporary"), bool):
@@ -451,11 +453,11 @@ class Client:
             return RefusedError(f"{self.name}: {error}")
 
 
-def _same(error: Exception) -> Exception:
-    """A copy, for each who gets it: a traceback belongs to one thread."""
+def _copy_of(error: Exception) -> Exception:
+    """A copy for each thread that raises it: a traceback belongs to one thread."""
     try:
-        made = type(error)(*error.args)
-    except Exception:  # of a kind that is made in another way
+        copy = type(error)(*error.args)
+    except Exception:  # its class has other arguments
         return error
-    made.__dict__.update(error.__dict__)
-    return made
+    copy.__dict__.update(error.__dict__)
+    return copy

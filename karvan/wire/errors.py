@@ -6,18 +6,18 @@ class WireError(ConnectionError):
 
 
 class BusyError(WireError):
-    """A peer has no room for another caller at the moment; callers try again until their deadline."""
+    """A service has no room for another caller at the moment; callers try again until their deadline."""
 
 
 class PeerLostError(WireError):
-    """A peer has begun anew, without what it was told before."""
+    """A service has restarted and has lost what earlier calls gave it."""
 
 
 class RefusedError(RuntimeError):
-    """A peer does not want a call: it is malformed, too large, not allowed, or of a job that has moved on."""
+    """A service refuses a call: it is malformed, too large, not allowed, or of an older run of the job."""
 
 
 class ListenError(OSError):
-    """A service cannot have the port it is to listen at."""
+    """A service cannot listen at its port."""
 
     temporary = True

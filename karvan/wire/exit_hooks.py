@@ -1,7 +1,7 @@
 """Closes clients and servers when a program ends, clients first.
 
-Threads that are inside Flight when the interpreter ends would end the process, and loudly; Flight itself
-would wait at a server for as long as somebody holds a stream open.
+Threads that are inside Flight when the interpreter ends would crash the process; Flight itself would wait
+for as long as a caller holds a stream of a server open.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Protocol
 
 
 class OpenClient(Protocol):
-    """Something that talks to a service."""
+    """A client of a service."""
 
     def begin_closing(self) -> None:
         """Say good-bye, without waiting."""
 
     def close(self) -> None:
-        """Wait until that is done."""
+        """Wait until it is closed."""
 
 
 class Listener(Protocol):
-    """Something that listens at a port."""
+    """A server that listens at a port."""
 
     def close(self) -> None:
         """Stop."""
@@ -33,18 +33,18 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def close_at_exit(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
-    """Close it at the end of the program, should that come first."""
+    """Close it when the program ends, unless it is closed before."""
     if caller is not None:
         _callers.add(caller)
     if listener is not None:
         _listeners.add(listener)
-    # What is registered last is done first: before what Flight has registered in the meantime.
+    # The last registration runs first: before what Flight has registered in the meantime.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
 def closed(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
-    """It is closed already."""
+    """Forget it: it is closed."""
     if caller is not None:
         _callers.discard(caller)
     if listener is not None:

@@ -16,7 +16,7 @@ from karvan.wire.message import SCHEMA, Message, Packed, pack, read, write
 from karvan.wire.security.credentials import Security, split_address
 from karvan.wire.security.listener import check_listener
 
-# What TLS says if it cannot come about, and what that means. Nothing of it gets better with time.
+# Parts of the messages of failed TLS handshakes, and what they mean. Trying again does not help.
 _HOPELESS = {
     "certificate verify failed": "expected a certificate of the authority this caller trusts, got another",
     "not in peer certificate": "expected a certificate with the service's name, got one with another",
@@ -26,10 +26,10 @@ _HOPELESS = {
 
 
 class FlightConnection:
-    """One connection. One thread may write and another one read; any may cancel."""
+    """One connection. One thread may write and another one read; any thread may cancel."""
 
     def __init__(self, address: str, security: Security, seconds: float) -> None:
-        """Nothing is sent yet; a service that does not react for so long is given up."""
+        """Nothing is sent yet. seconds: how long one attempt to connect may take."""
         host, port = split_address(address)
         security.check_target(host)
         if security.token and not security.tls:
@@ -37,7 +37,7 @@ class FlightConnection:
         self._security = security
         options = security.client_options()
         options["generic_options"] = [
-            ("grpc.enable_http_proxy", 0),  # roles talk to each other, not to the world
+            ("grpc.enable_http_proxy", 0),  # roles connect to each other, not to the internet
             ("grpc.min_reconnect_backoff_ms", max(100, int(1000 * seconds))),  # the time for one attempt
         ]
         self._lock = threading.Lock()
@@ -46,28 +46,28 @@ class FlightConnection:
         self._writers: list[Any] = []
         self._client = flight.FlightClient(security.location(host, port), **options)
 
-    def meet(self, hello: Mapping[str, Any]) -> dict[str, Any]:
-        """Say hello; what the service says to it."""
+    def handshake(self, hello: Mapping[str, Any]) -> dict[str, Any]:
+        """Send the hello; returns the service's welcome, or its refusal."""
         name = secrets.token_hex(16)
         try:
             reader = self._stream({**hello, "method": "hello", "connection": name})
-            said = read(reader.read_chunk).head
-            if "error" not in said:
+            welcome = read(reader.read_chunk).head
+            if "error" not in welcome:
                 self._stream({"method": "calls", "connection": name})
         except pa.ArrowException as error:
             raise _explained(error, self._security) from error
-        return said
+        return welcome
 
     def write(self, packed: Packed, **numbers: int) -> None:
         """Send a call."""
         write(self._writers[1], packed, **numbers)
 
     def read(self) -> Message:
-        """The next thing that the service says."""
+        """The next message of the service."""
         return read(self._readers[0].read_chunk)
 
     def cancel(self) -> None:
-        """Let reads and writes fail, those that are under way as well."""
+        """Make reads and writes fail, also those in progress."""
         with self._lock:
             self._cancelled = True
             for reader in self._readers:
@@ -75,7 +75,7 @@ class FlightConnection:
                     reader.cancel()
 
     def close(self) -> None:
-        """End it; nobody may be reading or writing any more."""
+        """End it; no thread may be reading or writing any more."""
         self.cancel()
         for each in (*self._writers, self._client):
             with contextlib.suppress(pa.ArrowException, OSError):
@@ -95,7 +95,7 @@ class FlightConnection:
 
 
 def short(error: BaseException) -> str:
-    """What an error says, without what gRPC adds for its authors."""
+    """The text of an error, without the debug information that gRPC adds."""
     text = str(error).partition(". gRPC client debug")[0].partition(". Client context:")[0].partition("\n")[0]
     return text.rpartition("last error: ")[2] or type(error).__name__
 
@@ -103,13 +103,15 @@ def short(error: BaseException) -> str:
 def _explained(error: Exception, security: Security) -> Exception:
     if isinstance(error, flight.FlightUnauthenticatedError):
         return RefusedError("expected the job's token, got none or another")
-    said = str(error).lower()
+    text = str(error).lower()
     for sign, meaning in _HOPELESS.items():
-        if sign in said:
+        if sign in text:
             return RefusedError(meaning)
-    closed = any(sign in said for sign in ("socket closed", "connection reset", "broken pipe"))
+    closed = any(sign in text for sign in ("socket closed", "connection reset", "broken pipe"))
     if closed and not security.tls:
-        return WireError(f"{short(error)} (perhaps it expects TLS, which this caller has not)")
+        return WireError(f"{short(error)} (perhaps it expects TLS, which this caller does not use)")
     if closed and not security.mutual:
-        return WireError(f"{short(error)} (perhaps it expects a certificate, which this caller has not)")
+        return WireError(
+            f"{short(error)} (perhaps it expects a certificate, which this caller does not have)"
+        )
     return WireError(short(error))

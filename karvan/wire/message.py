@@ -1,8 +1,7 @@
-"""Messages: a head, which is JSON, and arrays, which travel as Arrow buffers without being copied.
+"""Messages: a head, which is JSON, and arrays, which are sent as Arrow buffers without a copy.
 
-On a Flight stream a message is one chunk for each array, or one without data if it has none; the head is the
-metadata of the first. It lists the arrays that follow, so that a reader knows what to expect, and refuses
-what is something else.
+On a Flight stream a message is one chunk per array, or one without data if it has no array; the head is the
+metadata of the first chunk. It lists the arrays that follow, so that a reader can refuse anything else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 DTYPES = ("bool", *_INTEGERS, "float16", "float32", "float64")
 MOST_BYTES = 2**30  # of a message
-LARGE = 2**24  # bytes of an answer that is announced, since it may take a while
+LARGE = 2**24  # bytes; a larger answer is announced, since sending it may take a while
 _MOST_HEAD = 2**24
 _MOST_ARRAYS = 1024
 _MOST_DIMENSIONS = 32
@@ -38,12 +37,12 @@ class Message(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its arrays."""
+        """The size of its arrays."""
         return sum(array.nbytes for array in self.arrays)
 
 
 class Packed(NamedTuple):
-    """A message that is known to be fit for the wire."""
+    """A message that has been checked and encoded."""
 
     head: str  # JSON
     arrays: Sequence[Array]
@@ -83,7 +82,7 @@ def write(writer: Any, packed: Packed, **numbers: int) -> None:
 
 
 def read(read_chunk: Callable[[], Any], most: int = MOST_BYTES) -> Message:
-    """The next message of a Flight stream; StopIteration at its end, RefusedError if it is none."""
+    """The next message of a Flight stream; StopIteration at its end, RefusedError if it is malformed."""
     chunk = read_chunk()
     head = _head(chunk.app_metadata)
     expected = _expected(head, most)
@@ -115,7 +114,7 @@ def _unwrapped(batch: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Arra
     size = count * dtype.itemsize
     column = batch.column(0)
     try:
-        column.validate()  # that its buffers are as large as it says
+        column.validate()  # the buffers must be as large as the column says
     except pa.ArrowInvalid as error:
         raise RefusedError(f"expected an array, got one that is damaged: {error}") from error
     if batch.num_rows != size or column.null_count:

@@ -1,9 +1,9 @@
 """`Server`: a service at a port.
 
-A caller has two streams, and so two threads here. One reads its calls and does them in order; what they write
-goes to the other stream, whose thread otherwise only says from time to time that a call takes long and is not
-lost. There are two because a caller reads and writes at the same time, which Flight allows on one stream
-except at its end, when a write that is still under way would take the caller's process down.
+A caller has two streams, and so two threads here. One reads its calls and executes them in order; the answers
+go to the other stream, whose thread otherwise only reports from time to time that a call is still running.
+There are two streams because a caller reads and writes at the same time, which Flight allows on one stream
+except at its end, when a write in progress would crash the caller's process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from karvan.wire.guard.accepted_sockets import host_of, peer_address
 from karvan.wire.guard.connection_guard import ConnectionGuard
 from karvan.wire.guard.limits import Limits
 from karvan.wire.message import MOST_BYTES, SCHEMA, Message, Packed, pack, read, write
-from karvan.wire.schema.calls import said_by
+from karvan.wire.schema.calls import hello_fields
 from karvan.wire.security.credentials import STREAMS, Security, join_address
 from karvan.wire.server_connection import BUSY_EVERY, ServerConnection
 from karvan.wire.service import Caller, Service
@@ -37,8 +37,8 @@ from karvan.wire.session import Sessions
 
 _log = logging.getLogger("karvan.wire")
 
-# Errors of a service that its caller gets as the same ones; others become a RuntimeError.
-TOLD = {
+# Errors of a service that its caller gets with the same class; others become a RuntimeError.
+REPORTED_ERRORS = {
     error.__name__: error
     for error in (
         *(ValueError, KeyError, TypeError, RuntimeError, OSError),
@@ -76,15 +76,15 @@ class Server:
         try:
             self._flight = _Flight(self, security.location(host, port), security.server_options(self.guard))
         except (OSError, pa.ArrowException) as error:
-            told = _first_line(error)
-            raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {told}") from error
+            text = _first_line(error)
+            raise ListenError(f"{service.name} expected to listen at {host}:{port}, got: {text}") from error
         self.address = join_address(host, self._flight.port)
         self.guard.start(self._flight.port)
         close_at_exit(listener=self)
 
     def close(self, grace: float = 2.0) -> None:
-        """Take no more calls; callers that hold their streams open are waited for that long."""
-        if self._closed or os.getpid() != self._process:  # it belongs to the process that this one came from
+        """Accept no more calls; wait up to `grace` seconds for callers that hold their streams open."""
+        if self._closed or os.getpid() != self._process:  # in a fork, it belongs to the parent
             return
         self._closed = True
         closed(listener=self)
@@ -92,11 +92,11 @@ class Server:
         ending.start()
         due = time.monotonic() + grace
         while ending.is_alive() and time.monotonic() < due:
-            for connection in list(self.connections.values()):  # also those that have just come
+            for connection in list(self.connections.values()):  # also those that were just opened
                 connection.end()
             if time.monotonic() > due - grace / 2:
-                # Streams that outlive this end later, on threads of gRPC that call Python: when the program
-                # ends in the meantime, they would crash it.
+                # Streams that are still open afterwards end on threads of gRPC that call Python: if the
+                # program ends in the meantime, they crash it.
                 self.guard.end_all()
             ending.join(0.05)
         self.guard.close()
@@ -129,13 +129,16 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                     self._calls(first, reader)
                 else:
                     writer.begin(SCHEMA)
-                    with guard.introduced(address):
+                    with guard.identified(address):
                         self._answers(context, where, first, writer)
         except StopIteration:
             pass
         except (RefusedError, BusyError) as error:
             guard.refusals.add(host_of(address), str(error), address)
-        except (pa.ArrowException, OSError) as error:  # the caller is gone, or sends what is no Arrow
+        except (
+            pa.ArrowException,
+            OSError,
+        ) as error:  # the caller is gone, or sends something else than Arrow
             _log.info("%s lost %s: %s", self._name, where, _first_line(error))
         except Exception:
             _log.exception("%s failed with %s", self._name, where)
@@ -143,15 +146,15 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
     def _answers(self, context: Any, where: str, hello: dict[str, Any], writer: Any) -> None:
         server = self._server
         try:
-            caller, key = _introduced(server.service, hello, where)
+            caller, key = _identify(server.service, hello, where)
             connection = ServerConnection(caller, hello, writer)
             with server.guard.admitted(connection):
-                told = server.service.welcome(caller)
+                details = server.service.welcome(caller)
                 if server._closed:
                     return
                 with server.sessions.use(caller.session, connection.host, connection.deadline) as session:
                     connection.session = session
-                    welcome = {**told, "incarnation": server.incarnation, "last": session.last}
+                    welcome = {**details, "incarnation": server.incarnation, "last": session.last}
                     server.connections[key] = connection
                     try:
                         connection.write(pack(Message(welcome)))
@@ -172,7 +175,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 raise
 
     def _accompany(self, context: Any, connection: ServerConnection) -> None:
-        """While another thread does the calls, tell the caller that they are being done."""
+        """While another thread executes the calls, report to the caller that they are running."""
         every = max(0.05, min(BUSY_EVERY, connection.patience / 4))
         while not connection.ended.wait(every) and not context.is_cancelled():
             connection.say_if_busy(every)
@@ -202,7 +205,7 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
     def _answer(self, call: Message, connection: ServerConnection) -> tuple[Packed, int]:
         number, received = call.head.get("number"), call.head.get("received")
-        within = call.head.get("within")  # seconds, if they are more than the caller said in its hello
+        within = call.head.get("within")  # seconds, if more than the deadline in the caller's hello
         if type(number) is not int or type(received) is not int:
             raise RefusedError("expected a call with its number and that of the last answer received.")
         service, most = self._server.service, self._server.most_bytes
@@ -214,18 +217,18 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
                 return pack(service.answer(call, connection.caller), most)
             except Exception as error:
                 kind, cause = type(error).__name__, None
-                if kind not in TOLD and isinstance(error, OSError):
+                if kind not in REPORTED_ERRORS and isinstance(error, OSError):
                     kind = "OSError"
-                if kind not in TOLD:
-                    # Karvan's own errors, which know whether they are temporary, say all in their text.
+                if kind not in REPORTED_ERRORS:
+                    # Karvan's own errors, which know whether they are temporary, need no traceback.
                     stack = getattr(error, "temporary", None) is None
                     at = call.head.get("method")
                     _log.error("%s failed at %r: %s", service.name, at, _text(error), exc_info=stack)
                     kind = "RuntimeError"
-                if kind == "OSError":  # by its number the caller knows whether to try again
+                if kind == "OSError":  # its number decides whether the caller tries again
                     cause = getattr(error, "errno", None)
-                told = {"error": kind, "text": _text(error), "errno": cause}
-                return pack(Message({**told, "temporary": getattr(error, "temporary", None)}))
+                failure = {"error": kind, "text": _text(error), "errno": cause}
+                return pack(Message({**failure, "temporary": getattr(error, "temporary", None)}))
 
         answer = connection.session.answer(number, received, do, within if type(within) is int else 0)
         if service.progresses:
@@ -234,22 +237,22 @@ class _Flight(flight.FlightServerBase):  # type: ignore[misc]
 
 
 def _do_not_wait_at_exit(server: _Flight) -> None:
-    """Flight would wait for those who hold streams open, for ever, when the program ends."""
+    """At the end of the program Flight would wait forever for callers that hold streams open."""
     for each in gc.get_referents(server):
         if isinstance(each, weakref.finalize):
             each.atexit = False
 
 
-def _introduced(service: Service, hello: dict[str, Any], where: str) -> tuple[Caller, str]:
+def _identify(service: Service, hello: dict[str, Any], where: str) -> tuple[Caller, str]:
     name, connection = hello.get("session"), hello.get("connection")
     if hello.get("method") != "hello" or not _is_name(name) or not _is_name(connection):
         raise RefusedError("expected hello and the names of a session and a connection as the first message.")
-    said = service.hello.check(said_by(hello), "the hello")
-    return Caller(str(name), said, where), str(connection)
+    fields = service.hello.check(hello_fields(hello), "the hello")
+    return Caller(str(name), fields, where), str(connection)
 
 
-def _is_name(given: Any) -> bool:
-    return isinstance(given, str) and 0 < len(given) <= 200
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 200
 
 
 def _refusal(error: Exception) -> Message:

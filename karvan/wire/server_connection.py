@@ -19,29 +19,29 @@ BUSY_EVERY = 2.0  # seconds between heartbeats while a call takes long, or less 
 
 
 class ServerConnection:
-    """Where a caller's answers go, and what is known of its use."""
+    """A caller's stream of answers, and how its connection is used."""
 
     def __init__(self, caller: Caller, hello: Mapping[str, Any], writer: Any) -> None:
         self.caller = caller
-        self._hello = hello  # with what the wire itself has put there
+        self._hello = hello  # with the fields that the wire itself has added
         self.host = host_of(peer_address(caller.address))
         self.session = Session()  # replaced by the caller's own once it is admitted
         self.ended = threading.Event()
-        self.taken = False  # whether its calls have a thread
+        self.taken = False  # whether a thread reads its calls
         self._writer: Any = writer
         self._lock = threading.Lock()
-        self._since = 0.0  # when the call that is being done was begun
+        self._since = 0.0  # when the running call started; 0: none is running
         self._opened = self._used = clock.now()
         self._calls = 0
 
     @property
     def patience(self) -> float:
-        """Seconds of silence after which the caller would think that the connection is broken."""
+        """Seconds of silence after which the caller treats the connection as broken."""
         return self._number("patience", 4 * BUSY_EVERY)
 
     @property
     def deadline(self) -> float:
-        """Seconds for which the caller sends a call again."""
+        """Seconds for which the caller repeats a call."""
         return self._number("deadline", USUAL_DEADLINE)
 
     @property
@@ -50,11 +50,11 @@ class ServerConnection:
         return not self._calls
 
     def idle(self, now: float) -> float:
-        """Seconds without a call; 0 while one is being done."""
+        """Seconds without a call; 0 while one is running."""
         return 0.0 if self._since else now - self._used
 
     def overdue(self, now: float, limits: Limits) -> str:
-        """What the caller should have done by now, if anything."""
+        """What the caller should have done by now; empty if nothing is overdue."""
         age = now - self._opened
         if not self.taken and age > limits.hello_within:
             return f"expected a stream of calls within {limits.hello_within:g} s, got none"
@@ -66,14 +66,14 @@ class ServerConnection:
         """Send an answer."""
         with self._lock:
             if self._writer is None:
-                raise WireError("it hung up")
+                raise WireError("the caller ended the connection")
             size = sum(array.nbytes for array in packed.arrays)
-            if size > LARGE:  # so that the caller knows why it has to wait
+            if size > LARGE:  # announce the size, so that the caller waits long enough
                 write(self._writer, pack(Message({"busy": True})), bytes=size)
             write(self._writer, packed, **numbers)
 
     def end(self) -> None:
-        """Let the stream of answers end, and with it the connection."""
+        """End the stream of answers, and with it the connection."""
         self.ended.set()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class ServerConnection:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """While a call is being done."""
+        """While a call is running."""
         self._calls += 1
         self._since = clock.now()
         try:
@@ -93,7 +93,7 @@ class ServerConnection:
             self._since = 0.0
 
     def say_if_busy(self, every: float) -> None:
-        """Tell the caller that its call takes long and is not lost."""
+        """Report to the caller that its call is still running."""
         since = self._since
         if since and clock.now() - since >= every / 2 and self._lock.acquire(blocking=False):
             try:
@@ -102,5 +102,5 @@ class ServerConnection:
                 self._lock.release()
 
     def _number(self, name: str, usual: float) -> float:
-        given: Any = self._hello.get(name)
-        return float(given) if type(given) in (int, float) and 0 < given < 1e9 else usual
+        value: Any = self._hello.get(name)
+        return float(value) if type(value) in (int, float) and 0 < value < 1e9 else usual

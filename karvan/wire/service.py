@@ -1,8 +1,8 @@
 """`Service`: the base of all services that answer calls.
 
-A service says which calls it takes (`karvan.wire.schema.calls`) and which of its methods does each.
-`Service.answer` looks a call up, checks its head and arrays by the declaration, and only then calls the
-method: whatever is unknown, missing, of another type, dtype, shape or size is refused with what was expected
+A service declares which calls it accepts (`karvan.wire.schema.calls`) and which of its methods executes each.
+`Service.answer` looks a call up, checks its head and arrays against the declaration, and only then calls the
+method: anything unknown, missing, or of another type, dtype, shape or size is refused with what was expected
 and received, and changes nothing. A hello is checked in the same way, before `welcome`.
 """
 
@@ -18,7 +18,7 @@ from karvan.wire.schema.kinds import Fields, Kind, shown
 
 
 class Caller(NamedTuple):
-    """Who calls: the name of the session, and what it said when it came, checked."""
+    """Who calls: the name of its session, its checked hello, and its address."""
 
     session: str
     hello: Mapping[str, Any]
@@ -26,7 +26,7 @@ class Caller(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A call that is as its declaration says, for the method that does it."""
+    """A call that matches its declaration, for the method that executes it."""
 
     head: dict[str, Any]
     arrays: Sequence[Array]
@@ -37,14 +37,14 @@ Method: TypeAlias = Callable[[Request], Message]
 
 
 class Endpoint(NamedTuple):
-    """A declared call and the method that does it."""
+    """A declared call and the method that executes it."""
 
     call: Call
     method: Method
 
 
 def endpoints(calls: CallTable, methods: Mapping[str, Method]) -> dict[str, Endpoint]:
-    """A method for each declared call; one too many or too few is a mistake of the program."""
+    """A method for each declared call; one too many or too few is a ValueError."""
     if set(calls) != set(methods):
         odd = ", ".join(sorted(set(calls) ^ set(methods)))
         raise ValueError(f"Expected one method for each declared call, got another set: {odd}.")
@@ -52,10 +52,10 @@ def endpoints(calls: CallTable, methods: Mapping[str, Method]) -> dict[str, Endp
 
 
 class Service:
-    """What a server answers with; its methods run on the threads of callers.
+    """Answers the calls of a server; its methods run on one thread per caller.
 
-    hello: what callers say when they come. endpoints: set by the service; see `endpoints`. progresses:
-    whether a call that was answered is progress (`karvan.activity`); some are answered with "wait".
+    hello: the fields of a caller's hello. endpoints: set by the service; see `endpoints`. progresses:
+    whether an answered call counts as progress (`karvan.activity`); some services may answer "wait".
     """
 
     name = "service"
@@ -64,15 +64,15 @@ class Service:
     progresses = True
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """Somebody connects, for the first time or again; returns what it should know. May refuse."""
+        """A caller connects, for the first time or again; returns what it should know. May refuse."""
         return {}
 
     def admit(self, caller: Caller) -> None:
-        """Before each call: refuse callers that may not call any more, as those of an older run."""
+        """Before each call: refuse callers that may not call any more, such as those of an older run."""
 
     @final
     def answer(self, call: Message, caller: Caller) -> Message:
-        """Do a call: `call.head["method"]` says what; "ping" is answered for all services."""
+        """Execute the call that `call.head["method"]` names; the server answers "ping" for all services."""
         method = call.head.get("method")
         known = self.endpoints.get(method) if isinstance(method, str) else None
         if known is None:
@@ -84,4 +84,4 @@ class Service:
         return known.method(Request(known.call.check(call), call.arrays, caller))
 
     def close(self) -> None:
-        """It is not needed any more; called by who runs it, after the server's end."""
+        """Release resources; called by the owner of the service, after the server has ended."""

@@ -1,15 +1,15 @@
-"""The calls of one client at a service, each done once.
+"""The calls of one client at a service, each executed once.
 
-Calls are numbered. A connection may break between a call and its answer; the caller then sends again what has
-not been answered, and gets the answers of what was done already. Answers are kept until the caller says that
-it has them.
+Calls are numbered. A connection may break between a call and its answer; the caller then repeats the calls
+that have not been answered, and gets the stored answers of those that were executed. Answers are stored until
+the caller confirms that it has received them.
 
-A caller that is killed says nothing, so sessions without a connection pile up. How long one must stay
-follows from what the caller can still ask: it sends a call again until the call's deadline and no longer,
-so a session is needed for that many seconds after its connection broke (callers say how many). A session in
-which no call was ever begun has nothing to answer twice, and is forgotten with its connection. One that has
-not reached its deadline is never forgotten to make room; a new caller is then told that the service is
-busy, and tries again.
+A caller that is killed does not say good-bye, so sessions without a connection accumulate. How long one must
+be retained follows from what the caller can still ask: it repeats a call until the call's deadline and no
+longer, so a session is needed for that many seconds after its connection broke (callers say how many). A
+session in which no call was ever started has no answers to repeat, and is removed with its connection. One
+that has not reached its deadline is never removed to make room; a new caller is then refused as "busy", and
+tries again.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from karvan.wire.errors import BusyError, RefusedError
 from karvan.wire.message import Packed
 
 USUAL_DEADLINE = 120.0  # seconds, of callers that do not say
-LONGEST_DEADLINE = 3600.0  # a caller that is away for longer than this may be forgotten
+LONGEST_DEADLINE = 3600.0  # the session of a caller that is disconnected for longer may be removed
 _MARGIN = 10.0  # seconds, between the clocks of the two sides
-_LOOK_EVERY = 1.0  # seconds, at least, between two looks at all sessions
-_MOST_BYTES = 2**28  # of answers kept for callers that are away; more of them count as pressure
+_SCAN_EVERY = 1.0  # seconds, at least, between two scans of all sessions
+_MOST_BYTES = 2**28  # of answers stored for disconnected callers; more of them count as pressure
 
 
 class Session:
-    """What a service knows of one caller; connections of the same caller take turns."""
+    """A service's state of one caller; connections of the same caller take turns."""
 
     def __init__(self, host: str = "", deadline: float = USUAL_DEADLINE) -> None:
         self._lock = threading.Lock()
         self._answers: dict[int, Packed] = {}
         self.host = host
         self.deadline = deadline
-        self.begun = 0  # number of the last call that was begun
-        self.last = 0  # number of the last call that was done
+        self.started = 0  # number of the last call that was started
+        self.last = 0  # number of the last call that was completed
         self.connections = 0
         self.used = clock.now()
 
     @property
     def bytes(self) -> int:
-        """Of the answers that are kept."""
+        """The size of the stored answers."""
         return sum(array.nbytes for packed in list(self._answers.values()) for array in packed.arrays)
 
     def answer(self, number: int, received: int, do: Callable[[], Packed], deadline: float = 0.0) -> Packed:
-        """The answer to a call; the caller has those up to `received`, and waits for so many seconds."""
+        """The answer to a call; the caller has those up to `received`, and waits for `deadline` seconds."""
         with self._lock:
             self.used = clock.now()
             self.deadline = max(self.deadline, min(deadline, LONGEST_DEADLINE))
-            for old in [known for known in self._answers if known <= received]:
+            for old in [each for each in self._answers if each <= received]:
                 del self._answers[old]
             if number in self._answers:
                 return self._answers[number]
             if number != self.last + 1:
                 raise RefusedError(f"expected call {self.last + 1} of this caller, got {number}.")
-            self.begun = number
-            made = do()
+            self.started = number
+            answer = do()
             self.last = number
-            self._answers[number] = made
-            return made
+            self._answers[number] = answer
+            return answer
 
     def expired(self, now: float, idle: float, pressure: bool) -> bool:
-        """Whether its caller, which is away, cannot come back for an answer, or has been away for `idle`."""
+        """Whether its disconnected caller cannot ask for an answer any more, or has been idle for `idle`."""
         return now - self.used > (min(idle, self.deadline + _MARGIN) if pressure else idle)
 
 
 class Sessions:
-    """All callers of a service, by the names that they chose; those that are away for long are forgotten."""
+    """The sessions of all callers of a service by name; those that are disconnected for long are removed."""
 
     def __init__(self, most: int = 65536, most_per_host: int = 32768, idle: float = 3600.0) -> None:
         self._most = most
@@ -79,11 +79,11 @@ class Sessions:
         self._lock = threading.Lock()
         self._known: dict[str, Session] = {}
         self._per_host: dict[str, int] = {}
-        self._looked = 0.0  # when there was pressure, and those that are away were looked through
+        self._scanned = 0.0  # when the disconnected sessions were last scanned because of pressure
 
     @contextmanager
     def use(self, name: str, host: str = "", deadline: float = USUAL_DEADLINE) -> Iterator[Session]:
-        """The session of that name, new if it is not known, for one connection."""
+        """The session of that name, created if necessary, for one connection."""
         with self._lock:
             if name not in self._known:
                 self._make_room(host)
@@ -98,7 +98,7 @@ class Sessions:
             with self._lock:
                 session.connections -= 1
                 session.used = clock.now()
-                if not (session.connections or session.begun) and self._known.get(name) is session:
+                if not (session.connections or session.started) and self._known.get(name) is session:
                     self._remove(name)
 
     def end(self, name: str) -> None:
@@ -107,15 +107,15 @@ class Sessions:
             self._remove(name)
 
     def forget(self) -> int:
-        """Forget callers that are away for too long; how many. Called from time to time."""
+        """Remove sessions that are disconnected for too long; returns how many. Called periodically."""
         with self._lock:
             return self._forget(pressure=len(self._known) >= self._most // 2)
 
     def _make_room(self, host: str) -> None:
         of_host = self._per_host.get(host, 0)
         pressure = len(self._known) >= self._most // 2 or of_host >= self._most_per_host // 2
-        if pressure and clock.now() - self._looked > _LOOK_EVERY:
-            self._looked = clock.now()
+        if pressure and clock.now() - self._scanned > _SCAN_EVERY:
+            self._scanned = clock.now()
             self._forget(pressure)
         for most, known, whose in (
             (self._most_per_host, self._per_host.get(host, 0), f" of {host or 'a host'}"),
@@ -124,17 +124,17 @@ class Sessions:
             if known >= most:
                 raise BusyError(
                     f"expected up to {most} sessions{whose}, got one more; those without a connection are "
-                    "forgotten after their deadline"
+                    "removed after their deadline"
                 )
 
     def _forget(self, pressure: bool) -> int:
         now = clock.now()
-        away = [(name, one) for name, one in self._known.items() if not one.connections]
-        pressure = pressure or sum(one.bytes for _, one in away) > _MOST_BYTES
-        gone = [name for name, one in away if one.expired(now, self._idle, pressure)]
-        for name in gone:
+        disconnected = [(name, one) for name, one in self._known.items() if not one.connections]
+        pressure = pressure or sum(one.bytes for _, one in disconnected) > _MOST_BYTES
+        expired = [name for name, one in disconnected if one.expired(now, self._idle, pressure)]
+        for name in expired:
             self._remove(name)
-        return len(gone)
+        return len(expired)
 
     def _remove(self, name: str) -> None:
         session = self._known.pop(name, None)

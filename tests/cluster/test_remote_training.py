@@ -168,7 +168,7 @@ def test_a_server_that_was_killed_is_named(monkeypatch):
         sparse.step()
         cluster.kill(1)
         cluster.wait()
-        with pytest.raises(PeerLostError, match="parameter server 1 has begun anew"):
+        with pytest.raises(PeerLostError, match="parameter server 1 has restarted"):
             engine({"user": torch.arange(50)})
 
 

@@ -77,5 +77,5 @@ def test_without_being_asked_for_a_lost_server_is_an_error(cluster, monkeypatch,
     training = Training(cluster, monkeypatch, way, tmp_path)
     training.steps(1)
     cluster.replace(1, "parameter-server")
-    with pytest.raises((PeerLostError, RuntimeError), match="parameter server 1 has begun anew"):
+    with pytest.raises((PeerLostError, RuntimeError), match="parameter server 1 has restarted"):
         training.steps(2)

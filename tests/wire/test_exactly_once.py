@@ -206,7 +206,7 @@ def test_a_service_that_is_killed_and_restarted_is_a_lost_peer():
     replies = [patient.begin("echo", {"n": number}) for number in range(1, 20)]
     lost = peer.begin("echo", {"n": 1})
     with Process(port):
-        with pytest.raises(PeerLostError, match="counting has begun anew"):
+        with pytest.raises(PeerLostError, match="counting has restarted"):
             lost.wait()
         with pytest.raises(PeerLostError):
             peer.call("ping")

@@ -77,7 +77,7 @@ class Servers:
                     hello={**self._hello, "server": server, "line": line},
                     deadline=self._timeout,
                     calls=SERVER_CALLS,
-                    anew=partial(self._restore, server) if self._saved else None,
+                    on_restart=partial(self._restore, server) if self._saved else None,
                 )
                 if self._saved and self._declared:  # it may have restarted before this line was used
                     self._peers[key].begin("restore", {**self._restoring, "unless_tables": True})

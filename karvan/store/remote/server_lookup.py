@@ -61,7 +61,7 @@ class ServerLookup(PendingLookup):
     def ready(self) -> tuple[bool, float]:
         """See `PendingLookup.ready`."""
         waiting = not all(reply.done for reply in self.replies)
-        return waiting, max(reply.begun + reply.seconds for reply in self.replies)
+        return waiting, max(reply.started + reply.seconds for reply in self.replies)
 
     def finish(self) -> None:
         """See `PendingLookup.finish`."""

@@ -1,1 +1,1 @@
-"""Bounds on what the callers of a service may take: connections, streams, and refusals that are logged."""
+"""Limits on the connections, streams and log lines that the callers of a service can cause."""

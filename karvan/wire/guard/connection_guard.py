@@ -3,13 +3,13 @@
 Three kinds of callers hold resources without using them:
 - a TCP connection without a stream, or with streams that sent no first message: found among the sockets
   (`accepted_sockets.py`) and shut down after `Limits.hello_within`, sooner when there are many of them;
-- a caller that said hello and makes no call: its stream ends (`ServerConnection.overdue`), and its connection
-  is then one of the former;
-- a caller that is connected and idle: welcome, until somebody else needs the room.
-Machines that vanish without a word are noticed by TCP keep-alive, within two minutes.
+- a caller that sent a hello and makes no call: its stream ends (`ServerConnection.overdue`), and its
+  connection is then one of the first kind;
+- a caller that is connected and idle: allowed, until another caller needs the room.
+Machines that vanish are detected by TCP keep-alive, within two minutes.
 
 When a token is checked, Flight does not say which address the stream comes from. It is one of the connections
-that have not said hello, and there is mostly one alone.
+that have not sent a hello, and there is rarely more than one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from karvan.wire.session import Sessions
 
 _log = logging.getLogger("karvan.wire")
 
-_EVERY = 1.0  # seconds between two looks at the connections
-_FEW_DESCRIPTORS = 0.2  # share that is left, below which connections without hello end sooner
-_FRESH = 0.1  # seconds for which a look at the sockets is good enough to name a refused caller
+_EVERY = 1.0  # seconds between two scans of the connections
+_FEW_DESCRIPTORS = 0.2  # free fraction below which connections without hello are ended sooner
+_FRESH = 0.1  # seconds for which a scan of the sockets is recent enough to name a refused caller
 WRONG_TOKEN = "expected the job's token, got none or another"
 
 
@@ -41,17 +41,17 @@ class GuardedConnection(Protocol):
 
     @property
     def host(self) -> str:
-        """Of the caller."""
+        """The host of the caller."""
 
     @property
     def unused(self) -> bool:
         """Whether it has not made a call."""
 
     def idle(self, now: float) -> float:
-        """Seconds without a call; 0 while one is being done."""
+        """Seconds without a call; 0 while one is running."""
 
     def end(self) -> None:
-        """Let its stream end; does not wait."""
+        """End its stream, without waiting."""
 
 
 class ConnectionGuard:
@@ -64,17 +64,17 @@ class ConnectionGuard:
         self._sessions = sessions
         self._lock = threading.Lock()
         self._open: set[GuardedConnection] = set()
-        self._introduced: Counter[str] = Counter()  # streams of answers, by the caller's address
+        self._identified: Counter[str] = Counter()  # streams of answers, by the caller's address
         self._streams: Counter[str] = Counter()  # all streams that Flight has handed over
-        self._waiting = 0  # streams that it has not
+        self._waiting = 0  # streams that Flight has not handed over yet
         self._unknown: dict[str, float] = {}  # addresses without a hello → since when
-        self._looked = 0.0
+        self._scanned = 0.0
         self._crowded = clock.now()  # since when too many streams wait for their first message
         self._stopped = threading.Event()
         self._sockets: AcceptedSockets | None = None
 
     def start(self, port: int) -> None:
-        """Look after the connections of that port, until `close`."""
+        """Guard the connections of that port, until `close`."""
         self._sockets = AcceptedSockets(port)
         threading.Thread(target=self._run, name=f"karvan-guard {self._name}", daemon=True).start()
 
@@ -86,12 +86,12 @@ class ConnectionGuard:
         self.refusals.flush(all_counts=True)
 
     def end_all(self) -> None:
-        """Hang up on everybody."""
+        """End all connections."""
         if self._sockets is not None:
             self._sockets.shut({one.address for one in self._sockets.look()})
 
     def stream_opened(self) -> None:
-        """A stream with the right token; a BusyError if too many wait for their first message."""
+        """Count a stream with the right token; a BusyError if too many wait for their first message."""
         with self._lock:
             if self._waiting >= self.limits.waiting_streams:
                 raise BusyError(
@@ -100,7 +100,7 @@ class ConnectionGuard:
             self._waiting += 1
 
     def stream_handed_over(self) -> None:
-        """It has sent something, or has ended without."""
+        """It has sent its first message, or has ended without one."""
         with self._lock:
             self._waiting -= 1
 
@@ -118,15 +118,15 @@ class ConnectionGuard:
             self._less(self._streams, address)
 
     @contextmanager
-    def introduced(self, address: str) -> Iterator[None]:
-        """A stream of answers: as long as it lasts, its connection is not ended as a stranger's."""
+    def identified(self, address: str) -> Iterator[None]:
+        """A stream of answers: as long as it lasts, its connection is not ended as one without a hello."""
         with self._lock:
-            self._introduced[address] += 1
+            self._identified[address] += 1
             self._unknown.pop(address, None)
         try:
             yield
         finally:
-            self._less(self._introduced, address)
+            self._less(self._identified, address)
 
     @contextmanager
     def admitted(self, connection: GuardedConnection) -> Iterator[None]:
@@ -145,9 +145,9 @@ class ConnectionGuard:
                 self._open.discard(connection)
 
     def token_refused(self) -> None:
-        """Somebody showed a wrong token, or none."""
-        if clock.now() - self._looked > _FRESH or not self._unknown:
-            self._look()
+        """A caller sent a wrong token, or none."""
+        if clock.now() - self._scanned > _FRESH or not self._unknown:
+            self._scan()
         with self._lock:
             addresses = sorted(self._unknown)
         hosts = sorted({host_of(address) for address in addresses})
@@ -161,7 +161,7 @@ class ConnectionGuard:
             self.refusals.add("a caller at an unknown address", WRONG_TOKEN)
 
     def _end_idle(self, among: list[GuardedConnection], whose: str) -> None:
-        """End the connection that was idle for longest; those that never made a call come first."""
+        """End the connection that was idle for longest; those that never made a call first."""
         now = clock.now()
         ready = [one for one in among if one.idle(now) >= self.limits.least_idle]
         longest = max(ready, key=lambda one: (one.unused, one.idle(now)), default=None)
@@ -179,30 +179,30 @@ class ConnectionGuard:
     def _run(self) -> None:
         while not self._stopped.wait(_EVERY):
             try:
-                self._look()
-                self._end_strangers()
+                self._scan()
+                self._end_silent()
                 self._sessions.forget()
                 self.refusals.flush()
-            except Exception:  # it must not end: nobody else looks after the connections
-                _log.exception("%s could not look after its connections", self._name)
+            except Exception:  # the thread must not end: nothing else guards the connections
+                _log.exception("%s could not check its connections", self._name)
 
-    def _look(self) -> None:
-        """Which connections have not said hello."""
+    def _scan(self) -> None:
+        """Find the connections that have not sent a hello."""
         assert self._sockets is not None
         found = self._sockets.look()
-        now = self._looked = clock.now()
+        now = self._scanned = clock.now()
         with self._lock:
             self._unknown = {
                 one.address: self._unknown.get(one.address, now)
                 for one in found
-                if one.address not in self._introduced
+                if one.address not in self._identified
             }
 
-    def _end_strangers(self) -> None:
-        """Shut connections that have not said hello in time."""
+    def _end_silent(self) -> None:
+        """Shut down connections that have not sent a hello in time."""
         assert self._sockets is not None
         now, few = clock.now(), descriptors_left() < _FEW_DESCRIPTORS
-        woke = clock.woke  # what was said during a pause is read after it
+        woke = clock.woke  # a hello that came during a pause is read after it
         with self._lock:
             pressed = few or len(self._unknown) + self._waiting >= self.limits.pressure
             limit = self.limits.hello_within_pressed if pressed else self.limits.hello_within
@@ -210,9 +210,9 @@ class ConnectionGuard:
             if self._waiting < self.limits.pressure:
                 self._crowded = now
             elif not late and now - self._crowded > self.limits.hello_within:
-                # They belong to connections that have said hello, of which nobody can tell which ones. All
-                # callers come back by themselves.
-                late = set(self._introduced)
+                # They belong to connections that have sent a hello, but to which ones is unknown. All callers
+                # reconnect by themselves.
+                late = set(self._identified)
                 self._crowded = now
         for address in late:
             self.refusals.add(host_of(address), f"expected hello within {limit:g} s, got none", address)

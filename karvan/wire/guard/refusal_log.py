@@ -1,7 +1,7 @@
 """`RefusalLog`: counts refused callers without a log line for each attempt.
 
 The first refusal of a host is logged at once, further ones for the same reason once a minute with their
-number: a stranger who tries a thousand tokens is seen, and cannot fill a disk. Tokens are never logged.
+number: an attacker who tries a thousand tokens is visible, and cannot fill a disk. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 _log = logging.getLogger("karvan.wire")
 
 EVERY = 60.0  # seconds between two lines about the same host and reason
-_MOST_HOSTS = 1000  # that are told apart; further ones share a line
+_MOST_HOSTS = 1000  # with log lines of their own; further ones share a line
 _MOST_REASONS = 20  # of a host, likewise
 
 
@@ -31,7 +31,7 @@ class _Count:
 
 
 class RefusalLog:
-    """What one service refused; any thread may report."""
+    """The refusals of one service; any thread may report."""
 
     def __init__(self, service: str, every: float = EVERY) -> None:
         self._service = service
@@ -41,7 +41,7 @@ class RefusalLog:
         self._reasons: Counter[str] = Counter()  # of a host
 
     def add(self, host: str, reason: str, address: str = "") -> None:
-        """Somebody was refused; address: where exactly, for the first line."""
+        """Report a refusal; address: the exact address, for the first line."""
         with self._lock:
             key = _Key(host, reason)
             if key not in self._counts:
@@ -57,7 +57,7 @@ class RefusalLog:
         _log.warning("%s refused %s: %s", self._service, address or host, reason)
 
     def flush(self, *, all_counts: bool = False) -> None:
-        """Log what has been counted for long enough; called from time to time."""
+        """Log what has been counted for long enough; called periodically."""
         now = time.monotonic()
         due = []
         with self._lock:
@@ -67,7 +67,7 @@ class RefusalLog:
                 if count.more:
                     due.append((key, count.more, now - count.since))
                     self._counts[key] = _Count(now)
-                else:  # quiet for that long: the next one is a first one
+                else:  # no refusal for that long: the next one counts as the first
                     del self._counts[key]
                     self._reasons[key.host] -= 1
                     if not self._reasons[key.host]:

@@ -1,1 +1,1 @@
-"""Declarations of calls, by which every message is checked once, at the border."""
+"""Declarations of calls, against which every message is checked on arrival."""

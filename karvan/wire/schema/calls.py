@@ -3,13 +3,13 @@
     keys = ArrayKind("keys", "int64", "n")
     CALLS = table_of(Call("erase", Fields({"table": Text()}), [keys], answer=Fields({"rows": Integer()})))
 
-A service has one table of such declarations (`karvan.wire.service`) and checks every call by it before any
-code of its own runs. The same table goes to the peers that call the service, which check answers by it: a
-peer that lies, or is of another version, cannot make its caller read beyond an array either.
+A service has one table of such declarations (`karvan.wire.service`) and checks every call against it before
+any code of its own runs. The clients of the service check answers against the same table: a malicious
+service, or one of another version, cannot make its caller read beyond an array either.
 
-Sizes of arrays are numbers, or names, which must stand for the same size everywhere within one message, or
-functions of the head. What depends on the state of a service, such as the dim of a table, is checked right
-behind the border, with `expect_array`.
+Sizes of arrays are numbers, or names, which mean the same size everywhere within one message, or functions
+of the head. What depends on the state of a service, such as the dim of a table, is checked first thing in the
+service, with `expect_array`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from karvan.wire.schema.kinds import Fields, Kind
 Head: TypeAlias = Mapping[str, Any]
 Size: TypeAlias = int | str | Callable[[Head], int]
 
-ANY = "*"  # a size that may be anything
+ANY = "*"  # any size
 _NOTHING = Fields({})
 
-# What the wire itself puts into the head of a call, of an answer, and of a hello.
+# The fields that the wire itself adds to the head of a call, of an answer, and of a hello.
 _OF_CALLS = frozenset({"method", "number", "received", "within", "arrays"})
 _OF_ANSWERS = frozenset({"number", "arrays"})
 _OF_HELLOS = frozenset({"method", "session", "connection", "patience", "deadline", "arrays"})
 
 
 class ArrayKind:
-    """An array of a message: its name, for people, its dtype and its shape.
+    """An array of a message: its name for error messages, its dtype and its shape.
 
-    dtype: one, or several that are allowed, or a function of the head that gives it.
+    dtype: one, or several that are allowed, or a function of the head that returns it.
     """
 
     def __init__(self, name: str, dtype: str | tuple[str, ...] | Callable[[Head], str], *shape: Size) -> None:
@@ -47,16 +47,16 @@ class ArrayKind:
         self._shape = shape
 
     def check(self, array: Array, head: Head, sizes: dict[str, int], where: str) -> None:
-        """A RefusedError unless the array is as declared; sizes with names are noted in `sizes`."""
+        """A RefusedError unless the array is as declared; named sizes are added to `sizes`."""
         dtypes = self._dtype(head) if callable(self._dtype) else self._dtype
         fits = len(array.shape) == len(self._shape)
         expected: list[int | str] = []
-        for place, size in enumerate(self._shape):
-            wanted: int | str = size(head) if callable(size) else size
-            if isinstance(wanted, str) and wanted != ANY:
-                wanted = sizes.setdefault(wanted, array.shape[place]) if fits else sizes.get(wanted, wanted)
-            expected.append(wanted)
-            fits = fits and (wanted == ANY or wanted == array.shape[place])
+        for axis, declared in enumerate(self._shape):
+            size: int | str = declared(head) if callable(declared) else declared
+            if isinstance(size, str) and size != ANY:
+                size = sizes.setdefault(size, array.shape[axis]) if fits else sizes.get(size, size)
+            expected.append(size)
+            fits = fits and (size == ANY or size == array.shape[axis])
         allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
         if not fits or array.dtype.name not in allowed:
             raise RefusedError(
@@ -67,7 +67,7 @@ class ArrayKind:
 
 @dataclass(frozen=True)
 class ForEach:
-    """Arrays that come again for each of something that the head has; names of sizes hold for one round."""
+    """Arrays that are repeated as often as the head says; named sizes are valid within one repetition."""
 
     count: Callable[[Head], int]
     arrays: Sequence[ArrayKind]
@@ -75,16 +75,16 @@ class ForEach:
 
 @dataclass(frozen=True)
 class DescribedArrays:
-    """Arrays that the head describes, as those of a batch; the call's `rule` checks them."""
+    """Arrays that the head describes, such as those of a batch; the call's `rule` checks them."""
 
     most: int = 1024
 
 
 @dataclass(frozen=True)
 class OptionalArrays:
-    """Arrays that come all together, or not at all, as the head says."""
+    """Arrays that are all present, or all absent, as the head says."""
 
-    given: Callable[[Head], bool]
+    present: Callable[[Head], bool]
     arrays: Sequence[ArrayKind]
 
 
@@ -95,9 +95,9 @@ Declared: TypeAlias = ArrayKind | ForEach | DescribedArrays | OptionalArrays
 class Call:
     """The declaration of a call.
 
-    rule: what several parts of a call must fulfil together; called with the checked head and the arrays.
-    answer: the head of the answer; answers: its arrays, whose functions see the answer's head first and the
-    call's head behind it; answer_rule: as `rule`, for the answer.
+    rule: a check across several parts of a call; called with the checked head and the arrays.
+    answer: the head of the answer; answers: its arrays, whose functions look fields up in the answer's head
+    first and then in the call's head; answer_rule: as `rule`, for the answer.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Call:
     answer_rule: Callable[[Head, Sequence[Array]], None] | None = None
 
     def check(self, call: Message) -> dict[str, Any]:
-        """The head of a call, checked, without what is the wire's own; a RefusedError says what is wrong."""
+        """The checked head of a call without the wire's own fields; a RefusedError says what is wrong."""
         try:
             head: dict[str, Any] = self.head.check(_without(call.head, _OF_CALLS), "the head")
             _check_arrays(self.arrays, call.arrays, head)
@@ -119,11 +119,11 @@ class Call:
             raise RefusedError(f"{self.name}: {error}") from None
         return head
 
-    def check_answer(self, asked: Head, answer: Message) -> Message:
-        """The answer to a call with that head, checked; a RefusedError says what is wrong."""
+    def check_answer(self, call_head: Head, answer: Message) -> Message:
+        """The checked answer to a call with that head; a RefusedError says what is wrong."""
         try:
             head: dict[str, Any] = self.answer.check(_without(answer.head, _OF_ANSWERS), "the answer")
-            _check_arrays(self.answers, answer.arrays, ChainMap(head, dict(asked)))
+            _check_arrays(self.answers, answer.arrays, ChainMap(head, dict(call_head)))
             if self.answer_rule is not None:
                 self.answer_rule(head, answer.arrays)
         except RefusedError as error:
@@ -136,19 +136,19 @@ CallTable: TypeAlias = Mapping[str, Call]
 
 def table_of(*calls: Call) -> dict[str, Call]:
     """Calls by their names."""
-    made = {call.name: call for call in calls}
-    if len(made) != len(calls):
+    table = {call.name: call for call in calls}
+    if len(table) != len(calls):
         raise ValueError("Expected each call to be declared once.")
-    return made
+    return table
 
 
-def said_by(hello: Head) -> dict[str, Any]:
-    """What a caller's hello says besides what the wire itself has put there."""
+def hello_fields(hello: Head) -> dict[str, Any]:
+    """The fields of a caller's hello without those that the wire itself has added."""
     return _without(hello, _OF_HELLOS)
 
 
 def expect_array(array: Array, what: str, dtype: str, *shape: int) -> Array:
-    """The array, if it is of that dtype and shape, as only the state of a service can tell."""
+    """The array; a RefusedError unless it has this dtype and shape, which depend on the service's state."""
     if array.dtype.name != dtype or array.shape != shape:
         raise RefusedError(
             f"expected {what} to be {dtype} {list(shape)}, got {array.dtype.name} {list(array.shape)}."
@@ -176,20 +176,20 @@ def _check_arrays(declared: Sequence[Declared], arrays: Sequence[Array], head: H
 
 
 def _expanded(
-    declared: Sequence[Declared], head: Head, given: int
+    declared: Sequence[Declared], head: Head, received: int
 ) -> Iterator[tuple[ArrayKind, dict[str, int], str]]:
-    """Each array that is expected, with the sizes known within its round, and its name."""
+    """Each expected array, with the sizes known within its repetition, and its name."""
     common: dict[str, int] = {}
     for each in declared:
         if isinstance(each, ArrayKind):
             yield each, common, each.name
         elif isinstance(each, OptionalArrays):
-            if each.given(head):
+            if each.present(head):
                 yield from ((kind, common, kind.name) for kind in each.arrays)
         elif isinstance(each, ForEach):
-            rounds = each.count(head)
-            if rounds * len(each.arrays) > given:
-                raise RefusedError(f"expected {rounds * len(each.arrays)} arrays, got {given}.")
-            for number in range(rounds):
+            repetitions = each.count(head)
+            if repetitions * len(each.arrays) > received:
+                raise RefusedError(f"expected {repetitions * len(each.arrays)} arrays, got {received}.")
+            for number in range(repetitions):
                 sizes: dict[str, int] = {}
                 yield from ((kind, sizes, f"{kind.name}[{number}]") for kind in each.arrays)

@@ -1,14 +1,14 @@
 """Kinds of values in the head of a message, declared once and checked on arrival.
 
-A kind takes a value that JSON has brought and gives it back as the service uses it, or raises a RefusedError
-that says where in the message something else was expected:
+A kind checks a value from JSON and returns it as the service uses it, or raises a RefusedError that says
+where in the message something else was expected:
 
     counts = ListOf(Integer(0, 2**32), longest=1024)
     counts.check([3, 4], "counts")         # [3, 4]
     counts.check([3, -1], "counts")        # RefusedError: expected counts[1] to be a whole number from 0 …
 
-Whatever passes has the type, range and size that the declaration says; nothing is converted silently except
-whole numbers to floats. True is no number, "1" is no number, NaN is no float unless a kind allows it.
+A value that passes has the declared type, range and size; nothing is converted silently except whole numbers
+to floats. True and "1" are not numbers, and NaN is not a float unless a kind allows it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Kind(ABC):
 
     @abstractmethod
     def check(self, value: Any, where: str) -> Any:
-        """The value, ready for use; a RefusedError that names `where` it is in the message otherwise."""
+        """The value, ready for use; otherwise a RefusedError that names `where` in the message it is."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """For messages: "a whole number from 0 to 3"."""
+        """For error messages: "a whole number from 0 to 3"."""
 
     def refuse(self, value: Any, where: str) -> NoReturn:
         """Say what was expected and what was received."""
@@ -70,7 +70,7 @@ class Float(Kind):
     def check(self, value: Any, where: str) -> float:
         """See `Kind.check`."""
         if type(value) is float and self._least <= value <= self._most and -_LARGEST <= value <= _LARGEST:
-            return value  # nearly always, so it comes first
+            return value  # the usual case is tested first
         if type(value) is int and -(2**1000) < value < 2**1000:
             value = float(value)
         if type(value) is not float:
@@ -103,7 +103,7 @@ class Boolean(Kind):
 
 
 class Text(Kind):
-    """Characters, so many at least and at most."""
+    """Text of a bounded number of characters."""
 
     def __init__(self, longest: int = 200, shortest: int = 1) -> None:
         self._longest = longest
@@ -115,7 +115,7 @@ class Text(Kind):
             self.refuse(value, where)
         try:
             value.encode()
-        except UnicodeEncodeError:  # JSON may bring halves of characters, which nothing can write down
+        except UnicodeEncodeError:  # JSON may contain lone surrogates, which cannot be encoded
             self.refuse(value, where)
         return value
 
@@ -124,7 +124,7 @@ class Text(Kind):
 
 
 class OneOf(Kind):
-    """One of some texts."""
+    """One of several texts."""
 
     def __init__(self, *choices: str) -> None:
         self._choices = choices
@@ -140,7 +140,7 @@ class OneOf(Kind):
 
 
 class Nullable(Kind):
-    """Null, or something of another kind."""
+    """Null, or a value of another kind."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
@@ -154,7 +154,7 @@ class Nullable(Kind):
 
 
 class ListOf(Kind):
-    """Values of one kind, so many at least and at most."""
+    """A bounded number of values of one kind."""
 
     def __init__(self, kind: Kind, longest: int = 2**20, shortest: int = 0) -> None:
         self._kind = kind
@@ -168,7 +168,7 @@ class ListOf(Kind):
         check = self._kind.check
         try:
             return [check(each, where) for each in value]
-        except RefusedError:  # found again, to say which; the usual case has no names to make
+        except RefusedError:  # checked again to find which one; the usual case need not build names
             return [check(each, f"{where}[{number}]") for number, each in enumerate(value)]
 
     def __str__(self) -> str:
@@ -209,7 +209,7 @@ class MapOf(Kind):
         names, check = self._names.check, self._kind.check
         try:
             return {names(name, where): check(each, where) for name, each in value.items()}
-        except RefusedError:  # found again, to say which
+        except RefusedError:  # checked again to find which one
             for name, each in value.items():
                 names(name, f"a name in {where}")
                 check(each, f"{where}[{name!r}]")
@@ -220,7 +220,7 @@ class MapOf(Kind):
 
 
 class Fields(Kind):
-    """An object with these names, all of them, and perhaps some of the optional ones; no others."""
+    """An object with all of these names, any of the optional ones, and no others."""
 
     def __init__(self, fields: Mapping[str, Kind], optional: Mapping[str, Kind] | None = None) -> None:
         self.fields = dict(fields)
@@ -228,30 +228,30 @@ class Fields(Kind):
         self._kinds = {**self.optional, **self.fields}
 
     def check(self, value: Any, where: str) -> dict[str, Any]:
-        """See `Kind.check`; optional names that are missing are missing in what it gives."""
+        """See `Kind.check`; missing optional names are missing in the result."""
         if type(value) is not dict:
             self.refuse(value, where)
         for name in self.fields:
             if name not in value:
                 raise RefusedError(f"expected {where} with {name!r}, {self._kinds[name]}; got none.")
-        made, nested = {}, not where.startswith("the ")
+        fields, nested = {}, not where.startswith("the ")
         for name, each in value.items():
             kind = self._kinds.get(name)
             if kind is None:
                 names = ", ".join(self._kinds) or "nothing"
                 raise RefusedError(f"expected {where} with {names} alone, got {shown(name)} as well.")
             try:
-                made[name] = kind.check(each, where if nested else name)
-            except RefusedError:  # found again, to say where; the usual case has no names to make
-                made[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
-        return made
+                fields[name] = kind.check(each, where if nested else name)
+            except RefusedError:  # checked again to say where; the usual case need not build names
+                fields[name] = kind.check(each, f"{where}[{name!r}]" if nested else name)
+        return fields
 
     def __str__(self) -> str:
         return f"an object with {', '.join(self._kinds) or 'nothing'}"
 
 
 class Variant(Kind):
-    """Of two kinds of object: the first if it has a name, otherwise the second."""
+    """An object of one of two kinds: the first if it has a certain name, otherwise the second."""
 
     def __init__(self, name: str, with_name: Kind, without: Kind) -> None:
         self._name = name
@@ -269,9 +269,9 @@ class Variant(Kind):
 
 
 class Plain(Kind):
-    """Whatever JSON can say: for what a service hands on and does not look into.
+    """Any JSON value: for what a service passes on without looking into it.
 
-    test: what it must fulfil besides, and what to say of it.
+    test: a condition that it must fulfil; text: its description for error messages.
     """
 
     def __init__(self, test: Callable[[Any], bool] | None = None, text: str = "anything") -> None:
@@ -289,8 +289,8 @@ class Plain(Kind):
 
 
 def shown(value: Any) -> str:
-    """A value that somebody has sent, short enough for a message."""
-    if isinstance(value, list | dict | str) and len(value) > _SHOWN:  # without making all of it text
+    """A received value, short enough for an error message."""
+    if isinstance(value, list | dict | str) and len(value) > _SHOWN:  # without formatting all of it
         what = {list: "a list", dict: "an object"}.get(type(value), "text")
         return f"{what} of length {len(value)}"
     if type(value) is int and abs(value) >= 2**128:

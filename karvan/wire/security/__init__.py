@@ -1,1 +1,1 @@
-"""Who may talk to a service: tokens, TLS certificates, and who listens at a port."""
+"""Access to services: tokens, TLS certificates, and checks of who listens at a port."""

@@ -1,4 +1,4 @@
-"""Who may talk to a service: a token that callers show, and TLS, which hides it and names the service."""
+"""Access to a service: a token that callers send, and TLS, which encrypts it and identifies the service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-# What gRPC says by itself about failed connections our errors tell already. It reads this when it starts.
+# gRPC's own log lines about failed connections repeat what our errors say. It reads this when it starts.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import pyarrow.flight as flight
@@ -27,9 +27,9 @@ STREAMS = "karvan-streams"  # the name of the middleware that checks them
 
 @dataclass(frozen=True)
 class Security:
-    """What a job's services have in common.
+    """The credentials of a job's services.
 
-    token: callers must show it. cert and key: a service's certificate and its key, in PEM; ca: the authority
+    token: callers must send it. cert and key: a service's certificate and its key, in PEM; ca: the authority
     that signed them, which callers trust. mutual: callers need a certificate of that authority, too.
     """
 
@@ -63,7 +63,7 @@ class Security:
             )
 
     def check_target(self, host: str) -> None:
-        """Raise if a caller would show its token to everybody on the way to another machine."""
+        """Raise if a caller would send its token unencrypted to another machine."""
         if self.token and not self.tls and not is_loopback(host):
             raise ValueError(f"A token expects TLS or a service on this machine, got {host} without TLS.")
 
@@ -76,7 +76,7 @@ class Security:
             if not path:
                 return b""
             read = Path(path).read_bytes()
-            if not read.strip():  # a job that was meant to be closed must not be open
+            if not read.strip():  # a job that was meant to be protected must not be open
                 raise ValueError(f"{name} expects a file with something in it, got {path}, which is empty.")
             return read
 
@@ -89,7 +89,7 @@ class Security:
         )
 
     def server_options(self, watch: StreamWatch) -> dict[str, Any]:
-        """For a Flight server, which tells `watch` of its streams."""
+        """For a Flight server, which reports its streams to `watch`."""
         options: dict[str, Any] = {"middleware": {STREAMS: _CheckToken(self.token, watch)}}
         if self.cert:
             options["tls_certificates"] = [(self.cert, self.key)]
@@ -107,16 +107,16 @@ class Security:
         return options
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What a caller shows."""
+        """The headers that a caller sends."""
         return [(HEADER.encode(), f"Bearer {self.token}".encode())] if self.token else []
 
     def location(self, host: str, port: int) -> str:
-        """The address in Flight's words."""
+        """The address as a URI of Flight."""
         return f"{'grpc+tls' if self.tls else 'grpc+tcp'}://{join_address(host, port)}"
 
 
 class StreamWatch(Protocol):
-    """Who is told of a service's streams before anything of them is read."""
+    """Gets reports of a service's streams before anything is read from them."""
 
     def token_refused(self) -> None:
         """A stream had a wrong token, or none."""
@@ -129,7 +129,7 @@ class StreamWatch(Protocol):
 
 
 class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses a stream before anything of it is read."""
+    """Refuses a stream before anything is read from it."""
 
     def __init__(self, token: str, watch: StreamWatch) -> None:
         super().__init__()
@@ -138,8 +138,8 @@ class _CheckToken(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
     def start_call(self, info: Any, headers: Mapping[str, list[Any]]) -> OpenedStream:
         if self._expected:
-            shown = next((values for name, values in headers.items() if name.lower() == HEADER), [])
-            received = shown[0] if len(shown) == 1 else b""
+            tokens = next((values for name, values in headers.items() if name.lower() == HEADER), [])
+            received = tokens[0] if len(tokens) == 1 else b""
             received = received.encode() if isinstance(received, str) else received
             if not hmac.compare_digest(received, self._expected):
                 self._watch.token_refused()
@@ -160,7 +160,7 @@ class OpenedStream(flight.ServerMiddleware):  # type: ignore[misc]
         self._handed_over = False
 
     def hand_over(self) -> None:
-        """Flight has a message of it, and gives it to the service; or it has ended."""
+        """Flight has received its first message and passes it to the service; or it has ended."""
         if not self._handed_over:
             self._handed_over = True
             self._watch.stream_handed_over()
@@ -184,7 +184,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def reachable(address: str, advertised: str = "") -> str:
-    """An address for others: with the host that is advertised, or this machine's name if it means all."""
+    """An address for other machines: with the advertised host, or this machine's name for 0.0.0.0 or ::."""
     host, port = split_address(address)
     try:
         everywhere = ipaddress.ip_address(host).is_unspecified

@@ -1,14 +1,15 @@
 """Checks who listens at a local port before a token is sent there.
 
-A service without TLS cannot prove that it is one. Its port belongs to whoever takes it: when a service has
-died, another user of the machine could listen there and be shown the token by callers that connect again.
-Linux tells whose every listening socket is, so a caller with a token looks first, and shows it to services of
-its own user and of root only. Anybody else's is an error like a port at which nobody listens: the caller
-tries again until its deadline, since the service may come back, here or elsewhere.
+A service without TLS cannot prove its identity. Any user may take a free port: when a service has died,
+another user of the machine could listen there and receive the token from callers that reconnect. Linux
+reports the owner of every listening socket, so a caller with a token checks first, and sends it only to
+services of its own user and of root. A listener of another user is an error like a port at which nobody
+listens: the caller tries again until its deadline, since the service may come back, at this address or
+another.
 
-A moment lies between looking and connecting; TLS has no such moment. The kernel is asked over netlink
-(sock_diag), which takes less than a tenth of a millisecond, or where that is closed, by reading /proc/net.
-On systems that have neither nothing is checked.
+There is a short time between the check and the connection; TLS closes that gap. The kernel is asked over
+netlink (sock_diag), which takes less than a tenth of a millisecond, or, where that is not allowed, by reading
+/proc/net. On systems that have neither, nothing is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP = 4, 20, 0x301
 _ERROR, _DONE = 2, 3
 _HEADER = struct.Struct("=IHHII")  # bytes, kind, flags, number, port
 _REQUEST = struct.Struct("=BBBBI48sQ")  # family, protocol, extensions, padding, states, socket, cookie
-_PORT, _SOURCE, _UID = 20, 24, 80  # where they are in an answer
+_PORT, _SOURCE, _UID = 20, 24, 80  # their offsets in an answer
 _TCP, _LISTEN = 6, 10
 
 
@@ -51,14 +52,14 @@ def check_listener(host: str, port: int) -> None:
     if strangers:
         raise WireError(
             f"expected a service of this user (uid {os.geteuid()}) at {host}:{port}, got one of uid "
-            f"{strangers[0]}, to which the job's token is not shown; TLS allows services of other users"
+            f"{strangers[0]}, to which the job's token is not sent; TLS allows services of other users"
         )
 
 
 def _reached(address: _Address, listeners: list[_Listener]) -> list[int]:
-    """The owners of what the kernel connects a caller to: the closest match, as for any connection.
+    """The owners of the sockets that the kernel may connect a caller to: those with the closest match.
 
-    So somebody who listens at another address with the same port does not count.
+    So a listener at another address with the same port does not count.
     """
     for matches in (
         [uid for there, uid in listeners if there == address],
@@ -71,7 +72,7 @@ def _reached(address: _Address, listeners: list[_Listener]) -> list[int]:
 
 
 def _ask_kernel(port: int) -> list[_Listener]:
-    """Who listens at this port; an OSError if the kernel does not say."""
+    """The listeners at this port; an OSError if the kernel does not answer."""
     if not hasattr(socket, "AF_NETLINK"):
         raise OSError("no netlink")
     found: list[_Listener] = []
@@ -87,13 +88,13 @@ def _ask_kernel(port: int) -> list[_Listener]:
 
 
 def _take_answers(data: bytes, port: int, found: list[_Listener]) -> bool:
-    """Note the sockets that a piece of an answer tells of; whether there are more pieces."""
+    """Add the sockets of a part of an answer to `found`; returns whether there are more parts."""
     while data:
         size, kind = _HEADER.unpack_from(data)[:2]
         if kind == _DONE:
             return False
         if kind == _ERROR or size < _UID + 4:
-            raise OSError("sock_diag is refused")
+            raise OSError("sock_diag was refused")
         if struct.unpack_from("!H", data, _PORT)[0] == port:
             length = 4 if data[_HEADER.size] == socket.AF_INET else 16
             address = _unmapped(data[_SOURCE : _SOURCE + length])
@@ -103,7 +104,7 @@ def _take_answers(data: bytes, port: int, found: list[_Listener]) -> bool:
 
 
 def _read_tables(port: int) -> list[_Listener]:
-    """The same from /proc/net; an OSError if it is not there."""
+    """The same from /proc/net; an OSError if it does not exist."""
     found: list[_Listener] = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         if table.endswith("6") and not Path(table).exists():
@@ -112,8 +113,8 @@ def _read_tables(port: int) -> list[_Listener]:
             fields = line.split()
             address, _, text = fields[1].partition(":")
             if int(fields[3], 16) == _LISTEN and int(text, 16) == port:
-                # Words of 32 bits, each in this machine's order of bytes.
-                words = [int(address[place : place + 8], 16) for place in range(0, len(address), 8)]
+                # Words of 32 bits, each in this machine's byte order.
+                words = [int(address[start : start + 8], 16) for start in range(0, len(address), 8)]
                 found.append((_unmapped(struct.pack(f"={len(words)}I", *words)), int(fields[7])))
     return found
 
@@ -121,5 +122,5 @@ def _read_tables(port: int) -> list[_Listener]:
 def _unmapped(packed: bytes) -> _Address:
     if len(packed) == 4:
         return ipaddress.IPv4Address(packed)
-    made = ipaddress.IPv6Address(packed)
-    return made.ipv4_mapped or made
+    address = ipaddress.IPv6Address(packed)
+    return address.ipv4_mapped or address

@@ -1,6 +1,6 @@
-"""The file that holds a job's token: read once, checked where it is read.
+"""The file that holds a job's token: read once, and checked when it is read.
 
-A token travels in an HTTP/2 header. One that a header cannot carry would fail much later, at the first call,
+A token is sent in an HTTP/2 header. One that is not valid there would fail much later, at the first call,
 with an error of gRPC that names neither the file nor the mistake; one that others may read is no secret.
 Error messages and logs never contain any part of a token.
 """
@@ -21,10 +21,10 @@ RECIPE = "`openssl rand -hex 32` makes one"
 
 
 def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
-    """The token in a file, without the line end after it; `name` is the setting that the file is from."""
+    """The token in a file, without surrounding whitespace; `name`: the setting that names the file."""
     with Path(path).open("rb") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        content = file.read(2 * MOST_CHARACTERS)  # a device or a large file must not fill the memory
+        content = file.read(2 * MOST_CHARACTERS)  # a device or a large file must not fill memory
     token = check_token(content, f"{name} expects", f"got {path}, which")
     if mode & 0o077:
         _log.warning(
@@ -45,9 +45,9 @@ def read_token(path: str | Path, name: str = "KARVAN_TOKEN_FILE") -> str:
 
 
 def check_token(content: bytes, expects: str, got: str) -> str:
-    """The token in these bytes; a ValueError, framed by the two texts, if they hold none."""
+    """The token in these bytes; a ValueError, worded with the two texts, if they hold none."""
     token = content.strip(b" \t\r\n")
-    if not token:  # a job that was meant to be closed must not be open
+    if not token:  # a job that was meant to be protected must not be open
         raise ValueError(f"{expects} a file with something in it, {got} is empty.")
     problem = _problem(token)
     if problem:

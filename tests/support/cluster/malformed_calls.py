@@ -27,7 +27,7 @@ from karvan.ragged import Batch, Ragged
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
 from karvan.wire import Message, Server
 from karvan.wire.message import pack, read, write
-from karvan.wire.schema.calls import said_by
+from karvan.wire.schema.calls import hello_fields
 from karvan.wire.service import Caller
 
 DIMS = {"t": 4, "u": 8}
@@ -75,7 +75,7 @@ class Subject:
 
     def meet(self, hello):
         """Say hello, as the wire would have it."""
-        said = said_by(through_the_wire({**hello, "method": "hello"}).head)
+        said = hello_fields(through_the_wire({**hello, "method": "hello"}).head)
         caller = Caller("session", self.service.hello.check(said, "the hello"), "here")
         self.service.welcome(caller)
         self.caller = caller
