@@ -73,12 +73,12 @@ class RemoteDense(LocalDense):
         try:
             for number in range(self._most):
                 for engine in self._engines:
-                    engine.again.replay() if number else engine.again.record()
+                    engine.replay.replay() if number else engine.replay.record()
                 self.fresh()
                 yield number
         finally:
             for engine in self._engines:
-                engine.again.end()
+                engine.replay.end()
         raise RuntimeError(
             f"The servers have rejected the gradients of a step {self._most} times: others were always "
             "faster. Expected a larger tolerance, or trainers of similar speed."

@@ -1,6 +1,6 @@
 """Which unknown keys get a row: `Table(16, admit=MinCount(2))`.
 
-A key that is not admitted gives a zero vector, takes no memory, and its gradient goes nowhere.
+A key that is not admitted has a zero vector and takes no memory; its gradient is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Admission(ABC):
 
 @dataclass(frozen=True)
 class Always(Admission):
-    """Every key gets a row at first sight."""
+    """Every key gets a row at its first occurrence."""
 
     def native(self) -> tuple[str, float, int]:
         """See `Admission.native`."""
@@ -68,7 +68,7 @@ class MinCount(Admission):
 
 @dataclass(frozen=True)
 class ReadOnly(Admission):
-    """No key gets a row any more; rows that are there go on learning."""
+    """No new key gets a row; existing rows continue to learn."""
 
     def native(self) -> tuple[str, float, int]:
         """See `Admission.native`."""

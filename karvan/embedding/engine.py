@@ -1,11 +1,11 @@
 """`EmbeddingEngine`: ids of many features in, vectors out, gradients back, in one native call per direction.
 
 Forward: every feature's ids are checked, then grouped by key, looked up and pooled in one call of the
-store. Backward: autograd hands the gradients of all outputs to one call, which sums them by key; they wait
+store. Backward: autograd passes the gradients of all outputs to one call, which sums them by key; they wait
 in the engine until a `karvan.optim` optimizer applies them. Several backward passes before a step add up.
 
-A batch may have a `IdsReference` in place of ids, which embedding workers then keep: outputs come from there,
-and their gradients go there.
+A batch may have an `IdsReference` in place of ids, which embedding workers then hold: the workers compute the
+outputs, and receive their gradients.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class EmbeddingEngine(nn.Module):
     """Embeddings of a model's features.
 
     A training forward (`train()` mode with gradients enabled) is one step: it inserts unknown keys, counts
-    their uses and notes the step. In `eval()` or under `torch.no_grad()` unknown keys give zeros and
-    nothing changes. The rows are no parameters of the module: give the engine to a `karvan.optim`
+    their uses and records the step. In `eval()` or under `torch.no_grad()` unknown keys get zeros and
+    nothing changes. The rows are not parameters of the module: give the engine to a `karvan.optim`
     optimizer, and the parameters to a torch one.
     """
 
@@ -55,17 +55,17 @@ class EmbeddingEngine(nn.Module):
         share_torch_threads()
         self.features = dict(features)
         self.step = 0
-        # How many times too large gradients arrive where mixed precision scales the loss; rows do not see it.
+        # The factor by which mixed precision scales the loss; gradients are divided by it.
         self.gradient_scale = 1.0
-        # Which connection chose the store; None if the user gave one.
+        # The connection that chose the store; None if the user passed one.
         self.connection: Connection | None = distributed.current() if store is None else None
         self.store: Store = store if store is not None else make_store()
         self.filled = False  # whether a checkpoint has filled the tables
         self.content = portable.Content()
         self._pending: list[_Pending] = []
         self._prepared = PreparedBatches(self.features)
-        self.again = StepReplay()  # forwards of a step that may have to be computed again
-        self._promised = 0  # the step of the training batch that was prepared last
+        self.replay = StepReplay()  # forwards of a step that may have to be computed again
+        self._prepared_step = 0  # the step of the training batch that was prepared last
         self._names = {feature: table.name or feature for feature, table in self.features.items()}
         first: dict[str, Table] = {}
         for feature, table in self.features.items():
@@ -81,13 +81,13 @@ class EmbeddingEngine(nn.Module):
         self._program = make_program(self.features)
 
     def table(self, name: str) -> TableHandle:
-        """The table of that name (a table's name, which is the feature's unless it was given one)."""
+        """The table of that name; a table without a name has that of its feature."""
         if name not in self._handles:
             raise KeyError(f"No table '{name}' in this engine; it has: {listed(name, self._handles)}")
         return self._handles[name]
 
     def sizes(self) -> dict[str, int]:
-        """How many rows each table has, as far as this process's store holds them."""
+        """How many rows each table has in the store of this process."""
         return self.store.sizes([handle.name for handle in self.tables()])
 
     def tables(self) -> list[TableHandle]:
@@ -95,18 +95,18 @@ class EmbeddingEngine(nn.Module):
         return list(self._handles.values())
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor | Padded | Ragged | Any]:
-        """Embed the engine's features of a batch; what else is in the batch is passed through."""
+        """Embed the engine's features of a batch; other entries of the batch are passed through."""
         refuse_export()
         training = self.training and torch.is_grad_enabled()
-        kept = self.again.next() if training else None
-        if kept is not None:
-            inputs, prepared = kept.inputs, None
+        replayed = self.replay.next() if training else None
+        if replayed is not None:
+            inputs, prepared = replayed.inputs, None
         else:
             found = self._prepared.take(batch)
             inputs, prepared = (self._inputs(batch), None) if found is None else found
         if training:
-            # An input that requires a gradient makes autograd call back; the anchor is that and no more.
-            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared, kept)
+            # Autograd calls `backward` only if an input requires a gradient; that is what the anchor is for.
+            outs = _lookup(next(iter(self._handles.values())).anchor, self, inputs, prepared, replayed)
         else:
             self._run(inputs, prepared, training=False)
             outs = inputs.take_out()
@@ -119,22 +119,22 @@ class EmbeddingEngine(nn.Module):
         return result
 
     def prepare(self, batch: Mapping[str, Any], *, training: bool | None = None) -> bool:
-        """Check and group the ids of a batch ahead of its forward, on any thread; results are the same.
+        """Check and group the ids of a batch before its forward, on any thread; results are the same.
 
-        training: whether it will be a training forward, if that is known, so that rows that are elsewhere can
-        be asked for; batches must then be prepared in the order of their forwards.
+        training: whether it will be a training forward, if that is known, so that remote rows can be
+        requested; batches must then be prepared in the order of their forwards.
 
-        Gives whether that could be done: features that the model makes itself are not in the batch yet, and
-        what is wrong with a batch is told by its forward. A few batches are held, until their forward.
+        Returns whether that was possible: features that the model computes itself are not in the batch yet,
+        and errors in a batch are reported by its forward. A few batches are held, until their forward.
         """
         try:
             inputs = self._inputs(batch)
-            asked = inputs.asked()
+            lookup_inputs = inputs.for_store()
             step = 0
             if training:
-                step = self._promised = max(self._promised, self.step) + 1
+                step = self._prepared_step = max(self._prepared_step, self.step) + 1
             prepared = self.store.prepare(
-                self._program, asked, training=training, step=step, now=self._clock()
+                self._program, lookup_inputs, training=training, step=step, now=self._clock()
             )
             self._prepared.put(batch, inputs, prepared)
         except (
@@ -147,12 +147,12 @@ class EmbeddingEngine(nn.Module):
         return True
 
     def forget_prepared(self) -> None:
-        """Batches that were prepared will not be used."""
+        """Drop the prepared batches: they will not be used."""
         self._prepared.clear()
-        self._promised = 0
+        self._prepared_step = 0
 
     def hold_prepared(self, batches: int) -> None:
-        """Hold so many prepared batches at least; ranks that train together must not drop any."""
+        """Hold at least so many prepared batches; ranks that train together must not drop any."""
         self._prepared.hold(batches)
 
     def _inputs(self, batch: Mapping[str, Any]) -> Inputs:
@@ -168,7 +168,7 @@ class EmbeddingEngine(nn.Module):
                 return self._inputs(dict.fromkeys(self.features, none))
             if not self.store.takes_references:
                 raise ValueError(
-                    "A batch whose ids are with embedding workers expects an engine that was made after "
+                    "A batch whose ids are on embedding workers expects an engine that was created after "
                     f'connect("remote", workers=…), got one on a {type(self.store).__name__}.'
                 )
             return Inputs([Output(table) for table in self.features.values()], reference)
@@ -180,11 +180,11 @@ class EmbeddingEngine(nn.Module):
                     f"which has: {listed(feature, batch)}"
                 )
             made = FeatureInput(feature, self._names[feature], table, batch[feature])
-            if inputs and made.rows != inputs[0].rows:
+            if inputs and made.samples != inputs[0].samples:
                 first = next(iter(self.features))
                 raise ValueError(
-                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].rows} rows "
-                    f"like feature '{first}', got {made.rows}."
+                    f"Feature '{feature}' of table '{self._names[feature]}': expected {inputs[0].samples} "
+                    f"samples like feature '{first}', got {made.samples}."
                 )
             inputs.append(made)
         return Inputs(inputs)
@@ -192,7 +192,7 @@ class EmbeddingEngine(nn.Module):
     def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
         plan = self.store.forward(
             self._program,
-            inputs.asked() if prepared is None else prepared,
+            inputs.for_store() if prepared is None else prepared,
             training=training,
             step=self.step + 1,
             now=self._clock(),
@@ -210,19 +210,19 @@ class EmbeddingEngine(nn.Module):
             return
         if self.gradient_scale != 1.0:
             gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)
-        # Slices of one wide gradient, as torch.cat gives back, are read where they are.
-        kept = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
+        # Slices of one wide gradient, as the backward of torch.cat returns them, are read without a copy.
+        readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         if plan.native is None:
-            self._pending.append(_Pending(plan, self.store.hold(plan, kept), waiting))
+            self._pending.append(_Pending(plan, self.store.hold(plan, readable), waiting))
             return
-        addresses = [0 if g is None else g.data_ptr() for g in kept]
-        strides = [0 if g is None else g.stride(0) for g in kept]
+        addresses = [0 if g is None else g.data_ptr() for g in readable]
+        strides = [0 if g is None else g.stride(0) for g in readable]
         self._pending.append(_Pending(plan, self.store.reduce(plan, addresses, strides), waiting))
 
     def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """Hand over the backward passes whose gradients wait for an optimizer of these tables, oldest first.
+        """Return the backward passes whose gradients wait for an optimizer of these tables, oldest first.
 
-        A pass is forgotten once every table that has an optimizer has been asked for.
+        A pass is released once the gradients of every table that has an optimizer have been taken.
         """
         handles = list(handles)
         names = {handle.name for handle in handles}
@@ -233,7 +233,7 @@ class EmbeddingEngine(nn.Module):
         return taken
 
     def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """The backward passes whose gradients wait for these tables, oldest first; they go on waiting."""
+        """The backward passes whose gradients wait for these tables, oldest first; they stay."""
         names = {handle.name for handle in handles}
         return [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
 
@@ -247,8 +247,8 @@ class EmbeddingEngine(nn.Module):
     ) -> dict[str, Any]:
         """As of any module: the step and the names of the tables, without rows.
 
-        rows: with all rows, their optimizer state included, for tables in this process of up to 1 GiB.
-        `load_state_dict` then replaces the rows that there are. Larger tables go into checkpoints.
+        rows: include all rows and their optimizer state, for tables in this process of up to 1 GiB.
+        `load_state_dict` then replaces the existing rows. Save larger tables in checkpoints.
         """
         state: dict[str, Any] = super().state_dict(*args, prefix=prefix, **options)
         if rows:
@@ -260,7 +260,7 @@ class EmbeddingEngine(nn.Module):
         return portable.describe(self)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore what `get_extra_state` gave; an error if this engine lacks the rows of it."""
+        """Restore what `get_extra_state` returned; an error if this engine lacks its rows."""
         portable.restore(self, state)
 
     def __getstate__(self) -> Any:
@@ -297,17 +297,17 @@ class _Lookup(torch.autograd.Function):
         engine: EmbeddingEngine,
         inputs: Inputs,
         prepared: Prepared | None,
-        kept: ReplayableForward | None,
+        replayed: ReplayableForward | None,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine = engine
         ctx.inputs = inputs  # the plan points into these
-        if kept is not None:
-            ctx.plan = kept.plan
-            return kept.outs
+        if replayed is not None:
+            ctx.plan = replayed.plan
+            return replayed.outs
         ctx.plan = engine._run(inputs, prepared, training=True)
         outs = inputs.take_out()
-        engine.again.keep(inputs, ctx.plan, outs)
+        engine.replay.add(inputs, ctx.plan, outs)
         return outs
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Which rows leave, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
+"""Which rows are removed, and when: `Table(16, evict=LRU(capacity=1_000_000))`.
 
-Policies look at the whole table after a training lookup, so what they remove does not depend on threads or
-shards. A gradient that arrives for a row that has left is dropped and counted.
+Policies check the entire table after a training lookup, so what they remove does not depend on threads or
+shards. A gradient for a row that has been removed is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def native(self) -> tuple[str, float, int]:
-        """Kind, value and steps between two looks in the terms of csrc/table/layout.h."""
+        """Kind, value and steps between two checks in the terms of csrc/table/layout.h."""
 
 
 def _require_positive(policy: Eviction, **values: float) -> None:
@@ -30,7 +30,7 @@ def _require_positive(policy: Eviction, **values: float) -> None:
 
 @dataclass(frozen=True)
 class Never(Eviction):
-    """Rows stay."""
+    """Rows are never removed."""
 
     def native(self) -> tuple[str, float, int]:
         """See `Eviction.native`."""
@@ -39,10 +39,10 @@ class Never(Eviction):
 
 @dataclass(frozen=True)
 class LRU(Eviction):
-    """At most `capacity` rows; the ones not used for the most steps leave (then the less used ones).
+    """At most `capacity` rows; removes those not used for the most steps (among these, the less used ones).
 
-    From 65,536 on, a table that is full gives up a sixteenth of its rows at once: finding them is paid for
-    by the many insertions that follow.
+    With a capacity of 65,536 or more, a full table removes a sixteenth of its rows at once: finding them
+    takes time, and the next search comes only after many insertions.
     """
 
     capacity: int
@@ -57,7 +57,7 @@ class LRU(Eviction):
 
 @dataclass(frozen=True)
 class LFU(Eviction):
-    """At most `capacity` rows; those with the fewest uses leave (then the longest unused); see `LRU`."""
+    """At most `capacity` rows; removes those with the fewest uses (then the longest unused); see `LRU`."""
 
     capacity: int
 
@@ -71,7 +71,7 @@ class LFU(Eviction):
 
 @dataclass(frozen=True)
 class Age(Eviction):
-    """Rows whose last use is more than `steps` steps ago leave; looked at every `every` steps."""
+    """Removes rows whose last use is more than `steps` steps ago; checked every `every` steps."""
 
     steps: int
     every: int = 1000
@@ -97,7 +97,7 @@ _IMPORTED_AT = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 @dataclass(frozen=True)
 class TTL(Eviction):
-    """Rows not used for `seconds` leave, at most 1/64 of that time late; looked at every `every` steps.
+    """Removes rows not used for `seconds`, at most 1/64 of that time late; checked every `every` steps.
 
     clock: the time in seconds, comparable between runs. If it falls behind the latest time that a table has
     seen, also in its checkpoint, the table's time advances by the seconds that pass, until it catches up.
@@ -117,7 +117,7 @@ class TTL(Eviction):
 
 @dataclass(frozen=True)
 class Norm(Eviction):
-    """Rows whose vector has an L2 norm under `below` leave, saying little; looked at every `every` steps."""
+    """Removes rows whose vector has an L2 norm under `below`; checked every `every` steps."""
 
     below: float
     every: int = 1000

@@ -11,13 +11,13 @@ import torch
 
 
 def refuse_export() -> None:
-    """Raise if the call is recorded as a graph that is to be used without the engine."""
+    """Raise if the call is being recorded as a graph that will run without the engine."""
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     if tracing or torch.compiler.is_exporting():
         raise RuntimeError(
             "An EmbeddingEngine cannot be exported: its rows live outside of the graph. Export the rest "
             "of the model, torch.export.export(model.net, (vectors,)), and call model.embeddings(batch) for "
-            "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net for all that "
-            "is behind its embeddings: export its parts (model.named_children() lists them), or write a "
+            "its vectors; kv.checkpoint saves the rows. A model of kv.models has no single net after "
+            "its embeddings: export its parts (model.named_children() lists them), or write a "
             "module that takes the vectors and calls these parts. torch.compile(model) works as it is."
         )

@@ -1,6 +1,6 @@
-"""One feature of a batch as input of the native core: checked, contiguous, output allocated.
+"""One feature of a batch as input of the native core: checked, contiguous, with its output allocated.
 
-The output alone, where the ids are elsewhere.
+Where the ids are remote, only the output.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from karvan.store.remote.output_layout import OutputLayout
 
 
 def mode_of(table: Table) -> str:
-    """How the native core lays the feature out: "pooled", "padded" or "cells"."""
+    """How the native core arranges the feature's output: "pooled", "padded" or "cells"."""
     return {"sequence": "padded", "tile": "padded", "ragged": "cells"}.get(table.combiner, "pooled")
 
 
 class Output:
-    """A feature's vectors, and how they are laid out."""
+    """A feature's vectors and their layout."""
 
-    __slots__ = ("_out", "cells", "length", "offsets", "rows", "table")
+    __slots__ = ("_out", "cells", "length", "offsets", "samples", "table")
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.rows = self.cells = 0
+        self.samples = self.cells = 0
         self.length = 1
         self.offsets: Tensor | None = None
         self._out: Tensor | None = None
 
-    def fill(self, out: Tensor, laid: OutputLayout) -> None:
-        """What came from where the ids are."""
-        self.rows, self.cells, self.length, self.offsets = laid
+    def fill(self, out: Tensor, layout: OutputLayout) -> None:
+        """Take the output that a remote lookup has returned."""
+        self.samples, self.cells, self.length, self.offsets = layout
         self._out = out
 
     def layout(self) -> OutputLayout:
-        """What `fill` wants to know."""
-        return OutputLayout(self.rows, self.cells, self.length, self.offsets)
+        """The layout, as `fill` takes it."""
+        return OutputLayout(self.samples, self.cells, self.length, self.offsets)
 
     def numel(self) -> int:
         """Floats of the output."""
@@ -51,24 +51,24 @@ class Output:
         return self._out.numel()
 
     def take_out(self) -> Tensor:
-        """Hand the output over: the graph holds this object and the output the graph, so keeping it leaks."""
+        """Return the output and release it: the graph holds this object, and the output holds the graph."""
         assert self._out is not None
         out, self._out = self._out, None
         return out
 
     def present(self, out: Tensor) -> Tensor | Padded | Ragged:
-        """The output in the shape the combiner promises."""
+        """The output in the shape that the combiner defines."""
         if self.table.combiner == "tile":
-            return out.view(self.rows, self.length * self.table.dim)
+            return out.view(self.samples, self.length * self.table.dim)
         if self.table.combiner == "ragged":
             return Ragged(out, self.offsets)
         if self.table.combiner == "sequence":
-            return Padded(out.view(self.rows, self.length, self.table.dim), self.layout().mask())
+            return Padded(out.view(self.samples, self.length, self.table.dim), self.layout().mask())
         return out
 
 
 class FeatureInput(Output):
-    """A feature's ids, and the place of its vectors. Keeps alive what the native core points to."""
+    """A feature's ids, and the memory for its vectors. Holds all that the native core points to."""
 
     __slots__ = ("values", "weights")
 
@@ -98,13 +98,13 @@ class FeatureInput(Output):
         if not values.is_contiguous():
             values = values.contiguous()
         count = values.shape[0]
-        self.rows = count
+        self.samples = count
         if offsets is not None:
             if offsets.dtype is not torch.int64:
                 raise _refusal(name, table_name, TypeError, "offsets of torch.int64", str(offsets.dtype))
             if not offsets.is_contiguous():
                 offsets = offsets.contiguous()
-            self.rows = offsets.shape[0] - 1
+            self.samples = offsets.shape[0] - 1
         if weights is not None:
             if weights.shape != values.shape:
                 expected = f"{count} weights, one for each id"
@@ -120,14 +120,15 @@ class FeatureInput(Output):
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
             return 1
-        # Bounded by the number of ids: offsets the native core will refuse must not ask for absurd memory.
-        longest = int(self.offsets.diff().max()) if self.rows else 0
+        # Bounded by the number of ids: wrong offsets, which the native core refuses later, must not allocate
+        # absurd amounts of memory.
+        longest = int(self.offsets.diff().max()) if self.samples else 0
         return min(max(longest, 0), self.cells)
 
     def _cells_out(self) -> int:
         if self.table.combiner in POOLED:
-            return self.rows
-        return self.cells if self.table.combiner == "ragged" else self.rows * self.length
+            return self.samples
+        return self.cells if self.table.combiner == "ragged" else self.samples * self.length
 
     def arrays(self) -> FeatureArrays:
         """What the native call reads and writes, by address."""
@@ -135,7 +136,7 @@ class FeatureInput(Output):
         return FeatureArrays(
             values=self.values.data_ptr(),
             cells=self.cells,
-            samples=self.rows,
+            samples=self.samples,
             out=self._out.data_ptr(),
             offsets=0 if self.offsets is None else self.offsets.data_ptr(),
             weights=0 if self.weights is None else self.weights.data_ptr(),
@@ -144,25 +145,25 @@ class FeatureInput(Output):
 
 
 class Inputs:
-    """All features of a batch: their ids are here, or where a reference says."""
+    """All features of a batch: their ids, or a reference to remote ids."""
 
     def __init__(self, each: Sequence[Output], reference: IdsReference | None = None) -> None:
         self.each = each
         self._reference = reference
 
-    def asked(self) -> LookupInputs:
-        """What a store is asked with."""
+    def for_store(self) -> LookupInputs:
+        """The inputs of a store's `prepare` and `forward`."""
         if self._reference is not None:
             return self._reference
         return [one.arrays() for one in self.each if isinstance(one, FeatureInput)]
 
     def fill(self, lookup: RemoteLookup) -> None:
-        """Take what came from where the ids are."""
-        for one, (out, laid) in zip(self.each, lookup.take(), strict=True):
-            one.fill(out, laid)
+        """Take the outputs that a remote lookup has returned."""
+        for one, (out, layout) in zip(self.each, lookup.take(), strict=True):
+            one.fill(out, layout)
 
     def take_out(self) -> tuple[Tensor, ...]:
-        """Hand all outputs over."""
+        """Return and release all outputs."""
         return tuple(one.take_out() for one in self.each)
 
 
@@ -174,17 +175,17 @@ def _refusal(
     received: str,
     entry: object = None,
 ) -> TypeError | ValueError:
-    told = f"Feature '{feature}' of table '{table}': expected {expected}, got {received}."
-    return kind(told + _advice(feature, entry))
+    problem = f"Feature '{feature}' of table '{table}': expected {expected}, got {received}."
+    return kind(problem + _advice(feature, entry))
 
 
 def _advice(feature: str, entry: object) -> str:
-    """What to do with ids that are something else."""
+    """How to turn a value of another type into ids."""
     values = entry.values if isinstance(entry, NestedRagged | Ragged) else entry
     dtype = values.dtype if isinstance(values, Tensor) else None
     if dtype is torch.uint8 or _is_text(values):
         return (
-            f" This looks like text: make ids of it by kv.Feature('{feature}').hash(\"farm\") in a "
+            f" This looks like text: turn it into ids by kv.Feature('{feature}').hash(\"farm\") in a "
             f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]. "
             f"Text of ids, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
         )
@@ -211,5 +212,7 @@ def _is_text(values: object) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _regular_offsets(rows: int, length: int) -> Tensor:
-    return torch.arange(0, rows * length + 1, length) if length else torch.zeros(rows + 1, dtype=torch.int64)
+def _regular_offsets(samples: int, length: int) -> Tensor:
+    if not length:
+        return torch.zeros(samples + 1, dtype=torch.int64)
+    return torch.arange(0, samples * length + 1, length)

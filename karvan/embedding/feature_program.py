@@ -25,19 +25,19 @@ def make_program(features: Mapping[str, Table]) -> LookupProgram:
             )
             for feature, table in features.items()
         ],
-        {feature: _told(feature, table) for feature, table in features.items()},
+        {feature: _to_json(feature, table) for feature, table in features.items()},
     )
 
 
-def features_from_json(told: Mapping[str, Any]) -> dict[str, Table]:
-    """The features that a program's description tells of: how their ids are laid out, not how rows begin."""
+def features_from_json(described: Mapping[str, Any]) -> dict[str, Table]:
+    """The features of a program's description: the layout of their ids, without initialisers and policies."""
     made = {}
-    for feature, (name, dim, combiner, length, stack) in told.items():
+    for feature, (name, dim, combiner, length, stack) in described.items():
         hash_stack = None if stack is None else HashStack(*stack)
         made[feature] = Table(dim, name, combiner, length, hash_stack=hash_stack)
     return made
 
 
-def _told(feature: str, table: Table) -> list[Any]:
+def _to_json(feature: str, table: Table) -> list[Any]:
     stack = None if table.hash_stack is None else [table.hash_stack.rounds, table.hash_stack.size]
     return [table.name or feature, table.dim, table.combiner, table.length, stack]

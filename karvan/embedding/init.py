@@ -1,7 +1,7 @@
 """Initial vectors of new rows: `Table(16, init=Normal(std=0.01))`.
 
 The values are a pure function of the engine's seed, the table's name, the key and the column. A key therefore
-starts equal in every run and on any number of shards, whatever the order in which keys arrive.
+starts with the same vector in every run, for any number of shards and any order in which keys arrive.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-_LARGEST = 3.4028234663852886e38  # of float32, which vectors start as
-_REACH = 6.0  # standard deviations; the native quantile ends a little beyond
+_LARGEST = 3.4028234663852886e38  # the largest float32: vectors start as float32
+_REACH = 6.0  # standard deviations; the native quantile function ends a little beyond
 
 
 class Initialiser(ABC):
@@ -105,8 +105,8 @@ class TruncatedNormal(Initialiser):
 class _Scaled(Initialiser):
     """Values whose spread falls with the dimension: their standard deviation is gain / sqrt(dim).
 
-    A row is no weight matrix; it is taken for one with fan_in = fan_out = dim. So Xavier and Kaiming differ
-    in their default gain only.
+    A row is not a weight matrix; it is treated as one with fan_in = fan_out = dim. So Xavier and Kaiming
+    differ only in their default gain.
     """
 
     gain: float = 1.0

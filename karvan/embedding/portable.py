@@ -1,8 +1,8 @@
 """The engine's part of a `state_dict()`: its step, its tables, and optionally their rows.
 
-Rows outgrow a `state_dict()`, so they are not in it unless `engine.state_dict(rows=True)` is asked for them;
-checkpoints have them. A state says which rows it lacks, and to which content they belong. Loading it into an
-engine that does not have them is an error instead of a model with the vectors of another one.
+Rows outgrow a `state_dict()`, so only `engine.state_dict(rows=True)` includes them; checkpoints have them. A
+state without rows says which rows it lacks, and to which content they belong. Loading it into an engine that
+does not have them is an error; otherwise the model would use the vectors of another one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MOST_BYTES = 1 << 30  # of all tables of an engine, in a state_dict
 
 
 class Content:
-    """What the rows of an engine are, without looking at them.
+    """Identifies the content of an engine's rows, without reading them.
 
-    `id` is random and stays the same while rows are trained. Rows that come from elsewhere get a new one; the
-    next state_dict that is loaded is taken to be theirs.
+    `id` is random and stays the same while rows are trained. Rows that are loaded get a new one; the next
+    state_dict that is loaded is assumed to belong to them.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Content:
         self.replaced = False
 
     def replace(self) -> None:
-        """Rows came from a checkpoint or a snapshot."""
+        """Rows were loaded from a checkpoint or a snapshot."""
         self.id = uuid4().hex
         self.replaced = True
 
@@ -49,7 +49,7 @@ class Content:
 
 
 def describe(engine: EmbeddingEngine) -> dict[str, Any]:
-    """The step and the tables, without rows; the same whichever rank is asked, and no server is."""
+    """The step and the tables, without rows; the same on every rank, and without calls to servers."""
     whole = _is_whole(engine)
     return {
         "step": engine.step,
@@ -61,11 +61,11 @@ def describe(engine: EmbeddingEngine) -> dict[str, Any]:
 
 
 def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
-    """What `describe` gives, with all rows, their optimizer state, and counters of admission filters."""
+    """The result of `describe`, with all rows, their optimizer state, and counters of admission filters."""
     if not _is_whole(engine):
         raise ValueError(
-            "state_dict(rows=True) expects tables that are in this process, but their rows are shared out "
-            "over ranks or servers: save them with kv.Checkpoints."
+            "state_dict(rows=True) expects tables that are in this process, but their rows are divided "
+            "between ranks or servers: save them with kv.Checkpoints."
         )
     size = sum(table.bytes for table in engine.tables())
     if size > MOST_BYTES:
@@ -77,7 +77,7 @@ def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
     for table in engine.tables():
         entry, rows = state["tables"][table.name], table.snapshot()
         entry["optimizer"] = table.optimizer
-        # Not all readers of tensors know unsigned types.
+        # Not all readers of tensors support unsigned types.
         entry["content"] = {
             name: torch.from_numpy(array.astype(np.int64) if array.dtype == np.uint32 else array.copy())
             for name, array in rows._asdict().items()
@@ -88,7 +88,7 @@ def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
 
 
 def restore(engine: EmbeddingEngine, state: Mapping[str, Any]) -> None:
-    """Take what `describe` or `describe_with_rows` gave; the rows, if they are in it, replace all others."""
+    """Restore a state of `describe` or `describe_with_rows`; rows in it replace all rows of the engine."""
     tables: Mapping[str, Any] = state.get("tables", {})  # earlier versions wrote the step only
     content = {name: entry for name, entry in tables.items() if "content" in entry}
     for name, entry in content.items():
@@ -102,7 +102,7 @@ def restore(engine: EmbeddingEngine, state: Mapping[str, Any]) -> None:
 
 
 def _keeps_rows(engine: EmbeddingEngine, step: int, content: str | None, tables: Mapping[str, Any]) -> bool:
-    """Whether the rows, and with them the step, are of another moment than a state without rows.
+    """Whether the engine's rows, and with them its step, are kept: a state without rows is of another step.
 
     Raises if the rows that belong to the state are not in the engine.
     """
@@ -112,21 +112,21 @@ def _keeps_rows(engine: EmbeddingEngine, step: int, content: str | None, tables:
     if engine.content.replaced and content != engine.content.id:
         return False
     other = content is not None and _is_whole(engine) and content != engine.content.id
-    if not expected and (other or content is None):  # of a model that has learned nothing yet
+    if not expected and (other or content is None):  # the state of a model that has learned nothing yet
         return engine.step > 0
     if other:
         raise ValueError(
             "This state_dict has no rows, and the engine has rows of another model or of another run: the "
             f"saved parameters would be used with vectors they were not trained with. {_advice(expected)}"
         )
-    if content is None and _is_whole(engine):  # of an earlier version, or of ranks
+    if content is None and _is_whole(engine):  # a state of an earlier version, or of ranks
         return False
     if engine.step in (0, step):
         return False
     _log.warning(
-        "load_state_dict restored the dense parameters of step %d, but not the rows, which stay those of "
+        "load_state_dict restored the dense parameters of step %d, but not the rows, which remain those of "
         "step %d, because state_dict() does not contain them. Tables: %s. To restore both, load a checkpoint "
-        "(kv.checkpoint.find(folder).load(model)), or take small tables along with "
+        "(kv.checkpoint.find(folder).load(model)), or include small tables with "
         "engine.state_dict(rows=True).",
         step,
         engine.step,
@@ -163,8 +163,8 @@ def _advice(tables: Mapping[str, int | None]) -> str:
     counts = [name if rows is None else f"{name} ({rows:,} rows)" for name, rows in tables.items()]
     return (
         f"Tables: {', '.join(counts)}. state_dict() has the dense parameters only. "
-        "Save the whole model with kv.Checkpoints or kv.checkpoint.save and load it with "
-        "kv.checkpoint.find(folder).load(model), or take small tables along with "
+        "Save the complete model with kv.Checkpoints or kv.checkpoint.save and load it with "
+        "kv.checkpoint.find(folder).load(model), or include small tables with "
         "engine.state_dict(rows=True). To load the dense parameters alone, remove the entries that end in "
         "'_extra_state' and pass strict=False."
     )
@@ -179,11 +179,11 @@ def _check(table: TableHandle, entry: Mapping[str, Any]) -> None:
             f"Table '{table.name}' is on servers that several trainers use: load its rows from a checkpoint, "
             "with kv.Checkpoints."
         )
-    wanted = (table.optimizer, len(table.initial_state))
+    expected = (table.optimizer, len(table.initial_state))
     got = (entry["optimizer"], entry["content"]["state"].shape[1])
-    if None not in (wanted[0], got[0]) and wanted != got:
+    if None not in (expected[0], got[0]) and expected != got:
         raise ValueError(
-            f"Table '{table.name}' has {wanted[1]} floats of {wanted[0]} state for each row, but the "
+            f"Table '{table.name}' has {expected[1]} floats of {expected[0]} state for each row, but the "
             f"state_dict has {got[1]} of {got[0]}: attach the same optimizer, or load before one is attached."
         )
 

@@ -1,8 +1,8 @@
 """Batches that were prepared before their forward, recognized by their tensors.
 
-They are not handed on with the batch, because the user's model is between the feed and the engine. It may
-give the engine a new mapping (`{**batch, "hour": hours}`), other ids, or ids that were written to since. What
-was prepared is right only for the same tensors, unchanged, so that is what decides.
+The prepared state is not passed on with the batch, because the user's model is between the feed and the
+engine. It may give the engine a new mapping (`{**batch, "hour": hours}`), other ids, or ids that were written
+to since. The prepared state is right only for the same tensors, unchanged, so batches are recognized by them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from karvan.ragged import REFERENCE, Ragged
 from karvan.store.program import Prepared
 from karvan.torch_internals import TENSOR_VERSION
 
-_MOST = 8  # whoever prepares more than that without using them prepares in vain
+_MOST = 8  # the oldest is dropped if more are prepared without being used
 
 
 class _Entry(NamedTuple):
@@ -27,7 +27,7 @@ class _Entry(NamedTuple):
 
 
 class PreparedBatches:
-    """What has been prepared; threads may put and take."""
+    """The prepared batches; several threads may put and take."""
 
     def __init__(self, features: Iterable[str]) -> None:
         self._features = list(features)
@@ -35,7 +35,7 @@ class PreparedBatches:
         self._lock = Lock()
 
     def hold(self, most: int) -> None:
-        """Hold so many batches at least."""
+        """Hold at least so many batches."""
         with self._lock:
             self._entries = deque(self._entries, max(most, self._entries.maxlen or 0))
 
@@ -45,20 +45,20 @@ class PreparedBatches:
             self._entries.clear()
 
     def put(self, batch: Mapping[str, Any], inputs: Inputs, prepared: Prepared) -> None:
-        """Hold a batch's groups."""
+        """Hold a batch's prepared state."""
         entry = _Entry(self._tensors(batch), inputs, prepared)
         with self._lock:
             self._entries.append(entry)
 
     def take(self, batch: Mapping[str, Any]) -> tuple[Inputs, Prepared] | None:
-        """The groups of a batch, which are good for one forward; None if it was not prepared."""
+        """The prepared state of a batch, which serves one forward; None if it was not prepared."""
         if not self._entries:
             return None
         tensors = self._tensors(batch)
         with self._lock:
-            for place, entry in enumerate(self._entries):
+            for index, entry in enumerate(self._entries):
                 if entry.tensors == tensors:
-                    del self._entries[place]
+                    del self._entries[index]
                     return entry.inputs, entry.prepared
         return None
 
@@ -71,7 +71,7 @@ class PreparedBatches:
 
 
 class _Same:
-    """A tensor, equal to itself alone while nobody writes to it; held, so that nothing takes its place."""
+    """A tensor, equal only to itself while nobody writes to it; held, so that no other gets its id."""
 
     __slots__ = ("_tensor", "_version")
 

@@ -1,6 +1,6 @@
-"""Steps that are computed again with the vectors of the first time.
+"""`StepReplay`: computes a step again with the vectors of its first computation.
 
-Nothing is looked up or counted twice; gradients of the second time are those of the same lookup.
+Nothing is looked up or counted twice; gradients of the second computation belong to the same lookup.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ class ReplayableForward(NamedTuple):
 
 
 class StepReplay:
-    """What an engine keeps of the training forwards of a step, if somebody wants it to."""
+    """The training forwards of an engine's step, recorded if the step may have to be computed again."""
 
     def __init__(self) -> None:
         self._recording = False
-        self._kept: list[ReplayableForward] = []
-        self._left: deque[ReplayableForward] = deque()
+        self._forwards: list[ReplayableForward] = []
+        self._remaining: deque[ReplayableForward] = deque()
 
     def record(self) -> None:
-        """A step begins that may be computed again."""
+        """A step starts that may be computed again."""
         self._recording = True
-        self._kept.clear()
-        self._left.clear()
+        self._forwards.clear()
+        self._remaining.clear()
 
     def replay(self) -> None:
-        """It is computed again: the same forwards, in the same order."""
-        self._left = deque(self._kept)
+        """The step is computed again: the same forwards, in the same order."""
+        self._remaining = deque(self._forwards)
 
     def end(self) -> None:
-        """It has been made."""
+        """The step is complete."""
         self.record()
         self._recording = False
 
-    def keep(self, inputs: Inputs, plan: LookupPlan, outs: tuple[Tensor, ...]) -> None:
-        """A training forward gives these outputs; a model may write to them, so copies are kept."""
+    def add(self, inputs: Inputs, plan: LookupPlan, outs: tuple[Tensor, ...]) -> None:
+        """A training forward returns these outputs; a model may write to them, so copies are recorded."""
         if self._recording:
-            self._kept.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
+            self._forwards.append(ReplayableForward(inputs, plan, tuple(out.clone() for out in outs)))
 
     def next(self) -> ReplayableForward | None:
-        """What the next training forward gives, if it is one of those that were kept."""
-        if not self._left:
+        """The result of the next training forward, if it is one of those that were recorded."""
+        if not self._remaining:
             return None
-        kept = self._left.popleft()
-        return kept._replace(outs=tuple(out.clone() for out in kept.outs))
+        forward = self._remaining.popleft()
+        return forward._replace(outs=tuple(out.clone() for out in forward.outs))

@@ -34,12 +34,12 @@ class HashStack:
 class Table:
     """A feature's table. Features whose tables have the same name share rows.
 
-    combiner: "sum", "mean" or "sqrtn" pool a row's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
+    combiner: "sum", "mean" or "sqrtn" pool a sample's ids to (B, dim); "sequence" gives `Padded` (B, L, dim)
     with a mask, "tile" the first `length` vectors side by side (B, length * dim), "ragged" every vector, as
     a `Ragged`.
-    length: how many ids "sequence" and "tile" keep, from the first; "sequence" without it takes the batch's
-    longest row.
-    dtype: of the vectors; arithmetic and optimizer state are float32, and halves are rounded
+    length: how many ids "sequence" and "tile" take, from the first; "sequence" without it takes the longest
+    sample of the batch.
+    dtype: of the vectors; arithmetic and optimizer state are float32, and bfloat16 and float16 are rounded
     stochastically.
     """
 
@@ -71,9 +71,9 @@ class Table:
         if self.dtype not in _DTYPES:
             raise ValueError(f"Table expects dtype float32, bfloat16 or float16, got {self.dtype}.")
         for what, kind in (("init", Initialiser), ("admit", Admission), ("evict", Eviction)):
-            given = getattr(self, what)
-            if not isinstance(given, kind):
-                raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {given!r}.")
+            value = getattr(self, what)
+            if not isinstance(value, kind):
+                raise TypeError(f"Table expects {what} to be an {kind.__name__}, got {value!r}.")
 
     def spec(self, name: str, seed: int, shards: int) -> TableSpec:
         """The table in the store's terms."""

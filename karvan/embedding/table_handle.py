@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 class TableHandle:
-    """One table of an engine's store; `engine.table("user")` gives it."""
+    """One table of an engine's store; `engine.table("user")` returns it."""
 
     def __init__(
         self, engine: EmbeddingEngine, spec: TableSpec, slot: int, clock: Callable[[], float]
     ) -> None:
-        # The engine holds its handles: without a cycle the rows go with the engine at once.
+        # The engine holds its handles: without a reference cycle the rows are freed with the engine at once.
         self._engine = weakref.ref(engine)
         self.spec = spec
         self.name = spec.name
-        self.slot = slot  # its place among the engine's tables
+        self.slot = slot  # its index among the engine's tables
         self.dim = spec.dim
         self._store = engine.store
         self._clock = clock
         self._optimizer: str | None = None
-        self.initial_state: tuple[float, ...] = ()  # of a new row; as long as the optimizer's state is
-        # What stands for the table in an optimizer's param_groups; no element of it is ever used.
+        self.initial_state: tuple[float, ...] = ()  # the optimizer state of a new row
+        # Represents the table in an optimizer's param_groups; it has no elements.
         self.anchor = torch.zeros(0, requires_grad=True)
 
     @property
@@ -41,7 +41,7 @@ class TableHandle:
         """The engine this table belongs to."""
         engine = self._engine()
         if engine is None:
-            raise ReferenceError(f"The engine of table '{self.name}' is gone.")
+            raise ReferenceError(f"The engine of table '{self.name}' does not exist any more.")
         return engine
 
     @property
@@ -62,7 +62,7 @@ class TableHandle:
     def stats(self) -> dict[str, int]:
         """Counters: rows, bytes, inserted, evicted, rejected, dropped_gradients, skipped_updates, moved.
 
-        The last one counts index entries that growth has moved; while it rises, the index is growing.
+        `moved` counts index entries that growth has moved; while it rises, the index is growing.
         """
         return self._store.stats(self.name)
 
@@ -72,23 +72,22 @@ class TableHandle:
 
     def vectors(self, keys: Tensor | Sequence[int]) -> Tensor:
         """The vectors of keys, float32 (n, dim); zeros where a key has no row. Nothing changes."""
-        wanted = self._as_keys(keys)
-        unique, inverse = np.unique(wanted, return_inverse=True)
+        unique, inverse = np.unique(self._as_keys(keys), return_inverse=True)
         counts = np.ones(len(unique), dtype=np.uint32)
         found = self._store.lookup({self.name: (unique, counts)}, training=False, step=0, now=0.0)
         return torch.from_numpy(found[self.name].vectors[inverse.reshape(-1)])
 
     def snapshot(self, part: int = 0, parts: int = 1) -> Rows:
-        """Whole rows; with `parts`, those in one of so many equal ranges of key hashes."""
+        """The rows; with `parts`, those in one of so many equal ranges of key hashes."""
         return self._store.snapshot(self.name, part, parts)
 
     def load(self, rows: Rows) -> None:
-        """Insert or overwrite whole rows."""
+        """Insert or overwrite rows."""
         self._store.load(self.name, rows)
         self.engine.content.replace()
 
     def evict(self) -> int:
-        """Apply the table's policy now; returns how many rows left."""
+        """Apply the table's policy now; returns how many rows were removed."""
         return self._store.evict(self.name, step=self.engine.step, now=self._clock())
 
     def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
@@ -96,7 +95,7 @@ class TableHandle:
         return self._store.erase(self.name, self._as_keys(keys))
 
     def evicted_since(self, version: int) -> Tensor:
-        """Keys whose rows left after `version`, for whoever keeps a copy; some may have come back since."""
+        """Keys whose rows were removed after `version`, to update a copy; some may have rows again."""
         return torch.from_numpy(self._store.evicted_since(self.name, version))
 
     def clear(self) -> None:
@@ -105,12 +104,12 @@ class TableHandle:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether an optimizer was attached, and gradients are of use."""
+        """Whether an optimizer is attached, which needs gradients."""
         return self._optimizer is not None
 
     @property
     def optimizer(self) -> str | None:
-        """What the rows' state means, as `set_optimizer` was told; None without one."""
+        """The kind of the rows' optimizer state, see `set_optimizer`; None without an optimizer."""
         return self._optimizer
 
     def _as_keys(self, keys: Tensor | Sequence[int]) -> NDArray[np.int64]:
@@ -123,7 +122,7 @@ class TableHandle:
         return tensor.cpu().numpy()
 
     def set_optimizer(self, kind: str, initial: Sequence[float]) -> None:
-        """Make room for an optimizer's state; rows keep the state of an optimizer of the same kind."""
+        """Allocate an optimizer's state; rows keep the state of an optimizer of the same kind."""
         self._store.set_state(self.name, initial, fresh=self._optimizer not in (None, kind))
         self._optimizer = kind
         self.initial_state = tuple(initial)

@@ -91,9 +91,9 @@ def test_bad_ids_name_the_feature_and_change_nothing(engine, history, says):
     assert all(torch.equal(after[what], tensor) for what, tensor in before.items())
 
 
-def test_unequal_rows_name_both_features_and_change_nothing(engine):
+def test_unequal_samples_name_both_features_and_change_nothing(engine):
     before = everything(engine)
-    with pytest.raises(ValueError, match="rows") as error:
+    with pytest.raises(ValueError, match="samples") as error:
         engine(good(user=NEW, item=NEW, history=kv.Ragged.from_lists([[1], [], [2]])))
     assert all(word in str(error.value) for word in ("user", "2", "history", "3"))
     assert all(torch.equal(everything(engine)[what], tensor) for what, tensor in before.items())

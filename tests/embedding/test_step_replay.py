@@ -29,7 +29,7 @@ def test_a_step_of_several_passes_that_is_computed_again_counts_once():
             _backward(plain(batch), 1.0)
         expected.step()
 
-        engine.again.record()
+        engine.replay.record()
         given = []
         for batch in _batches():
             outputs = engine(batch)
@@ -39,13 +39,13 @@ def test_a_step_of_several_passes_that_is_computed_again_counts_once():
                 outputs["user"].zero_()  # what a model does to its own copy
         for _ in range(2):
             sparse.zero_grad()
-            engine.again.replay()
+            engine.replay.replay()
             for batch, first in zip(_batches(), given, strict=True):
                 outputs = engine(batch)
                 assert all(torch.equal(outputs[name], first[name]) for name in first)
                 _backward(outputs, 1.0)
         sparse.step()
-        engine.again.end()
+        engine.replay.end()
     assert engine.step == plain.step == 6
     for table in ("user", "item"):
         for received, wanted in zip(
@@ -57,11 +57,11 @@ def test_a_step_of_several_passes_that_is_computed_again_counts_once():
 def test_evaluations_and_steps_after_the_end_are_looked_up():
     engine, _ = _engine()
     batch = _batches()[0]
-    engine.again.record()
+    engine.replay.record()
     engine(batch)
-    engine.again.replay()
+    engine.replay.replay()
     with torch.no_grad():
         engine(batch)
-    engine.again.end()
+    engine.replay.end()
     engine(batch)
     assert engine.step == 2

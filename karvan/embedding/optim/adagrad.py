@@ -13,8 +13,8 @@ class Adagrad(SparseOptimizer):
 
     accumulate: "first" adds g² to a before the update, as torch does; "last" scales by the old a, as PERSIA
     does, which needs an initial_accumulator_value of at least 1e-6. decay multiplies a before each addition.
-    row_wise keeps one a for a row, the sum of its mean g²: less memory, nearly as good. weight_decay * p is
-    added to g.
+    row_wise has a single a for each row, the sum of its mean g²: less memory, nearly as good. weight_decay *
+    p is added to g.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Adagrad(SparseOptimizer):
             raise ValueError(
                 "Adagrad with accumulate='last' divides the first gradient of a row by the square root of "
                 f"initial_accumulator_value, so it must be at least {_LEAST_FOR_LAST:g}, got {initial:g}: "
-                "give one, such as initial_accumulator_value=0.1, or use accumulate='first'."
+                "pass one, such as initial_accumulator_value=0.1, or use accumulate='first'."
             )
         if initial > 0:
             return

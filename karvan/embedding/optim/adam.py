@@ -12,7 +12,8 @@ class Adam(SparseOptimizer):
     """m and v are running means of g and g²; p -= alpha * m / (sqrt(v) + eps).
 
     alpha = lr * sqrt(1 - beta2^t) / (1 - beta1^t), where t counts the table's steps, as
-    torch.optim.SparseAdam does. Moments of rows without a gradient rest. weight_decay * p is added to g.
+    torch.optim.SparseAdam does. Moments of rows without a gradient do not change. weight_decay * p is added
+    to g.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Adam(SparseOptimizer):
 
 
 class AdamW(Adam):
-    """Adam, but p *= 1 - lr * weight_decay before the update, apart from g (Loshchilov, Hutter 2019)."""
+    """Adam with decoupled decay: p *= 1 - lr * weight_decay before the update (Loshchilov, Hutter 2019)."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class AdamW(Adam):
 
 
 class AdamWTF(AdamW):
-    """AdamW as TensorFlow's and RecIS's users know it: p *= 1 - weight_decay, whatever the learning rate."""
+    """AdamW as in TensorFlow and RecIS: p *= 1 - weight_decay, independent of the learning rate."""
 
     def _decay(self, group: Group) -> float:
         return float(group["weight_decay"])

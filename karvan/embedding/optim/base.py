@@ -23,9 +23,9 @@ class SparseOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose parameters are tables.
 
     `params` is an engine, a module with engines in it, or a list of param groups like torch's:
-    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, `attach`
-    comes later. Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer;
-    the rows' own state (accumulators, moments) lives in the rows.
+    `[{"params": engine.table("user"), "lr": 0.1}, {"params": engine.table("item")}]`. Without it, call
+    `attach` later. Learning-rate schedulers, `param_groups` and `state_dict` work as for any torch optimizer;
+    accumulators and moments are stored in the rows.
 
     clip_value limits each element of a key's summed gradient, then clip_norm its L2 norm; weight_bound
     limits each element of the vector after the update.
@@ -43,7 +43,7 @@ class SparseOptimizer(torch.optim.Optimizer):
             self.attach(params)
 
     def attach(self, params: Targets) -> None:
-        """Bind an optimizer that was made without tables."""
+        """Bind an optimizer that was created without tables."""
         if self._tables:
             raise ValueError(f"This {type(self).__name__} is attached to tables already.")
         groups = _groups(params)
@@ -74,7 +74,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return bool(self._tables)
 
     def gradients_finite(self) -> bool:
-        """Whether all gradients that wait for these tables are finite; they go on waiting."""
+        """Whether all gradients that wait for these tables are finite; they stay in the engines."""
         return all(
             gradients.finite()[handle.slot]
             for engine, handles in self._tables.items()
@@ -83,15 +83,15 @@ class SparseOptimizer(torch.optim.Optimizer):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients that the engines hold; they are used up."""
+        """Apply the gradients that the engines hold, and release them."""
         if not self._tables:
             raise RuntimeError(
                 f"This {type(self).__name__} is attached to no tables: call attach(engine) first."
             )
-        return _watched_step(self, closure) if is_step_observed(self) else self._step(closure)
+        return _observed_step(self, closure) if is_step_observed(self) else self._step(closure)
 
-    # Tells torch not to wrap `step` in its hooks and profiler marks, which take longer than a small update.
-    # They are there when somebody uses them.
+    # Makes torch not wrap `step` in its hooks and profiler marks, which take longer than a small update.
+    # `_observed_step` has them, for when somebody uses them.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -124,7 +124,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients of these tables that have not been applied."""
+        """Drop gradients of these tables that have not been applied."""
         for engine, handles in self._tables.items():
             engine.take_gradients(handles)
 
@@ -137,10 +137,10 @@ class SparseOptimizer(torch.optim.Optimizer):
         return rule
 
     def check_group(self, group: Group) -> None:
-        """Raise a ValueError if settings that are right one by one cannot work together."""
+        """Raise a ValueError if settings that are valid one by one cannot work together."""
 
     def state_kind(self, group: Group) -> str:
-        """The name of what a row's state means; rows keep theirs if the next optimizer has the same name."""
+        """The name of the kind of a row's state; rows keep theirs if the next optimizer has the same kind."""
         return type(self).__name__
 
     @abstractmethod
@@ -155,7 +155,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         """The optimizer state of a new row, as many floats as the rule needs."""
 
 
-_watched_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)
+_observed_step = torch.optim.Optimizer.profile_hook_step(SparseOptimizer._step)
 
 
 def limits(

@@ -9,7 +9,7 @@ from karvan.store import Rule
 class SGD(SparseOptimizer):
     """p -= lr * b with b = momentum * b + g, where g includes weight_decay * p.
 
-    A row's momentum rests while the row has no gradient.
+    A row's momentum does not change while the row has no gradient.
     """
 
     def __init__(
