@@ -1,1 +1,1 @@
-"""Dense parameters that are on servers: the trainers' side of them, and what both sides know."""
+"""Dense parameters on servers: the trainers' side, and what trainers and servers share."""

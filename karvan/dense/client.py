@@ -9,13 +9,13 @@
             if dense.step() != "rejected":
                 break
 
-The optimizer is the user's; it steps on the servers, and here only its learning rate is looked at, which
-schedulers change. Servers are given the model before trainers join (`DenseServerProxy.load_state`), with the
-parameters that need no gradient; buffers, such as the means of a batch norm, stay each trainer's own.
+The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change, is
+read here. Servers receive the model before trainers join (`DenseServerProxy.load_state`), including the
+parameters that need no gradient; buffers, such as the means of a batch norm, stay local to each trainer.
 
-All servers are given a push with the same sequence number. If one rejects it, or cannot be reached, the
-number stays: the next `step` is for the same batch, and servers that have taken it change nothing. A trainer
-that is started again under its name goes on with the numbers the servers expect.
+All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the number
+is used again: the next `step` is for the same batch, and servers that have accepted it change nothing. A
+trainer that is restarted under its name continues with the numbers the servers expect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from karvan.dense.tensor_checks import Array, all_finite, dense_tensor
 
 
 class DenseServer(Protocol):
-    """A server as a trainer sees it; `DenseParameters` is one, a connection to one is another."""
+    """A server as a trainer sees it: `DenseParameters` itself, or a proxy for one in another process."""
 
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
         """The version, and its parameters unless the caller has it."""
@@ -55,9 +55,9 @@ class DenseServer(Protocol):
 
 
 class AsyncDense:
-    """A model whose dense parameters are on servers; servers are always given in the same order.
+    """A model whose dense parameters are on servers, which must be listed in the same order every time.
 
-    call is a `map` by which servers are called, such as a thread pool's, to ask them all at once.
+    call: a `map` that calls the servers, such as a thread pool's, to call all at once.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class AsyncDense:
         self.staleness = Staleness()
 
     def join(self) -> None:
-        """Take over what the servers have, and go on with the numbers that they expect."""
+        """Take the servers' parameters, and continue with the sequence numbers that they expect."""
         self._versions = [None] * len(self._servers)
         self._sequence = max(self._call(lambda server: server.next_sequence(self._trainer), self._servers))
         self.before_step()
 
     def before_step(self) -> bool:
-        """Take over parameters that are newer; whether there were any."""
+        """Take parameters that are newer than the local ones; returns whether there were any."""
         answers = list(
             self._call(lambda server, version: server.pull(version), self._servers, self._versions)
         )
@@ -102,10 +102,10 @@ class AsyncDense:
         return newer
 
     def step(self) -> Outcome:
-        """Push the gradients there are, and drop them.
+        """Push the gradients, and drop them.
 
         "rejected": compute the gradients of the same batch again, after `before_step`. "not finite": nothing
-        was applied, go on with the next batch.
+        was applied, continue with the next batch.
         """
         gradients = {
             name: dense_tensor(name, each.grad, copy=False)
@@ -140,8 +140,8 @@ class AsyncDense:
         self.staleness.largest = max(self.staleness.largest, behind)
         if "forgotten" in reasons:
             raise RuntimeError(
-                f"Push {sequence} of '{self._trainer}' is older than what a server remembers, so nobody can "
-                "tell whether it was applied. Expected one process for each trainer's name."
+                f"Push {sequence} of '{self._trainer}' is older than what a server remembers, so it is "
+                "unknown whether it was applied. Expected one process for each trainer's name."
             )
         if reasons & {"stale", "ahead"}:
             self.staleness.rejected += 1
@@ -159,7 +159,7 @@ class AsyncDense:
         if owned != set(parameters):
             raise ValueError(
                 f"Server {number} of {len(self._servers)} must have {sorted(owned)}, "
-                f"but it gave {sorted(parameters)}."
+                f"but it returned {sorted(parameters)}."
             )
         with torch.no_grad():
             for name, value in parameters.items():
@@ -168,11 +168,11 @@ class AsyncDense:
 
 def _trained(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer has, by name."""
-    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    trained = {name: each for name, each in parameters.items() if id(each) in given}
-    if len(trained) != len(given):
+    ids = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    trained = {name: each for name, each in parameters.items() if id(each) in ids}
+    if len(trained) != len(ids):
         raise ValueError(
-            f"The optimizer has {len(given)} parameters, of which {len(given) - len(trained)} are not the "
+            f"The optimizer has {len(ids)} parameters, of which {len(ids) - len(trained)} are not the "
             "model's: expected an optimizer of the model's parameters."
         )
     return trained

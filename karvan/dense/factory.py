@@ -19,11 +19,14 @@ def make_stepping(
     connection: Connection,
     prefetch: int,
 ) -> LocalDense:
-    """Where this connection's mode has the dense parameters; servers are given them, a collective."""
+    """The steps of dense parameters, local or on servers by the connection's mode; a collective.
+
+    If they are on servers, this sends the parameters there.
+    """
     if optimizer is None or not connection.settings.mode.dense_on_servers:
         return LocalDense(optimizer)
-    from karvan.dense.remote import RemoteDense  # with Flight, which others need not wait for
+    from karvan.dense.remote import RemoteDense  # imports Arrow Flight, which takes a while
 
-    away = RemoteDense(model, optimizer, engines, connection, prefetch)
-    away.begin()
-    return away
+    remote = RemoteDense(model, optimizer, engines, connection, prefetch)
+    remote.begin()
+    return remote

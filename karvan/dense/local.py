@@ -10,7 +10,7 @@ from karvan.dense.step_policies import Outcome, Staleness
 
 
 class LocalDense:
-    """Parameters that step in this process; `DenseAway` derives from it."""
+    """Parameters that step in this process; `RemoteDense` derives from it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
@@ -21,23 +21,23 @@ class LocalDense:
         return Staleness()
 
     def begin(self) -> None:
-        """The model is as training is to begin with; a collective."""
+        """Training starts with the model as it is now; a collective."""
 
     def fresh(self) -> None:
-        """Have the newest parameters that there are, before a step."""
+        """Get the newest parameters, before a step."""
 
     def attempts(self) -> Generator[int, None, None]:
-        """Attempts at a step; who makes one that is not rejected asks for no more."""
+        """Attempts at a step; the caller stops after one that is not rejected."""
         yield 0
 
     def step(self) -> Outcome:
-        """Make a step with the gradients there are."""
+        """Make a step with the current gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         return "accepted"
 
     def settle(self) -> None:
-        """Have the parameters that all trainers have made together; a collective."""
+        """Wait for all trainers' steps and get the resulting parameters; a collective."""
 
     def take(self) -> None:
-        """The same, and on rank 0 the optimizer's state."""
+        """As `settle`, and on rank 0 get the optimizer's state, too."""

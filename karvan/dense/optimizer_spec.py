@@ -1,7 +1,7 @@
 """torch's optimizers as plain values, which a trainer can send to a server without pickle.
 
 A description is `{"name": "Adam", "options": {"lr": 0.001, "betas": [0.9, 0.999]}}`: a class of torch.optim
-and options of its constructor, as JSON has them. Options that are not named have torch's defaults.
+and options of its constructor, as JSON values. Options that are not named have torch's defaults.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 Description: TypeAlias = dict[str, Any]
 
-# One asks for the loss again and again, the other for gradients of a kind that is not sent.
-_UNFIT = {"Optimizer", "LBFGS", "SparseAdam"}
-# How torch runs a step on a GPU or within a graph; of no concern to a server.
-_LEFT_OUT = {"self", "params", "capturable", "differentiable"}
+# LBFGS computes the loss several times in a step; SparseAdam needs sparse gradients, which are not sent.
+_UNSUPPORTED = {"Optimizer", "LBFGS", "SparseAdam"}
+# How torch runs a step on a GPU or within a graph; a server does not need these options.
+_SKIPPED = {"self", "params", "capturable", "differentiable"}
 
 
 def describe(optimizer: Optimizer) -> Description:
@@ -47,7 +47,7 @@ def describe(optimizer: Optimizer) -> Description:
 
 
 def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor]) -> Optimizer:
-    """The optimizer that a description tells of; parameters may be none at all."""
+    """The optimizer of a description; the list of parameters may be empty."""
     name, options = _parts(description)
     kind = _known().get(name)
     if kind is None:
@@ -57,11 +57,11 @@ def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor])
             f"{name} has no option {', '.join(map(repr, unknown))}; expected some of "
             f"{', '.join(_options_of(kind))}."
         )
-    # Torch wants at least one parameter; this one never gets a gradient.
-    given = list(parameters) or [torch.zeros(1, 1)]
+    # Torch requires at least one parameter; this one never gets a gradient.
+    tensors = list(parameters) or [torch.zeros(1, 1)]
     values = {option: _torch_value(value) for option, value in options.items()}
     try:
-        made: Optimizer = kind(given, **values)
+        made: Optimizer = kind(tensors, **values)
         _try_step(kind, values)
     except (TypeError, ValueError, RuntimeError, IndexError, OverflowError) as error:
         raise ValueError(f"{name} does not take the options {options}: {error}") from error
@@ -69,7 +69,7 @@ def make_optimizer(description: Mapping[str, Any], parameters: Sequence[Tensor])
 
 
 def _try_step(kind: Any, options: Mapping[str, Any]) -> None:
-    """Make a step of nothing: torch accepts some options, as three betas, that no step can be made with."""
+    """Make a step with zeros: torch accepts some options, such as three betas, with which steps fail."""
     parameter = torch.zeros(1, 1)
     parameter.grad = torch.zeros(1, 1)
     kind([parameter], **options).step()
@@ -89,16 +89,16 @@ def _shortened(text: str) -> str:
 
 
 def _known() -> dict[str, Any]:
-    """The classes a description may name; their constructors have nothing in common but parameters."""
+    """The classes a description may name; their constructors have only `params` in common."""
     return {
         name: kind
         for name, kind in sorted(vars(torch.optim).items())
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in _UNFIT
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in _UNSUPPORTED
     }
 
 
 def _options_of(kind: type) -> list[str]:
-    return [name for name in inspect.signature(kind).parameters if name not in _LEFT_OUT]
+    return [name for name in inspect.signature(kind).parameters if name not in _SKIPPED]
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -1,10 +1,10 @@
 """Dense parameters that are updated on parameter servers (mode async).
 
-A step is up to several attempts: pull what is newer, compute, push. One whose push is rejected is
-computed again, on the vectors that its rows had at the first attempt; rows are looked up, counted and updated
-once. Servers begin with what rank 0 has, its optimizer's state included, whenever a fit begins. Before
-an evaluation and a checkpoint, and at the end, all trainers wait for each other: pushes that wait for others
-become a step, and every trainer has what the servers have.
+A step may take several attempts: pull newer parameters, compute, push. One whose push is rejected is computed
+again, with the vectors that its rows had at the first attempt; rows are looked up, counted and updated once.
+Whenever a fit starts, the servers receive the parameters and optimizer state of rank 0. Before an evaluation
+and a checkpoint, and at the end, all trainers wait for each other: pushes that wait for others become a step,
+and every trainer gets the servers' parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from karvan.dense.step_policies import Outcome, Staleness
 from karvan.distributed import Connection, RankError
 from karvan.embedding import EmbeddingEngine
 
-_MOST_REJECTIONS = 100  # of a step, beyond what trainers that are ahead can cause
+_MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers can cause
 
 
 class RemoteDense(LocalDense):
@@ -41,7 +41,7 @@ class RemoteDense(LocalDense):
     ) -> None:
         super().__init__(optimizer)
         assert connection.servers is not None
-        describe(optimizer)  # a server must be able to run it
+        describe(optimizer)  # raises if a server cannot run it
         servers, number = connection.servers, connection.servers.new_model()
         self._connection = connection
         self._parameters = dict(model.named_parameters())
@@ -89,8 +89,8 @@ class RemoteDense(LocalDense):
         outcome = self._dense.step()
         if outcome == "rejected" and not self._rejects:
             raise RuntimeError(
-                "A parameter server is behind the gradients that it was given: it has lost steps. "
-                "Expected a job that goes back to its checkpoint when a server is lost."
+                "A parameter server is behind the gradients that it received: it has lost steps. "
+                "Expected a job that returns to its checkpoint when a server is lost."
             )
         return outcome
 
@@ -106,7 +106,7 @@ class RemoteDense(LocalDense):
         self._first_does(self._take_slots)
 
     def _fill(self) -> None:
-        """Give the servers what this rank has."""
+        """Send this rank's parameters and optimizer state to the servers."""
         assert self.optimizer is not None
         own = self.optimizer.state
         state = {
@@ -123,7 +123,7 @@ class RemoteDense(LocalDense):
         list(self._call(DenseServerProxy.load_state, self._servers, shares))
 
     def _take_slots(self) -> None:
-        """Give this rank's optimizer the state of the servers'."""
+        """Copy the state of the servers' optimizers into this rank's optimizer."""
         assert self.optimizer is not None
         slots = merge_states(list(self._call(DenseServerProxy.state, self._servers)))["slots"]
         for name, parameter in self._parameters.items():
@@ -131,7 +131,7 @@ class RemoteDense(LocalDense):
                 self.optimizer.state[parameter] = slots[name]
 
     def _first_does(self, work: Callable[[], object]) -> None:
-        """Rank 0 works while the others wait; an error is one on all."""
+        """Rank 0 works while the others wait; an error is raised on all."""
         channel, error = self._connection.main, None
         if channel.rank == 0:
             try:
@@ -140,8 +140,8 @@ class RemoteDense(LocalDense):
                 if channel.world_size == 1:
                     raise
                 error = reason
-        told = channel.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]
+        problem = channel.gather_json(None if error is None else f"{type(error).__name__}: {error}")[0]
         if error is not None:
             raise error
-        if told is not None:
-            raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {told}")
+        if problem is not None:
+            raise RankError(f"Rank 0 could not reach the dense parameters on the servers: {problem}")

@@ -1,4 +1,4 @@
-"""The dense parameters of a server, called over a channel of their own."""
+"""`DenseServerProxy`: the dense parameters of a server, called over their own channel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from karvan.wire import Message
 
 
 class DenseServerProxy:
-    """One server, and the model of which it has a share; a `DenseServer`."""
+    """One server, which holds a share of a model; a `DenseServer`."""
 
     def __init__(self, servers: Servers, server: int, model: int) -> None:
         self._servers = servers
@@ -22,8 +22,8 @@ class DenseServerProxy:
 
     def pull(self, version: int | None = None) -> tuple[int, Mapping[str, Array] | None]:
         """See `DenseParameters.pull`."""
-        told = self._call("pull_dense", Message({"version": version}))
-        return int(told.head["version"]), tensors_of(told) if told.arrays else None
+        answer = self._call("pull_dense", Message({"version": version}))
+        return int(answer.head["version"]), tensors_of(answer) if answer.arrays else None
 
     def push_gradients(
         self,
@@ -36,8 +36,8 @@ class DenseServerProxy:
     ) -> Answer:
         """See `DenseParameters.push_gradients`."""
         head = {"version": version, "trainer": trainer, "sequence": sequence, "lr": lr}
-        told = self._call("push_dense", tensors_message(gradients, **head))
-        return Answer(*told.head["answer"])
+        answer = self._call("push_dense", tensors_message(gradients, **head))
+        return Answer(*answer.head["answer"])
 
     def next_sequence(self, trainer: str) -> int:
         """See `DenseParameters.next_sequence`."""

@@ -1,8 +1,8 @@
 """Divides dense parameters over servers, and their state over any other number of servers.
 
-States go together if they were taken between the same pushes, which is for the caller to see to; so join them
-when they are saved, not when they are needed. Versions may differ, as those of servers without
-a common order of pushes do: all continue from the largest.
+States can be merged if they were taken between the same pushes, which the caller must ensure; so merge them
+when they are saved, not when they are needed. Versions may differ, because servers may receive pushes in
+different orders: all continue from the largest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from karvan import _native
 
 
 def owner_of_parameter(name: str, servers: int) -> int:
-    """The server whose range of hashes has that of the name: FarmHash64 of its UTF-8, pinned."""
+    """The server whose range of hashes contains the name's: FarmHash64 of its UTF-8; must not change."""
     if servers < 1:
         raise ValueError(f"servers must be at least 1, got {servers}.")
     upper = (_native.farm64(name.encode()) & 0xFFFF_FFFF_FFFF_FFFF) >> 32
@@ -22,7 +22,7 @@ def owner_of_parameter(name: str, servers: int) -> int:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one server that has what all of these have."""
+    """The state of a single server that holds what all of these hold."""
     if not states:
         raise ValueError("Expected the states of at least one server, got none.")
     for state in states[1:]:
@@ -74,7 +74,7 @@ def _merged_waiting(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[s
         raise ValueError(
             "The states are not of one moment: on different servers different pushes wait for a step, "
             + " and ".join(str(each) for each in pushes)
-            + ". Expected states that were taken while no push is under way, or after a flush."
+            + ". Expected states that were taken while no push is in flight, or after a flush."
         )
     return [
         {
@@ -87,7 +87,7 @@ def _merged_waiting(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[s
 
 
 def _merged_answers(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[list[Any]]]:
-    """What any server remembers; of different answers to a push the least, so a refusal if there was one."""
+    """All answers that servers remember; of different answers to a push the smallest: a refusal, if any."""
     merged: dict[str, dict[int, list[Any]]] = {}
     for part in parts:
         for trainer, answers in part.items():

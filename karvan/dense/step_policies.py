@@ -10,12 +10,12 @@ Outcome: TypeAlias = Literal["accepted", "rejected", "not finite"]  # of a train
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a push of gradients.
+    """The outcome of a push of gradients.
 
-    accepted: whether it counts, now or later; applied: whether a step was made by this push.
-    version and staleness are the server's version after it, and how far the gradients were behind before.
+    accepted: whether it counts, now or later; applied: whether this push made a step.
+    version: the server's version after it; staleness: how many versions the gradients were behind before it.
     reason, if not accepted: "stale", "ahead" (of a server that lost steps), "not finite", or "forgotten",
-    a sequence number too old to tell whether it was applied.
+    a sequence number so old that it is unknown whether it was applied.
     """
 
     accepted: bool

@@ -18,9 +18,9 @@ Array: TypeAlias = Tensor | NDArray[Any]
 
 
 def dense_tensor(name: str, array: Array, copy: bool) -> Tensor:
-    """As float32 on the CPU, without holes."""
+    """A contiguous float32 tensor on the CPU."""
     if isinstance(array, np.ndarray):
-        # Torch warns of memory that cannot be written, as that of messages, and knows no negative strides.
+        # Torch warns of read-only memory, such as that of messages, and does not support negative strides.
         array = torch.from_numpy(array if array.flags.carray else array.copy())
     if not isinstance(array, Tensor) or not array.is_floating_point():
         kind = array.dtype if isinstance(array, Tensor) else type(array).__name__
@@ -32,16 +32,18 @@ def dense_tensor(name: str, array: Array, copy: bool) -> Tensor:
 
 
 def expect_number(what: str, value: int) -> None:
-    """Versions and sequence numbers."""
+    """Raise unless it is a valid version or sequence number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{what} must be a number from 0 on, got {value!r}.")
 
 
 def expect_gradients(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-    """Gradients are for parameters that there are, in their shapes."""
+    """Raise unless gradients are for existing parameters and have their shapes."""
     for name, gradient in gradients.items():
         if name not in parameters:
-            raise ValueError(f"A gradient for '{name}', but the parameters here are {_names(parameters)}.")
+            raise ValueError(
+                f"Expected gradients for some of the parameters {_names(parameters)}, got one for '{name}'."
+            )
         if gradient.shape != parameters[name].shape:
             raise ValueError(
                 f"The gradient for '{name}' must have shape {list(parameters[name].shape)}, "

@@ -1,7 +1,7 @@
 """Dense parameters on the wire: tensors as one array of float32, with their names and shapes in the head.
 
-States, which have other dtypes and numbers besides, are one array of bytes: the tree as JSON, and behind it
-its tensors (`gathering.pack`).
+States, which also have other dtypes and numbers, are one array of bytes: the tree as JSON, followed by its
+tensors (`checkpoint/format/state_bytes.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from karvan.dense.tensor_checks import Array, dense_tensor
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.message import Array as WireArray
 
-# What a tree that was made up may lead to when it is read.
+# The exceptions that reading an invalid tree may raise.
 WRONG = (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError)
 
 
@@ -27,12 +27,12 @@ def tensors_message(values: Mapping[str, Array], **head: Any) -> Message:
     """Tensors by name, in the form of a message."""
     plain = {name: dense_tensor(name, each, copy=False) for name, each in values.items()}
     flat = torch.cat([each.reshape(-1) for each in plain.values()]) if plain else torch.empty(0)
-    told = [[name, list(each.shape)] for name, each in plain.items()]
-    return Message({**head, "tensors": told}, [flat.numpy()])
+    shapes = [[name, list(each.shape)] for name, each in plain.items()]
+    return Message({**head, "tensors": shapes}, [flat.numpy()])
 
 
 def tensors_of(message: Message | Request) -> dict[str, WireArray]:
-    """The tensors of a message that its declaration has passed (`karvan/protocol/dense.py`)."""
+    """The tensors of a message that was checked against its declaration (`karvan/protocol/dense.py`)."""
     flat = message.arrays[0]
     made: dict[str, WireArray] = {}
     at = 0
@@ -53,7 +53,7 @@ def state_of(message: Message | Request) -> dict[str, Any]:
     try:
         state = unpack(message.arrays[0].tobytes())
     except (*WRONG, RecursionError) as error:
-        raise RefusedError(f"expected a state, got bytes that are none: {error}") from error
+        raise RefusedError(f"expected a state, got bytes that cannot be read: {error}") from error
     if not isinstance(state, dict) or not _has_tensors(state.get("parameters")):
         raise RefusedError("expected a state of dense parameters, got something else.")
     return state

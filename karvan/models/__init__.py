@@ -1,4 +1,4 @@
-"""Models, one page each: plain modules with an embedding engine inside. Public as `kv.models`."""
+"""Models, one page each: plain modules that contain an embedding engine. Public as `kv.models`."""
 
 from karvan.models.dcn import DCN
 from karvan.models.deepfm import DeepFM

@@ -17,7 +17,7 @@ from karvan.ragged import Padded
 
 
 class Attention(nn.Module):
-    """How much each entry of a history matters for a target: a small net over both and how they match.
+    """How much each entry of a history matters for a target: a small net over both and their match.
 
     As in the paper the weights are not normalised, so that a strong interest counts for more than a weak one.
     """
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class DIN(nn.Module):
-    """Sees of each history what matters for the target, and puts a net over that and all else.
+    """Sums each history, weighted by what matters for its target, with a net over these and all other inputs.
 
     sequences: histories by name, each with the id among `ids` that it is a history of: {"history": "item"}. A
     history shares the rows of its target. length: how many entries of a history count, from the first; None

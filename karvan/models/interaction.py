@@ -1,7 +1,7 @@
-"""Dot products of all pairs of a sample's vectors, as DLRM has them.
+"""Dot products of all pairs of a sample's vectors, as in DLRM.
 
 For float32 on the CPU this is native code: on some machines torch's batched products of small matrices take
-thirty times as long, and vectors need not be copied side by side first. Elsewhere torch does it.
+thirty times as long, and vectors need not be copied side by side first. Other cases use torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = Non
     """The dot products of all pairs of a sample's vectors, (B, n (n - 1) / 2), after a copy of `first`.
 
     vectors: (B, n, dim), or n tensors (B, dim), which may be slices of wider ones. Pairs come in the order
-    of `torch.tril_indices(n, n, -1)`: (1, 0), (2, 0), (2, 1), (3, 0), …. first: (B, e), what the result
-    begins with, so that nobody has to concatenate. Half precision, as under autocast, is computed in float32.
+    of `torch.tril_indices(n, n, -1)`: (1, 0), (2, 0), (2, 1), (3, 0), …. first: (B, e), the first columns of
+    the result, which saves a concatenation. Half precision, as under autocast, is computed in float32.
     """
     listed = list(vectors.unbind(1)) if isinstance(vectors, Tensor) else list(vectors)
     _check(listed, first)
@@ -51,7 +51,7 @@ class _Pairs(torch.autograd.Function):
         if extra:
             out[:, :extra] = first
         if len(vectors) > 1 and samples:
-            _native.interact(*_places(vectors), samples, dim, out.data_ptr() + 4 * extra, out.stride(0))
+            _native.interact(*_addresses(vectors), samples, dim, out.data_ptr() + 4 * extra, out.stride(0))
         return out
 
     @staticmethod
@@ -70,7 +70,7 @@ class _Pairs(torch.autograd.Function):
         if made.numel():
             address = gradient.data_ptr() + 4 * ctx.extra
             _native.interact_backward(
-                *_places(vectors), samples, dim, address, gradient.stride(0), made.data_ptr()
+                *_addresses(vectors), samples, dim, address, gradient.stride(0), made.data_ptr()
             )
         return gradient[:, : ctx.extra], *made.unbind(1)
 
@@ -79,7 +79,7 @@ class _Pairs(torch.autograd.Function):
 _pairs = cast(Callable[..., Tensor], _Pairs.apply)
 
 
-def _places(vectors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+def _addresses(vectors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
     return [t.data_ptr() for t in vectors], [t.stride(0) for t in vectors]
 
 

@@ -15,7 +15,7 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 
 
 class MMoE(nn.Module):
-    """Several tasks share embeddings and expert nets; a gate of its own mixes the experts for each task.
+    """Several tasks share embeddings and expert nets; each task has a gate that mixes the experts.
 
     tasks: the names of the outputs. expert, tower: sizes of the hidden layers of an expert, and of the
     net that each task has after its mixture. table: see `kv.models.parts.tables_of`.

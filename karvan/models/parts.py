@@ -27,22 +27,22 @@ def names_in(ids: Sequence[str]) -> list[str]:
 def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None = None) -> dict[str, Table]:
     """A table of `dim` columns for each id.
 
-    table: one that all are made like; or the tables of some by name; None for means of rows that start
-    within ±`spread`, by default 1 / sqrt(dim), so that products of vectors have something to learn from.
+    table: a template for all; or the tables of some ids by name; None for means of rows that start within
+    ±`spread`, by default 1 / sqrt(dim), so that products of vectors are large enough to learn from.
     """
     if isinstance(ids, str) or len(set(ids)) != len(ids):
         raise ValueError(f"Expected a list of different ids, got {ids!r}.")
     spread = dim**-0.5 if spread is None else spread
-    usual = Table(dim, combiner="mean", init=init.Uniform(-spread, spread))
+    default = Table(dim, combiner="mean", init=init.Uniform(-spread, spread))
     if table is None or isinstance(table, Table):
-        given = dict.fromkeys(ids, table or usual)
+        tables = dict.fromkeys(ids, table or default)
     else:
         if unknown := set(table) - set(ids):
             raise ValueError(
                 f"There is a table for {', '.join(sorted(unknown))}, but ids are {', '.join(ids)}."
             )
-        given = {name: table.get(name, usual) for name in ids}
-    for name, each in given.items():
+        tables = {name: table.get(name, default) for name in ids}
+    for name, each in tables.items():
         if each.dim != dim:
             raise ValueError(f"The table of '{name}' has dim {each.dim}, but the model has dim {dim}.")
         if each.combiner not in ("sum", "mean", "sqrtn"):
@@ -50,7 +50,7 @@ def tables_of(ids: Sequence[str], dim: int, table: Tables, spread: float | None 
                 f"The table of '{name}' must pool its ids by sum, mean or sqrtn, but has combiner "
                 f"'{each.combiner}'."
             )
-    return given
+    return tables
 
 
 def widened(tables: Mapping[str, Table], columns: int) -> dict[str, Table]:
@@ -87,8 +87,8 @@ class Numbers(nn.Module):
             if isinstance(column, OptionalRagged):
                 missing = column.rows - column.values.shape[0]
                 raise ValueError(
-                    f"Number '{name}' has no value for {missing} of {column.rows} samples. Say what stands "
-                    f"for a missing one: kv.data.Fixed('{name}', default=0) while reading, or "
+                    f"Number '{name}' has no value for {missing} of {column.rows} samples. Choose a value "
+                    f"for missing ones: kv.data.Fixed('{name}', default=0) while reading, or "
                     f"kv.Feature('{name}').fill_missing(0)."
                 )
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__

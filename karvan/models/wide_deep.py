@@ -18,10 +18,10 @@ from karvan.models.parts import Names, Numbers, Tables, beside, mlp, names_in, t
 class WideDeep(nn.Module):
     """A linear model over ids and crosses, which remembers, and a net over vectors, which generalises.
 
-    wide: ids whose weights are added up, crosses as a rule (`kv.Feature("a_x_b").cross("a", "b")`); an id may
-    be in both parts. Weights start at 0 in tables of one column named "wide.NAME", in an engine of their own,
-    `model.wide`, so that they can have an optimizer of their own, such as `kv.optim.FTRL(model.wide)`.
-    table: of the deep part, see `kv.models.parts.tables_of`; wide_table: what wide tables are made like.
+    wide: ids whose weights are added up, usually crosses (`kv.Feature("a_x_b").cross("a", "b")`); an id may
+    be in both parts. Weights start at 0 in tables of one column named "wide.NAME", in a separate engine,
+    `model.wide`, so that they can have a separate optimizer, such as `kv.optim.FTRL(model.wide)`.
+    table: of the deep part, see `kv.models.parts.tables_of`; wide_table: the template of wide tables.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class WideDeep(nn.Module):
         self.ids, self.wide_ids = names_in(ids), list(wide)
         self.numbers = Numbers(numbers)
         self.embeddings = EmbeddingEngine(tables_of(self.ids, dim, table), seed=seed)
-        made_like = wide_table or Table(1, init=init.Constant(0.0))
+        template = wide_table or Table(1, init=init.Constant(0.0))
         self.wide = EmbeddingEngine(
             {
                 name: replace(each, name=f"wide.{each.name or name}")
-                for name, each in tables_of(self.wide_ids, 1, made_like).items()
+                for name, each in tables_of(self.wide_ids, 1, template).items()
             },
             seed=seed,
         )

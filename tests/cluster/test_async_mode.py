@@ -335,7 +335,12 @@ MALFORMED = {
         "expected trainer to be text",
     ),
     "no state": ("load_dense_state", {}, [], "expected 1 arrays"),
-    "bytes that are none": ("load_dense_state", {}, [np.arange(40, dtype=np.uint8)], "bytes that are none"),
+    "bytes of no state": (
+        "load_dense_state",
+        {},
+        [np.arange(40, dtype=np.uint8)],
+        "bytes that cannot be read",
+    ),
 }
 
 

@@ -310,7 +310,10 @@ def test_threads_that_push_and_pull_at_once_lose_nothing(policy):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"gradients": {"v": torch.zeros(2)}}, r"A gradient for 'v', but the parameters here are 'w'"),
+        (
+            {"gradients": {"v": torch.zeros(2)}},
+            r"Expected gradients for some of the parameters 'w', got one for 'v'",
+        ),
         ({"gradients": {"w": torch.zeros(1, 2)}}, r"'w' must have shape \[2\], got \[1, 2\]"),
         ({"gradients": {"w": torch.zeros(2, dtype=torch.bool)}}, r"'w' must be an array of floats"),
         ({"version": -1}, r"version must be a number from 0 on, got -1"),
