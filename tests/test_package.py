@@ -120,10 +120,6 @@ TYPING_CIRCLES = [
     ("karvan.train.reporting.reporter", "karvan.train.trainer"),
     ("karvan.train.state.train_state", "karvan.train.trainer"),
     ("karvan.train.stopping.stopping", "karvan.train.trainer"),
-    # A handle names its engine, which gives out handles; a state is taken of both.
-    ("karvan.embedding.table_handle", "karvan.embedding.engine"),
-    ("karvan.embedding.portable", "karvan.embedding.engine"),
-    ("karvan.embedding.portable", "karvan.embedding.table_handle"),
 ]
 
 

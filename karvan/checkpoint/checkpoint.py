@@ -190,13 +190,13 @@ class Checkpoint:
         def read() -> None:
             state.update(self.state())
             for name, handle in handles.items():
-                if not isinstance(handle.engine.store, SharedStore):
+                if not isinstance(handle.store, SharedStore):
                     extras[name] = self._extra(name, handle)
 
         def fill() -> None:
             away: dict[SharedStore, dict[str, Any]] = {}
             for name, handle in handles.items():
-                store = handle.engine.store
+                store = handle.store
                 if isinstance(store, SharedStore):
                     away.setdefault(store, {})[name] = self._told(name, handle)
                 else:
@@ -209,8 +209,8 @@ class Checkpoint:
         together(channel, self.path, read)
         together(channel, self.path, fill)
         for handle in handles.values():
-            handle.engine.filled = True
-            handle.engine.content.replace()
+            handle.engine_state.filled = True
+            handle.engine_state.content.replace()
         return state
 
     def load_transforms(self, *transforms: Transform) -> None:
@@ -220,7 +220,7 @@ class Checkpoint:
     def _extra(self, name: str, handle: TableHandle) -> Extra:
         if not self._same_extra(name, handle):
             return {}
-        return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.engine.store.share))
+        return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.store.share))
 
     def _same_extra(self, name: str, handle: TableHandle) -> bool:
         """Whether counters fit; those of another filter would mean nothing."""
@@ -236,7 +236,7 @@ class Checkpoint:
         }
 
     def _fill(self, name: str, handle: TableHandle, extra: Extra) -> None:
-        store, has_state = handle.engine.store, self.manifest.tables[name].optimizer is not None
+        store, has_state = handle.store, self.manifest.tables[name].optimizer is not None
         store.clear(name)
         for rows in self.parts(name, share_of(*store.share)):
             store.load(name, with_state_of(handle, rows, has_state))

@@ -246,13 +246,13 @@ class _Last:
         self.deltas = deltas  # since the last full one
         manifest = made.manifest
         self.base = Base(made.path.name, made.step, manifest.id, manifest.checksum)
-        self._stores = {name: handle.engine.store for name, handle in tables.items()}
+        self._stores = {name: handle.store for name, handle in tables.items()}
 
     def describes(self, tables: Mapping[str, TableHandle]) -> bool:
         """Whether these are the tables that were saved, with the same kind of rows."""
         saved = self.made.manifest.tables
         return self._stores.keys() == tables.keys() and all(
-            handle.engine.store is self._stores[name]
+            handle.store is self._stores[name]
             and handle.optimizer == saved[name].optimizer
             and len(handle.initial_state) == saved[name].state
             for name, handle in tables.items()

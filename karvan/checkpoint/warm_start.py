@@ -196,9 +196,9 @@ def _choose(
 
 def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
     total = 0
-    for rows in checkpoint.parts(old, share_of(*handle.engine.store.share)):
+    for rows in checkpoint.parts(old, share_of(*handle.store.share)):
         # Steps of another run mean nothing here.
-        steps = np.full(len(rows.keys), handle.engine.step, np.uint32)
+        steps = np.full(len(rows.keys), handle.engine_state.step, np.uint32)
         handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
         total += len(rows.keys)
     return total

@@ -11,7 +11,6 @@ outputs, and receive their gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.distributed import Connection
 from karvan.embedding import portable
+from karvan.embedding.engine_state import EngineState
 from karvan.embedding.eviction import TTL, steady_time
 from karvan.embedding.exporting import refuse_export
 from karvan.embedding.feature_inputs import FeatureInput, Inputs, Output
@@ -28,7 +28,7 @@ from karvan.embedding.feature_program import make_program
 from karvan.embedding.prepared_batches import PreparedBatches
 from karvan.embedding.step_replay import ReplayableForward, StepReplay
 from karvan.embedding.table import Table, check_features
-from karvan.embedding.table_handle import TableHandle
+from karvan.embedding.table_handle import TableHandle, find_table
 from karvan.ragged import REFERENCE, IdsReference, Padded, Ragged
 from karvan.store import LookupPlan, LookupProgram, Store, make_store
 from karvan.store.program import Prepared, RemoteLookup
@@ -54,15 +54,10 @@ class EmbeddingEngine(nn.Module):
         check_features(features)
         share_torch_threads()
         self.features = dict(features)
-        self.step = 0
         # The factor by which mixed precision scales the loss; gradients are divided by it.
         self.gradient_scale = 1.0
         # The connection that chose the store; None if the user passed one.
         self.connection: Connection | None = distributed.current() if store is None else None
-        self.store: Store = store if store is not None else make_store()
-        self.filled = False  # whether a checkpoint has filled the tables
-        self.content = portable.Content()
-        self._pending: list[_Pending] = []
         self._prepared = PreparedBatches(self.features)
         self.replay = StepReplay()  # forwards of a step that may have to be computed again
         self._prepared_step = 0  # the step of the training batch that was prepared last
@@ -72,19 +67,17 @@ class EmbeddingEngine(nn.Module):
             name = self._names[feature]
             table.check_shares_rows_with(first.setdefault(name, table), name, feature)
         self._clock = _clock_of(first)
+        self.state = EngineState(store if store is not None else make_store(), make_program(self.features))
         seed &= 2**64 - 1  # as the native core reads it
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():
             spec = table.spec(name, seed, shards)
             self.store.add_table(spec)
-            self._handles[name] = TableHandle(self, spec, len(self._handles), self._clock)
-        self._program = make_program(self.features)
+            self._handles[name] = TableHandle(self.state, spec, len(self._handles), self._clock)
 
     def table(self, name: str) -> TableHandle:
         """The table of that name; a table without a name has that of its feature."""
-        if name not in self._handles:
-            raise KeyError(f"No table '{name}' in this engine; it has: {listed(name, self._handles)}")
-        return self._handles[name]
+        return find_table(self._handles, name)
 
     def sizes(self) -> dict[str, int]:
         """How many rows each table has in the store of this process."""
@@ -134,7 +127,7 @@ class EmbeddingEngine(nn.Module):
             if training:
                 step = self._prepared_step = max(self._prepared_step, self.step) + 1
             prepared = self.store.prepare(
-                self._program, lookup_inputs, training=training, step=step, now=self._clock()
+                self.program, lookup_inputs, training=training, step=step, now=self._clock()
             )
             self._prepared.put(batch, inputs, prepared)
         except (
@@ -191,7 +184,7 @@ class EmbeddingEngine(nn.Module):
 
     def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
         plan = self.store.forward(
-            self._program,
+            self.program,
             inputs.for_store() if prepared is None else prepared,
             training=training,
             step=self.step + 1,
@@ -213,34 +206,38 @@ class EmbeddingEngine(nn.Module):
         # Slices of one wide gradient, as the backward of torch.cat returns them, are read without a copy.
         readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
         if plan.native is None:
-            self._pending.append(_Pending(plan, self.store.hold(plan, readable), waiting))
+            self.state.add_gradients(plan, self.store.hold(plan, readable), waiting)
             return
         addresses = [0 if g is None else g.data_ptr() for g in readable]
         strides = [0 if g is None else g.stride(0) for g in readable]
-        self._pending.append(_Pending(plan, self.store.reduce(plan, addresses, strides), waiting))
+        self.state.add_gradients(plan, self.store.reduce(plan, addresses, strides), waiting)
 
     def take_gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """Return the backward passes whose gradients wait for an optimizer of these tables, oldest first.
-
-        A pass is released once the gradients of every table that has an optimizer have been taken.
-        """
-        handles = list(handles)
-        names = {handle.name for handle in handles}
-        taken = self.gradients(handles)
-        for pending in self._pending:
-            pending.waiting -= names
-        self._pending = [p for p in self._pending if p.waiting]
-        return taken
+        """See `EngineState.take_gradients`."""
+        return self.state.take_gradients(handle.name for handle in handles)
 
     def gradients(self, handles: Iterable[TableHandle]) -> list[tuple[LookupPlan, Gradients]]:
-        """The backward passes whose gradients wait for these tables, oldest first; they stay."""
-        names = {handle.name for handle in handles}
-        return [(p.plan, p.gradients) for p in self._pending if p.waiting & names]
+        """See `EngineState.gradients`."""
+        return self.state.gradients(handle.name for handle in handles)
+
+    @property
+    def step(self) -> int:
+        """The number of training forwards so far."""
+        return self.state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state.step = step
+
+    @property
+    def store(self) -> Store:
+        """Where the rows are."""
+        return self.state.store
 
     @property
     def program(self) -> LookupProgram:
         """The features in the store's terms."""
-        return self._program
+        return self.state.program
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, rows: bool = False, prefix: str = "", **options: Any
@@ -252,16 +249,16 @@ class EmbeddingEngine(nn.Module):
         """
         state: dict[str, Any] = super().state_dict(*args, prefix=prefix, **options)
         if rows:
-            state[f"{prefix}_extra_state"] = portable.describe_with_rows(self)
+            state[f"{prefix}_extra_state"] = portable.describe_with_rows(self.state, self._handles)
         return state
 
     def get_extra_state(self) -> dict[str, Any]:
         """The step and the tables, for `state_dict()`; rows are not in it."""
-        return portable.describe(self)
+        return portable.describe(self.state, self._handles)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_extra_state` returned; an error if this engine lacks its rows."""
-        portable.restore(self, state)
+        portable.restore(self.state, self._handles, state)
 
     def __getstate__(self) -> Any:
         raise TypeError(
@@ -276,15 +273,6 @@ class EmbeddingEngine(nn.Module):
             users = [f for f, t in self._names.items() if t == name]
             lines.append(f"{name}: dim={handle.dim}, rows={handle.rows}, features={users}")
         return "\n".join(lines)
-
-
-@dataclass
-class _Pending:
-    """A backward pass whose gradients have not been applied to the tables in `waiting`."""
-
-    plan: LookupPlan
-    gradients: Gradients
-    waiting: set[str]
 
 
 class _Lookup(torch.autograd.Function):

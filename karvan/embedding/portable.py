@@ -9,72 +9,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
+from karvan.embedding.engine_state import EngineState
+from karvan.embedding.table_handle import TableHandle, find_table
 from karvan.store import Rows, SharedStore
 
-if TYPE_CHECKING:
-    from karvan.embedding.engine import EmbeddingEngine
-    from karvan.embedding.table_handle import TableHandle
-
 _log = logging.getLogger("karvan.embedding")
+
+Handles: TypeAlias = Mapping[str, TableHandle]
 
 MOST_BYTES = 1 << 30  # of all tables of an engine, in a state_dict
 
 
-class Content:
-    """Identifies the content of an engine's rows, without reading them.
-
-    `id` is random and stays the same while rows are trained. Rows that are loaded get a new one; the next
-    state_dict that is loaded is assumed to belong to them.
-    """
-
-    def __init__(self) -> None:
-        self.id = uuid4().hex
-        self.replaced = False
-
-    def replace(self) -> None:
-        """Rows were loaded from a checkpoint or a snapshot."""
-        self.id = uuid4().hex
-        self.replaced = True
-
-    def belong_to(self, content: str | None) -> None:
-        """The rows are those of a state with this id, if it has one."""
-        self.id = content or self.id
-        self.replaced = False
-
-
-def describe(engine: EmbeddingEngine) -> dict[str, Any]:
+def describe(engine: EngineState, handles: Handles) -> dict[str, Any]:
     """The step and the tables, without rows; the same on every rank, and without calls to servers."""
     whole = _is_whole(engine)
     return {
         "step": engine.step,
         "content": engine.content.id if whole else None,  # ranks would have to agree on one
         "tables": {
-            table.name: {"dim": table.dim, "rows": table.rows if whole else None} for table in engine.tables()
+            table.name: {"dim": table.dim, "rows": table.rows if whole else None}
+            for table in handles.values()
         },
     }
 
 
-def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
+def describe_with_rows(engine: EngineState, handles: Handles) -> dict[str, Any]:
     """The result of `describe`, with all rows, their optimizer state, and counters of admission filters."""
     if not _is_whole(engine):
         raise ValueError(
             "state_dict(rows=True) expects tables that are in this process, but their rows are divided "
             "between ranks or servers: save them with kv.Checkpoints."
         )
-    size = sum(table.bytes for table in engine.tables())
+    size = sum(table.bytes for table in handles.values())
     if size > MOST_BYTES:
         raise ValueError(
             f"state_dict(rows=True) expects tables of at most {MOST_BYTES / 2**30:.0f} GiB, got "
             f"{size / 2**30:.1f} GiB: save them with kv.Checkpoints."
         )
-    state = describe(engine)
-    for table in engine.tables():
+    state = describe(engine, handles)
+    for table in handles.values():
         entry, rows = state["tables"][table.name], table.snapshot()
         entry["optimizer"] = table.optimizer
         # Not all readers of tensors support unsigned types.
@@ -87,26 +65,28 @@ def describe_with_rows(engine: EmbeddingEngine) -> dict[str, Any]:
     return state
 
 
-def restore(engine: EmbeddingEngine, state: Mapping[str, Any]) -> None:
+def restore(engine: EngineState, handles: Handles, state: Mapping[str, Any]) -> None:
     """Restore a state of `describe` or `describe_with_rows`; rows in it replace all rows of the engine."""
     tables: Mapping[str, Any] = state.get("tables", {})  # earlier versions wrote the step only
     content = {name: entry for name, entry in tables.items() if "content" in entry}
     for name, entry in content.items():
-        _check(engine.table(name), entry)
+        _check(find_table(handles, name), entry)
     for name, entry in content.items():
-        _fill(engine, engine.table(name), entry)
-    if content or not _keeps_rows(engine, state["step"], state.get("content"), tables):
+        _fill(find_table(handles, name), entry)
+    if content or not _keeps_rows(engine, handles, state["step"], state.get("content"), tables):
         engine.step = state["step"]
-        learned = content or _expected(engine, state["step"], tables)
+        learned = content or _expected(handles, state["step"], tables)
         engine.content.belong_to(state.get("content") if learned else None)
 
 
-def _keeps_rows(engine: EmbeddingEngine, step: int, content: str | None, tables: Mapping[str, Any]) -> bool:
+def _keeps_rows(
+    engine: EngineState, handles: Handles, step: int, content: str | None, tables: Mapping[str, Any]
+) -> bool:
     """Whether the engine's rows, and with them its step, are kept: a state without rows is of another step.
 
     Raises if the rows that belong to the state are not in the engine.
     """
-    expected = _expected(engine, step, tables)
+    expected = _expected(handles, step, tables)
     if not engine.filled:
         _require_rows(engine, expected)
     if engine.content.replaced and content != engine.content.id:
@@ -130,26 +110,25 @@ def _keeps_rows(engine: EmbeddingEngine, step: int, content: str | None, tables:
         "engine.state_dict(rows=True).",
         step,
         engine.step,
-        ", ".join(table.name for table in engine.tables()),
+        ", ".join(table.name for table in handles.values()),
     )
     return True
 
 
-def _expected(engine: EmbeddingEngine, step: int, tables: Mapping[str, Any]) -> dict[str, int | None]:
+def _expected(handles: Handles, step: int, tables: Mapping[str, Any]) -> dict[str, int | None]:
     """The tables that had rows when the state was saved, with how many if that is known."""
-    names = {table.name for table in engine.tables()}
     return {
         name: entry["rows"]
         for name, entry in tables.items()
-        if name in names and (step > 0 if entry["rows"] is None else entry["rows"])
+        if name in handles and (step > 0 if entry["rows"] is None else entry["rows"])
     }
 
 
-def _require_rows(engine: EmbeddingEngine, expected: Mapping[str, int | None]) -> None:
+def _require_rows(engine: EngineState, expected: Mapping[str, int | None]) -> None:
     """Raise if tables that had rows have none."""
     if not expected:
         return
-    sizes = engine.sizes()
+    sizes = engine.store.sizes(engine.program.tables)
     lacking = {name: rows for name, rows in expected.items() if not sizes[name]}
     if not lacking or (not _is_whole(engine) and any(sizes.values())):  # a rank may own no row of a table
         return
@@ -173,7 +152,7 @@ def _advice(tables: Mapping[str, int | None]) -> str:
 def _check(table: TableHandle, entry: Mapping[str, Any]) -> None:
     if entry["dim"] != table.dim:
         raise ValueError(f"Table '{table.name}' has dim {table.dim}, but the state_dict has {entry['dim']}.")
-    store = table.engine.store
+    store = table.store
     if isinstance(store, SharedStore) and store.share[1] > 1:
         raise ValueError(
             f"Table '{table.name}' is on servers that several trainers use: load its rows from a checkpoint, "
@@ -188,7 +167,7 @@ def _check(table: TableHandle, entry: Mapping[str, Any]) -> None:
         )
 
 
-def _fill(engine: EmbeddingEngine, table: TableHandle, entry: Mapping[str, Any]) -> None:
+def _fill(table: TableHandle, entry: Mapping[str, Any]) -> None:
     arrays = {name: tensor.cpu().numpy() for name, tensor in entry["content"].items()}
     if table.optimizer is None or entry["optimizer"] is None:
         initial = np.array(table.initial_state, np.float32)
@@ -199,8 +178,8 @@ def _fill(engine: EmbeddingEngine, table: TableHandle, entry: Mapping[str, Any])
     table.load(Rows(**arrays))
     if entry["extra"]:
         extra = {name: tensor.cpu().numpy() for name, tensor in entry["extra"].items()}
-        engine.store.load_extra(table.name, extra)
+        table.store.load_extra(table.name, extra)
 
 
-def _is_whole(engine: EmbeddingEngine) -> bool:
+def _is_whole(engine: EngineState) -> bool:
     return engine.store.share == (0, 1) and not isinstance(engine.store, SharedStore)

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan.store import Rows, TableSpec
-
-if TYPE_CHECKING:
-    from karvan.embedding.engine import EmbeddingEngine
+from karvan.argument_checks import listed
+from karvan.embedding.engine_state import EngineState
+from karvan.store import Rows, Store, TableSpec
 
 
 class TableHandle:
     """One table of an engine's store; `engine.table("user")` returns it."""
 
-    def __init__(
-        self, engine: EmbeddingEngine, spec: TableSpec, slot: int, clock: Callable[[], float]
-    ) -> None:
-        # The engine holds its handles: without a reference cycle the rows are freed with the engine at once.
-        self._engine = weakref.ref(engine)
+    def __init__(self, state: EngineState, spec: TableSpec, slot: int, clock: Callable[[], float]) -> None:
+        self.engine_state = state
         self.spec = spec
         self.name = spec.name
         self.slot = slot  # its index among the engine's tables
         self.dim = spec.dim
-        self._store = engine.store
+        self._store = state.store
         self._clock = clock
         self._optimizer: str | None = None
         self.initial_state: tuple[float, ...] = ()  # the optimizer state of a new row
@@ -37,12 +31,9 @@ class TableHandle:
         self.anchor = torch.zeros(0, requires_grad=True)
 
     @property
-    def engine(self) -> EmbeddingEngine:
-        """The engine this table belongs to."""
-        engine = self._engine()
-        if engine is None:
-            raise ReferenceError(f"The engine of table '{self.name}' does not exist any more.")
-        return engine
+    def store(self) -> Store:
+        """Where the rows are."""
+        return self.engine_state.store
 
     @property
     def rows(self) -> int:
@@ -84,11 +75,11 @@ class TableHandle:
     def load(self, rows: Rows) -> None:
         """Insert or overwrite rows."""
         self._store.load(self.name, rows)
-        self.engine.content.replace()
+        self.engine_state.content.replace()
 
     def evict(self) -> int:
         """Apply the table's policy now; returns how many rows were removed."""
-        return self._store.evict(self.name, step=self.engine.step, now=self._clock())
+        return self._store.evict(self.name, step=self.engine_state.step, now=self._clock())
 
     def evict_keys(self, keys: Tensor | Sequence[int]) -> int:
         """Remove these keys' rows; returns how many there were."""
@@ -129,3 +120,10 @@ class TableHandle:
 
     def __repr__(self) -> str:
         return f"TableHandle('{self.name}', dim={self.dim}, rows={self.rows})"
+
+
+def find_table(handles: Mapping[str, TableHandle], name: str) -> TableHandle:
+    """An engine's table of that name."""
+    if name not in handles:
+        raise KeyError(f"No table '{name}' in this engine; it has: {listed(name, handles)}")
+    return handles[name]

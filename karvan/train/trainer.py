@@ -280,7 +280,7 @@ class Trainer:
         check_data(call, data)
         if self._loaded is not None:
             Transforms(data).load(self._loaded)
-        elif self.step == 0 and not any(each.step or each.filled for each in engines_of(self.model)):
+        elif self.step == 0 and not any(each.step or each.state.filled for each in engines_of(self.model)):
             newest = self.saver.latest()
             if newest is not None and self.connection.rank == 0:
                 _log.warning(

@@ -35,7 +35,7 @@ def tables_of(model: Model) -> dict[str, TableHandle]:
                 continue
             for handle in engine.tables():
                 other = found.setdefault(handle.name, handle)
-                if other.engine.store is not engine.store:
+                if other.store is not engine.store:
                     raise ValueError(
                         f"Two engines have a table '{handle.name}' in stores of their own: expected names "
                         f"that differ, or one store for both."
@@ -50,7 +50,7 @@ def parts_for(handle: TableHandle, part_bytes: int) -> int:
 
     A rank that owns one of n shares has a file for each part that meets its own.
     """
-    store = handle.engine.store
+    store = handle.store
     total = store.stats(handle.name)["rows"] * row_bytes(
         handle.dim, handle.spec.dtype, len(handle.initial_state)
     )

@@ -85,9 +85,7 @@ class Writing:
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
             self._away = {
-                name: handle
-                for name, handle in tables.items()
-                if isinstance(handle.engine.store, SharedStore)
+                name: handle for name, handle in tables.items() if isinstance(handle.store, SharedStore)
             }
             self._parts = parts
             self._handles = dict(tables)
@@ -97,7 +95,7 @@ class Writing:
                     handle.optimizer,
                     self._captures[name],
                     parts[name],
-                    own_extra(handle.engine.store.extra(name), rank, world),
+                    own_extra(handle.store.extra(name), rank, world),
                     base is not None,
                     rank,
                     world,
@@ -310,7 +308,7 @@ def check_target(target: Path) -> None:
 
 def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> None:
     for name, handle in tables.items():
-        received = handle.engine.store.share
+        received = handle.store.share
         if received != (rank, world):
             raise ValueError(
                 f"Expected table '{name}' to hold the share of rank {rank} of {world}, got that of rank "
@@ -321,7 +319,7 @@ def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> N
 def _by_store(tables: Mapping[str, TableHandle]) -> dict[Store, list[str]]:
     groups: dict[Store, list[str]] = {}
     for name, handle in tables.items():
-        groups.setdefault(handle.engine.store, []).append(name)
+        groups.setdefault(handle.store, []).append(name)
     return groups
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from karvan.embedding.engine import EmbeddingEngine
+from karvan.embedding.engine_state import EngineState
 from karvan.embedding.table_handle import TableHandle
 from karvan.store import Rule
 from karvan.torch_internals import is_step_observed
@@ -38,7 +39,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         _check(defaults)
         self.check_group(defaults)
         self.defaults = {**defaults, **{name: None for name in _POSITIVE if name not in defaults}}
-        self._tables: dict[EmbeddingEngine, list[TableHandle]] = {}
+        self._tables: dict[EngineState, list[TableHandle]] = {}
         if params is not None:
             self.attach(params)
 
@@ -61,7 +62,7 @@ class SparseOptimizer(torch.optim.Optimizer):
                 handle = handles[anchor]
                 handle.set_optimizer(self.state_kind(group), self.initial_state(group, handle.dim))
         for handle in handles.values():
-            self._tables.setdefault(handle.engine, []).append(handle)
+            self._tables.setdefault(handle.engine_state, []).append(handle)
 
     @property
     def tables(self) -> list[TableHandle]:
@@ -78,7 +79,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         return all(
             gradients.finite()[handle.slot]
             for engine, handles in self._tables.items()
-            for _, gradients in engine.gradients(handles)
+            for _, gradients in engine.gradients(handle.name for handle in handles)
             for handle in handles
         )
 
@@ -102,7 +103,7 @@ class SparseOptimizer(torch.optim.Optimizer):
         groups = {anchor: group for group in self.param_groups for anchor in group["params"]}
         made: dict[tuple[int, int], Rule] = {}  # tables of a group at the same step share a rule
         for engine, handles in self._tables.items():
-            gradients = engine.take_gradients(handles)
+            gradients = engine.take_gradients(handle.name for handle in handles)
             if not gradients:
                 continue
             rules: dict[str, Rule] = {}
@@ -126,7 +127,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients of these tables that have not been applied."""
         for engine, handles in self._tables.items():
-            engine.take_gradients(handles)
+            engine.take_gradients(handle.name for handle in handles)
 
     def _full_rule(self, group: Group, step: int) -> Rule:
         rule = self.rule(group, step)

@@ -54,7 +54,7 @@ class Frozen:
         for parameter in self.parameters.values():
             parameter.grad = None
         for table in self.tables:
-            table.engine.take_gradients([table])
+            table.engine_state.take_gradients([table.name])
 
 
 def tables_of(model: nn.Module) -> list[TableHandle]:
