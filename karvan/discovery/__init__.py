@@ -1,1 +1,1 @@
-"""Who is in a job and where: the registry, its members, and how clients find them."""
+"""The processes of a job and their addresses: the registry, its members, and how clients find them."""

@@ -1,6 +1,7 @@
-"""Addresses of the processes of a job, from its registry or given.
+"""Addresses of the processes of a job, from its registry or from a list.
 
-A client gives its `Client` a function that asks, so that a role which was restarted elsewhere is found again:
+A `Client` gets a function that looks the address up, so that a role which was restarted at another address is
+found again:
 `Client("parameter-server 0", lambda: directory.find(Role.PARAMETER_SERVER, 0))`.
 """
 
@@ -20,14 +21,14 @@ from karvan.wire.client import Client
 from karvan.wire.errors import WireError
 from karvan.wire.security.credentials import Security
 
-_PAUSES = 0.02, 0.25  # seconds between two questions, at first and at last
-# Roles that listen, so that their addresses can be given in place of a registry.
+_PAUSES = 0.02, 0.25  # seconds between two calls, at first and at most
+# Roles that listen, so that their addresses can be listed in place of a registry.
 _LISTENING = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.LOADER)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the job, as the registry knows it."""
+    """A process of the job, as registered."""
 
     role: Role
     index: int
@@ -35,10 +36,10 @@ class Member:
     generation: int
     pid: int
     healthy: bool
-    silent: float  # seconds since its last sign of life
+    silent: float  # seconds since its last heartbeat
 
     def __str__(self) -> str:
-        state = "" if self.healthy else f", no sign of life for {self.silent:.0f} s"
+        state = "" if self.healthy else f", no heartbeat for {self.silent:.0f} s"
         return f"{self.role} {self.index} at {self.address}{state}"
 
 
@@ -46,14 +47,14 @@ class Addresses(Protocol):
     """Finds processes by role and index."""
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
-        """Its address "host:port"; a WireError if it is not there in time."""
+        """Its address "host:port"; a WireError if it is not found in time."""
 
     def close(self) -> None:
-        """Nobody is looked for any more."""
+        """Release the connection to the registry, if any."""
 
 
 class Directory:
-    """Asks the registry at an address "host:port"; waits for those that are not there yet, or are lost."""
+    """Asks the registry at "host:port"; waits for processes that have not registered yet, or are lost."""
 
     def __init__(self, registry: str, security: Security | None = None) -> None:
         self._registry = registry
@@ -62,7 +63,7 @@ class Directory:
         self._peer: Client | None = None
 
     def find(self, role: Role, index: int, timeout: float = 60.0) -> str:
-        """Its address; a WireError names it, and those that are there."""
+        """Its address; a WireError names it, and the members that were found."""
         _check_role(role)
         due = clock.now() + timeout
         pause, last = _PAUSES
@@ -72,29 +73,29 @@ class Directory:
             except WireError:
                 if clock.now() > due:
                     raise
-                continue  # another thread's question came too late, and this one's connection went with it
+                continue  # a call of another thread missed its deadline, which closed the shared connection
             for each in members:
                 if each.role == role and each.index == index and each.healthy:
                     return each.address
             if clock.now() + pause > due:
                 where = f"at the registry {self._registry} within {timeout:.0f} s"
-                found = "; ".join(map(str, members)) or "nobody"
+                found = "; ".join(map(str, members)) or "none"
                 raise WireError(f"Expected {role} {index} {where}, found {found}.")
             time.sleep(pause)
             pause = min(last, 2 * pause)
 
     def members(self, timeout: float = 10.0) -> list[Member]:
-        """All that the registry knows."""
+        """All members of the registry."""
         peer = self._connected()
         try:
-            told = peer.call("members", deadline=timeout).head["members"]
+            listed = peer.call("members", deadline=timeout).head["members"]
         except WireError:
             self._drop(peer)
             raise
-        return [Member(**{**each, "role": Role(each["role"])}) for each in told]
+        return [Member(**{**each, "role": Role(each["role"])}) for each in listed]
 
     def close(self) -> None:
-        """Leave the registry."""
+        """Disconnect from the registry."""
         with self._lock:
             peer, self._peer = self._peer, None
         if peer is not None:
@@ -109,7 +110,7 @@ class Directory:
             return self._peer
 
     def _drop(self, peer: Client) -> None:
-        """It has given up; the next question needs another one."""
+        """Close a client that has given up; the next call needs another one."""
         with self._lock:
             if self._peer is peer:
                 self._peer = None
@@ -117,7 +118,7 @@ class Directory:
 
 
 class StaticDirectory:
-    """Addresses that are known beforehand, by role, in the order of their indices."""
+    """Addresses that are known in advance, by role, in the order of their indices."""
 
     def __init__(self, addresses: Mapping[Role, Sequence[str]]) -> None:
         for role in addresses:
@@ -134,24 +135,24 @@ class StaticDirectory:
         _check_role(role)
         known = self._addresses.get(role, [])
         if index >= len(known):
-            found = "; ".join(f"{role} {each} at {where}" for each, where in enumerate(known)) or "nobody"
+            found = "; ".join(f"{role} {each} at {where}" for each, where in enumerate(known)) or "none"
             raise WireError(f"Expected {role} {index} in the list of addresses, found {found}.")
         return known[index]
 
     def close(self) -> None:
-        """There is nothing to leave."""
+        """Nothing to do: there is no connection."""
 
 
 def directory_from_environment(
     environment: Mapping[str, str] | None = None, security: Security | None = None
 ) -> Directory | StaticDirectory:
     """The registry that the environment names, or else the addresses that it lists."""
-    given = JobEnvironment.read(environment)
-    if given.registry:
+    job = JobEnvironment.read(environment)
+    if job.registry:
         return Directory(
-            given.registry, Security.from_environment(environment) if security is None else security
+            job.registry, Security.from_environment(environment) if security is None else security
         )
-    addresses = {role: given.addresses_of(role) for role in _LISTENING}
+    addresses = {role: job.addresses_of(role) for role in _LISTENING}
     if not any(addresses.values()):
         names = ", ".join(map(addresses_variable, _LISTENING))
         raise ValueError(f"Expected KARVAN_REGISTRY or a list of addresses in {names}, got neither.")
@@ -161,12 +162,12 @@ def directory_from_environment(
 def find_role(
     role: Role, addresses: Sequence[str] | None, security: Security
 ) -> tuple[Directory | StaticDirectory, int]:
-    """Where the processes of a role are, and how many: at these addresses, or as the environment says."""
-    given = JobEnvironment.read()
-    if addresses is None and given.registry:
-        return Directory(given.registry, security), given.count_of(role) or 0
+    """A directory of a role's processes, and their number: of these addresses, or as the environment says."""
+    job = JobEnvironment.read()
+    if addresses is None and job.registry:
+        return Directory(job.registry, security), job.count_of(role) or 0
     if addresses is None:
-        addresses = given.addresses_of(role)
+        addresses = job.addresses_of(role)
     return StaticDirectory({role: addresses}), len(addresses)
 
 

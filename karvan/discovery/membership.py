@@ -1,6 +1,6 @@
 """A process's membership in its job: it registers, and sends a heartbeat every second.
 
-`karvan.discovery.registry` is the other side, and has the protocol.
+`karvan.discovery.registry` is the other side, and describes the protocol.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from karvan.wire.security.credentials import Security
 
 _log = logging.getLogger("karvan.wire")
 
-_BEAT = 1.0  # seconds between two signs of life
-_DEADLINE = 5.0  # seconds for a sign of life
+_BEAT = 1.0  # seconds between two heartbeats
+_DEADLINE = 5.0  # seconds for one heartbeat
 
 
 class Membership:
-    """This process's place in the registry, until `leave`.
+    """This process's entry in the registry, until `leave`.
 
-    Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that does
-    not want this process a RefusedError. Later on a registry that is gone is waited for.
-    generation: the job's, when this process was started. beat: seconds between two signs of life.
+    Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that
+    refuses this process a RefusedError. Later, it waits for a registry that is unreachable.
+    generation: the job's, when this process was started. beat: seconds between two heartbeats.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Membership:
         beat: float = _BEAT,
     ) -> None:
         self._beat = beat
-        self.replaced = False  # whether another process has taken this place
+        self.replaced = False  # whether another process has registered with this role and index
         self._registry = registry
         self._security = security
         self._who = {
@@ -60,7 +60,7 @@ class Membership:
             "process": secrets.token_hex(8),
         }
         self._dumps = dump_stacks_on_signal()
-        self._peer = self._talk()
+        self._peer = self._connect()
         self._ended = threading.Event()
         try:
             self._call("register", patience)
@@ -71,7 +71,7 @@ class Membership:
         self._thread.start()
 
     def leave(self) -> None:
-        """Say good-bye; a registry that is not there is left all the same."""
+        """Leave the registry; no error if it is unreachable."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -81,7 +81,7 @@ class Membership:
                 self._call("leave", 1.0)
         self._peer.close()
 
-    def _talk(self) -> Client:
+    def _connect(self) -> Client:
         return Client(
             *("registry", self._registry, self._security),
             forgetful=True,
@@ -96,31 +96,31 @@ class Membership:
         trouble = ""
         while not self._ended.wait(self._beat):
             try:
-                said = self._call("beat", _DEADLINE, activity=activity.report(self._dumps).as_head())
-                if said["replaced"]:
+                answer = self._call("beat", _DEADLINE, activity=activity.report(self._dumps).as_head())
+                if answer["replaced"]:
                     self.replaced = True
                     _log.warning("%s %s was replaced by another process.", *self._name())
                     return
-                if not said["known"]:
+                if not answer["known"]:
                     self._call("register", _DEADLINE)
                 if trouble:
                     _log.info("The registry at %s is back.", self._registry)
                 trouble = ""
             except (WireError, RefusedError) as error:
                 if self._peer.closing:
-                    return  # the process ends
+                    return  # the process is ending
                 if str(error) != trouble:
                     _log.warning("%s %s: %s", *self._name(), error)
                 trouble = str(error)
                 self._peer.close()  # it has given up
-                self._peer = self._talk()
+                self._peer = self._connect()
 
     def _name(self) -> tuple[Any, Any]:
         return self._who["role"], self._who["index"]
 
 
 def member_from_environment(role: Role) -> Membership | None:
-    """The place of this process, if a launched job has started it for that role and it has no port."""
+    """The membership of this process if a launched job started it for this role, which has no port."""
     job = JobEnvironment.read()
     if not job.registry or job.role != role:
         return None

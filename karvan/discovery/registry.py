@@ -1,22 +1,21 @@
 """The registry of a job: its processes, their addresses and heartbeats.
 
 A role's process has a `Membership` (`karvan.discovery.membership`). It registers (role, index, address,
-generation) and then says every second that it lives; a registry that does not know it, because it has been
-restarted, asks it to register again. Nobody is asked: who dies stops talking, and counts as lost some seconds
-later. Who leaves says so and is forgotten. A heartbeat says as well what the process does
-(`karvan.activity`), for the launcher to find those that live but make no progress.
+generation) and then sends a heartbeat every second; a registry that does not know it, because the registry
+has been restarted, asks it to register again. The registry never calls members: one that dies stops sending,
+and counts as lost some seconds later. One that leaves says so and is removed. A heartbeat also carries what
+the process is doing (`karvan.activity`), so that the launcher finds processes that run but make no progress.
 
-A process that takes over a role and index replaces the one before, which learns it from its next sign of life
-and stays silent from then on. One that was started for an older generation of the job than the one whose
-place it wants is refused.
+A process that registers with the role and index of another replaces it; the other learns that from its next
+heartbeat and sends no more. A process of an older generation of the job cannot replace one of a newer.
 
-Members are bounded: a role has as many as the job's replicas, and every part of a registration has a limit,
-so that whoever registers without end is refused and the list of members stays small.
+The number of members is bounded: a role has as many as the job's replicas, and every part of a registration
+has a limit, so that the list of members stays small.
 
-The registry also knows the generation of the job. Only its own process can change it (`begin_generation`, by
-the launcher); members and services ask for it, and a member of a generation that has not begun is refused.
+The registry also holds the generation of the job. Only its own process can change it (`begin_generation`, by
+the launcher); members and services ask for it, and a member of a generation that has not started is refused.
 
-The trainers of a job meet here as well: see `rendezvous_store.py`.
+It also serves the rendezvous of the job's trainers: see `rendezvous_store.py`.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from karvan.wire.security.credentials import reachable
 
 _log = logging.getLogger("karvan.cluster")
 
-# A trainer runs what its user wrote, which may keep it from giving signs of life for a while.
+# A trainer runs the user's code, which may hold the interpreter and delay heartbeats for a while.
 _SLOWER = {Role.TRAINER: 6.0}
-_MOST_REPLICAS = 1024  # of a role, where nobody says how many the job has
+_MOST_REPLICAS = 1024  # of a role, if the number of the job's replicas is not known
 
 
 @dataclass
 class _Entry:
-    process: str  # a random name, so that one that was replaced is not taken for the other
+    process: str  # a random name, which distinguishes a process from the one that it replaced
     address: str
     generation: int
     pid: int
@@ -58,12 +57,12 @@ class Registry(Service):
     """The registry, at a port of this machine, until `close`.
 
     replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
-    lost_after: seconds without a sign of life after which a member counts as lost; for trainers six times as
+    lost_after: seconds without a heartbeat after which a member counts as lost; for trainers six times as
     many.
     """
 
     name = "registry"
-    progresses = False  # whoever runs it has other work
+    progresses = False  # the process that runs it has other work
 
     def __init__(
         self,
@@ -95,38 +94,38 @@ class Registry(Service):
 
     @property
     def address(self) -> str:
-        """Where others find it."""
+        """The address for other machines."""
         return reachable(self._server.address)
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Accept no more calls."""
         self._server.close()
 
     def healthy(self, role: Role, index: int) -> bool | None:
-        """Whether it has given a sign of life lately; None: it never came, or has left."""
+        """Whether its last heartbeat is recent; None: it has not registered, or has left."""
         with self._lock:
             entry = self._entries.get((role, index))
             return None if entry is None else self._member(role, index, entry).healthy
 
     def members(self) -> list[Member]:
-        """All that came and did not leave."""
+        """All that have registered and not left."""
         with self._lock:
             return [self._member(*key, entry) for key, entry in sorted(self._entries.items())]
 
     def activities(self) -> dict[tuple[Role, int], ActivityReport]:
-        """What members said last of what they do, by role and index."""
+        """The activity in each member's last heartbeat, by role and index."""
         with self._lock:
             return {key: each.activity for key, each in self._entries.items() if each.activity is not None}
 
     def forget(self, role: Role, index: int) -> None:
-        """What is known of a process that has ended; another one will take its place."""
+        """Remove a process that has ended; another one will replace it."""
         with self._lock:
             self._entries.pop((role, index), None)
 
     def begin_generation(self, generation: int) -> None:
-        """The job goes to this generation: called in the registry's process, before its trainers are started.
+        """Start this generation of the job: called in the registry's process, before its trainers start.
 
-        What trainers of the one before have told each other is dropped.
+        The rendezvous keys of earlier generations are dropped.
         """
         with self._lock:
             if generation < self._generation:
@@ -145,13 +144,13 @@ class Registry(Service):
             if generation > self._generation:
                 raise RefusedError(
                     f"{key[0]} {key[1]} expected to be of generation {self._generation} or an older one, "
-                    f"got {generation}, which the launcher has not begun."
+                    f"got {generation}, which the launcher has not started."
                 )
             before = self._entries.get(key)
             if before is not None and generation < before.generation:
                 raise RefusedError(
                     f"{key[0]} {key[1]} expected to be of generation {before.generation}, got {generation}: "
-                    "the job has moved on without it."
+                    "the job has continued without it."
                 )
             self._entries[key] = _Entry(process, head["address"], generation, head["pid"], clock.now())
         if before is None or before.process != process:

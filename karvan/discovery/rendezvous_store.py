@@ -1,16 +1,16 @@
-"""The key-value store inside the registry at which trainers find each other.
+"""The key-value store inside the registry for the rendezvous of trainers.
 
 torch's process groups need a store in which ranks find each other's addresses. torch's own (`TCPStore`)
-listens on every interface and asks nobody for a token. This one is part of the registry, so it has the job's
-token and TLS, and no port of its own. `karvan.distributed.wire_store` is the other side.
+listens on every interface and requires no token. This one is part of the registry, so it is protected by the
+job's token and TLS, and needs no separate port. `karvan.distributed.wire_store` is the other side.
 
 Every call names the generation of its trainer. The store holds the keys of one generation only: the launcher
-begins the next one when it restarts trainers, which drops all keys, and calls of an earlier generation are
-refused. A trainer that dies leaves its keys behind until then. No call waits for a key: who misses one asks
-again, so that nobody holds a thread of the registry.
+starts the next one when it restarts trainers, which drops all keys, and calls of an earlier generation are
+refused. The keys of a trainer that dies remain until then. No call waits for a key: a caller that needs a
+missing key asks again, so that it does not hold a thread of the registry.
 
-Keys, values and their sum are bounded, so that a trainer that is wrong fails by itself and does not fill the
-launcher's memory. What would exceed a bound is refused and changes nothing.
+The number and size of keys and values are bounded, so that a faulty trainer fails by itself and does not fill
+the launcher's memory. A call that would exceed a bound is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from karvan.protocol.rendezvous import LONGEST_KEY, MOST_KEYS
 from karvan.wire import RefusedError
 
 _INT64 = range(-(2**63), 2**63)
-_OVERHEAD = 128  # bytes that a key costs besides its text and its value
+_OVERHEAD = 128  # bytes of a key in addition to its text and its value
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RendezvousStore:
         self._size = 0
 
     def begin_generation(self, generation: int) -> None:
-        """Drop what earlier generations have left; from now on only this one is served."""
+        """Drop the keys of earlier generations; from now on only this one is served."""
         with self._lock:
             self._generation = generation
             self._values = {}
@@ -60,7 +60,7 @@ class RendezvousStore:
             self._put(dict(zip(keys, values, strict=True)))
 
     def get(self, generation: int, keys: Sequence[str]) -> list[bytes] | None:
-        """The values of these keys; None unless all of them are there."""
+        """The values of these keys; None unless all of them exist."""
         with self._lock:
             self._check(generation)
             if not all(key in self._values for key in keys):
@@ -68,13 +68,13 @@ class RendezvousStore:
             return [self._values[key] for key in keys]
 
     def has(self, generation: int, keys: Sequence[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Whether all of these keys exist."""
         with self._lock:
             self._check(generation)
             return all(key in self._values for key in keys)
 
     def add(self, generation: int, key: str, amount: int) -> int:
-        """Add to a number, which is 0 if the key is not there; the sum."""
+        """Add to a number, which is 0 if the key does not exist; returns the sum."""
         with self._lock:
             self._check(generation)
             before = self._values.get(key, b"0")
@@ -88,7 +88,7 @@ class RendezvousStore:
             return total
 
     def append(self, generation: int, key: str, value: bytes) -> None:
-        """Append to a value, which is empty if the key is not there."""
+        """Append to a value, which is empty if the key does not exist."""
         with self._lock:
             self._check(generation)
             self._put({key: self._values.get(key, b"") + value})
@@ -96,7 +96,7 @@ class RendezvousStore:
     def compare_set(self, generation: int, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set a key if it has the expected value, or is missing and the expected value is empty.
 
-        The value afterwards; of a key that is missing the expected one, as torch's stores do.
+        Returns the value afterwards; for a missing key the expected one, as torch's stores do.
         """
         with self._lock:
             self._check(generation)
@@ -107,7 +107,7 @@ class RendezvousStore:
             return expected if current is None else current
 
     def delete(self, generation: int, key: str) -> bool:
-        """Remove a key; whether it was there."""
+        """Remove a key; returns whether it existed."""
         with self._lock:
             self._check(generation)
             value = self._values.pop(key, None)
@@ -126,7 +126,7 @@ class RendezvousStore:
         if generation != self._generation:
             raise RefusedError(
                 f"Trainers expected to be of generation {self._generation}, got {generation}: "
-                "the job has moved on without this one."
+                "the job has continued without this one."
             )
 
     def _put(self, values: dict[str, bytes]) -> None:

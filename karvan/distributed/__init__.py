@@ -1,10 +1,9 @@
-"""The processes that train one model together, and what they tell each other.
+"""The processes that train one model together, and their collectives.
 
-    ranks.current()               this process among them; alone unless it has connected
-    ranks.current().main.sum(x)   a collective: every rank calls it, in the same order
+    distributed.current()               the connection of this process; a single rank unless it has connected
+    distributed.current().main.sum(x)   a collective: every rank calls it, in the same order
 
-Collectives go by channels: a `CollectiveChannel` belongs to one thread of each rank, so that threads never
-mix up each other's messages.
+A `CollectiveChannel` belongs to one thread of each rank, so that threads never mix up their messages.
 """
 
 from karvan.distributed.collectives import CollectiveChannel

@@ -1,7 +1,7 @@
 """`CollectiveChannel`: collectives between corresponding threads of all ranks.
 
-Every rank calls the same methods of a channel in the same order. Bytes and numbers in the CPU's memory are
-sent, never pickles. A process that is alone has channels, too: nothing is sent, and nobody has to ask.
+Every rank calls the same methods of a channel in the same order. Bytes and numbers in CPU memory are sent,
+never pickles. A single process has channels, too, which send nothing, so that callers need no special case.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from karvan import _native
 from karvan.activity import TRAINERS, activity
 from karvan.distributed.errors import RankError
 
-_LOOK = timedelta(seconds=0.1)  # between two looks whether this rank leaves
+_POLL = timedelta(seconds=0.1)  # between two checks whether this rank leaves
 
 
 class CollectiveChannel:
-    """The channel of a process that is alone; others derive from it."""
+    """The channel of a single process; others derive from it."""
 
     rank = 0
     world_size = 1
@@ -36,42 +36,42 @@ class CollectiveChannel:
         self.bytes_sent = 0  # to other ranks, without what the transport adds
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         self.sum(torch.zeros(1))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, the same bits on each; `values` stay as they are."""
+        """The sum over all ranks, the same bits on each; `values` do not change."""
         return values.clone()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in the order of ranks."""
+        """The data of every rank, in the order of ranks."""
         return [data]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The same for anything that JSON can say."""
+        """The same for any JSON value."""
         return [json.loads(data) for data in self.gather(json.dumps(value).encode())]
 
     def swap(self, numbers: Tensor) -> Tensor:
-        """Row r of `numbers`, (world, n), goes to rank r; row r of the result comes from there."""
+        """Send row r of `numbers`, (world, n), to rank r; row r of the result is from rank r."""
         return numbers.clone()
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
-        """Pieces of a flat tensor to all ranks: to[r] elements go to rank r, of[r] come from there."""
+        """Send parts of a flat tensor to all ranks: to[r] elements go to rank r, of[r] come from rank r."""
         return send
 
     def leave(self) -> None:
-        """End what another thread of this process waits for here, and all that is asked of the channel later.
+        """End a running collective of another thread of this process, and all later ones, with a RankError.
 
-        Those get a RankError. Other ranks do not hear of it, and the channel is of no more use.
+        Other ranks are not informed, and the channel cannot be used any more.
         """
 
 
-# What to raise for a channel whose collective has failed, the rank that was lost, if that is known, and why.
+# From a channel whose collective has failed, the rank that was lost, if known, and the cause: what to raise.
 Explain: TypeAlias = Callable[[CollectiveChannel, int | None, Exception], Exception]
 
 
 class GlooChannel(CollectiveChannel):
-    """A channel over a process group of gloo that nobody else uses."""
+    """A channel over a separate process group of gloo."""
 
     def __init__(self, name: str, group: dist.ProcessGroup, explain: Explain) -> None:
         super().__init__(name)
@@ -96,11 +96,11 @@ class GlooChannel(CollectiveChannel):
         longest = int(sizes.max())
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = _bytes(data)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
+        received = [torch.empty_like(mine) for _ in range(self.world_size)]
         if longest:
-            self._do(lambda: dist.all_gather(all_of_them, mine, group=self._group, async_op=True))
+            self._do(lambda: dist.all_gather(received, mine, group=self._group, async_op=True))
             self.bytes_sent += longest * (self.world_size - 1)
-        return [bytes(one[:size].numpy()) for one, size in zip(all_of_them, sizes.tolist(), strict=True)]
+        return [bytes(one[:size].numpy()) for one, size in zip(received, sizes.tolist(), strict=True)]
 
     def swap(self, numbers: Tensor) -> Tensor:
         """See `CollectiveChannel.swap`."""
@@ -127,7 +127,7 @@ class GlooChannel(CollectiveChannel):
         self._left = True
 
     def _do(self, operation: Callable[[], Any]) -> None:
-        """Begin an operation and wait for it, never long inside of torch: see `keep_forever` for why."""
+        """Start an operation and wait for it, never long inside of torch: see `keep_forever` for why."""
         self.operations += 1
         try:
             work = None if self._left else operation()
@@ -137,8 +137,8 @@ class GlooChannel(CollectiveChannel):
                         keep_forever(self._group)
                         work = None
                     else:
-                        with suppress(RuntimeError):  # if it is not the time that is over, it comes once more
-                            work.wait(_LOOK)
+                        with suppress(RuntimeError):  # a timeout; any other error is raised again below
+                            work.wait(_POLL)
                 if work is not None:
                     work.wait()
         except (RuntimeError, ValueError) as error:
@@ -148,7 +148,7 @@ class GlooChannel(CollectiveChannel):
 
 
 class SharedMemoryChannel(CollectiveChannel):
-    """A channel between processes of one machine, in shared memory; some times as fast as a network."""
+    """A channel between processes of one machine, in shared memory; several times as fast as a network."""
 
     def __init__(
         self, name: str, board: _native.Board, rank: int, world: int, timeout: float, explain: Explain
@@ -174,10 +174,8 @@ class SharedMemoryChannel(CollectiveChannel):
     def gather(self, data: bytes) -> list[bytes]:
         """See `CollectiveChannel.gather`."""
         sizes = self.swap(torch.full((self.world_size, 1), len(data))).flatten().tolist()
-        all_of_them = self.exchange(
-            _bytes(data).repeat(self.world_size), [len(data)] * self.world_size, sizes
-        )
-        return [bytes(one.numpy()) for one in torch.split(all_of_them, sizes)]
+        received = self.exchange(_bytes(data).repeat(self.world_size), [len(data)] * self.world_size, sizes)
+        return [bytes(one.numpy()) for one in torch.split(received, sizes)]
 
     def swap(self, numbers: Tensor) -> Tensor:
         """See `CollectiveChannel.swap`."""
@@ -212,11 +210,11 @@ class SharedMemoryChannel(CollectiveChannel):
 
 
 def keep_forever(group: dist.ProcessGroup) -> None:
-    """Let nobody end a process group with an operation that never ends; whoever did would wait for it.
+    """Never destroy a process group with an operation that does not end: destroying it would wait for that.
 
-    The interpreter does so at its end, too. And it ends a thread that comes back from a native call after
-    that by force, which C++ takes for the end of the whole program ("terminate called"). So threads must not
-    be inside of operations then, and groups that still are must stay.
+    The interpreter would do so when it ends, too. It also kills a thread that then returns from a native
+    call, for which C++ ends the entire program ("terminate called"). So no thread may be inside of an
+    operation at that time, and groups with a running operation must stay.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

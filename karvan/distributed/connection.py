@@ -1,4 +1,4 @@
-"""`connect`: where a program's rows are, in this process, over ranks, or on servers."""
+"""`connect`: where a program's rows are stored: in this process, sharded over ranks, or on servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from karvan.distributed.collectives import CollectiveChannel, GlooChannel, Share
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
 from karvan.distributed.rank_monitor import RankMonitor
-from karvan.distributed.rendezvous import meet
+from karvan.distributed.rendezvous import agree_on_name
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
@@ -43,13 +43,13 @@ KINDS = ("memory", "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
-# One for each thread that talks: the program's own, those that feed training and evaluation, the saving one.
-_LANES = ("main", "fit", "evaluate", "save")
+# One for each thread with collectives: the program's own, those that feed training and evaluation, and saves.
+_CHANNELS = ("main", "fit", "evaluate", "save")
 
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """What a job chooses; see `connect`."""
+    """The settings of a connection; see `connect`."""
 
     kind: str = "memory"
     wire: str = "float32"
@@ -63,7 +63,7 @@ class ConnectionSettings:
 
 
 class Joined(Protocol):
-    """Something that can be waited for."""
+    """Something that can be joined."""
 
     def join(self) -> None:
         """Wait until it has ended."""
@@ -74,12 +74,12 @@ class Connection:
 
     def __init__(self, settings: ConnectionSettings | None = None) -> None:
         self.settings = settings or ConnectionSettings()
-        self.channels = {name: CollectiveChannel(name) for name in _LANES}
+        self.channels = {name: CollectiveChannel(name) for name in _CHANNELS}
         self.rank = 0
         self.world_size = 1
         self.chosen = False  # whether the program has called `connect`
         self.servers: Servers | None = None
-        self.under_way: Joined | None = None  # a save, which needs its channel
+        self.running_save: Joined | None = None  # which needs its channel
         self.workers: Workers | None = None
         self._member: Membership | None = None
 
@@ -95,7 +95,7 @@ class Connection:
 
     @contextmanager
     def on(self, channel: str) -> Iterator[CollectiveChannel]:
-        """Inside of it, the calling thread talks on this channel, which no other thread may use meanwhile."""
+        """Within it, the calling thread uses this channel, which no other thread may use meanwhile."""
         before = getattr(_thread, "channel", "main")
         _thread.channel = channel
         try:
@@ -105,27 +105,27 @@ class Connection:
 
     @property
     def ahead(self) -> int:
-        """How many batches lookups run ahead."""
+        """How many batches are looked up in advance."""
         return self.settings.staleness if self.servers is not None else 0
 
     @property
     def divisor(self) -> int:
-        """What gradients of rows are divided by: how many trainers' gradients make a step."""
+        """The divisor of rows' gradients: how many trainers' gradients make a step."""
         if self.settings.grad_reduce == "key":
             return 1
         return self.settings.mode.gradients_per_step(self.world_size, self.settings.dense)
 
     @property
     def joint_steps(self) -> bool:
-        """Whether every step has the gradients of all trainers; those of one trainer are all of them."""
+        """Whether every step has the gradients of all trainers; always true for a single trainer."""
         return self.world_size == 1 or self.settings.mode.joint_steps
 
     def reach(self, servers: Sequence[str] | None, workers: Sequence[str] | None = None) -> None:
-        """Find servers and workers at these addresses, or where the environment says; a collective."""
+        """Find servers and workers at these addresses, or as the environment says; a collective."""
         from karvan.discovery.membership import member_from_environment
         from karvan.distributed.clients.embedding_workers import find_workers
         from karvan.distributed.clients.parameter_servers import (
-            find_servers,  # with Flight, which others need not wait for
+            find_servers,  # imports Flight, for which other connections need not wait
         )
 
         hello = {
@@ -144,16 +144,16 @@ class Connection:
         self._member = member_from_environment(Role.TRAINER)
 
     def fail(self, channel: str, error: BaseException) -> None:
-        """This rank cannot go on: leave a channel, on which others may wait, and tell them why."""
+        """This rank cannot continue: leave a channel, on which others may wait, and report why."""
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """What to raise for an error of torch's own collectives: a RankError, if a rank is the reason."""
+        """The exception to raise for an error of torch's collectives: a RankError if a rank is the cause."""
         return error
 
     def close(self) -> None:
-        """Leave, once nothing is under way any more; the process group stays."""
-        if self.under_way is not None:
-            self.under_way.join()
+        """Disconnect, once a running save has ended; the process group stays."""
+        if self.running_save is not None:
+            self.running_save.join()
         if self.workers is not None:
             self.workers.close()
         if self.servers is not None:
@@ -179,7 +179,7 @@ class SharedConnection(Connection):
                 backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
             store, rank, world = _open_store(timeout)
-            name = meet(store, rank, world, settings.timeout)
+            name = agree_on_name(store, rank, world, settings.timeout)
             with closing_ports():
                 dist.init_process_group(
                     backend, store=PrefixStore(name, store), rank=rank, world_size=world, timeout=timeout
@@ -188,7 +188,7 @@ class SharedConnection(Connection):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         store = default_store()
         number = store.add("karvan/connections", 1) - 1  # each rank adds one for every connection of the job
-        self._watch = RankMonitor(
+        self._monitor = RankMonitor(
             PrefixStore(f"karvan/{number // self.world_size}", store),
             self.rank,
             self.world_size,
@@ -196,13 +196,13 @@ class SharedConnection(Connection):
         )
         with closing_ports():
             self._make_channels(timeout)
-        atexit.register(self._watch.close)
+        atexit.register(self._monitor.close)
 
     def _make_channels(self, timeout: timedelta) -> None:
         settings = self.settings
         first = GlooChannel("first", dist.new_group(backend="gloo", timeout=timeout), self._explain)
         boards = None if settings.transport == "network" else self._boards(first)
-        for name in _LANES:
+        for name in _CHANNELS:
             if boards is not None:
                 self.channels[name] = SharedMemoryChannel(
                     name, boards[name], self.rank, self.world_size, settings.timeout, self._explain
@@ -216,58 +216,58 @@ class SharedConnection(Connection):
             )
 
     def _boards(self, first: CollectiveChannel) -> dict[str, _native.Board] | None:
-        """Memory that all ranks share, for each channel; None if one of them cannot have it."""
-        made: dict[str, _native.Board] = {}
+        """Shared memory of all ranks for each channel; None if it is not possible for one of them."""
+        boards: dict[str, _native.Board] = {}
         error = ""
         try:
-            made = {name: _native.Board(self.rank, self.world_size) for name in _LANES}
+            boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
         except (RuntimeError, OSError) as reason:
             error = str(reason)
-        here = {"machine": _machine(), "places": {name: board.place for name, board in made.items()}}
-        there = first.gather_json(here)
+        here = {"machine": _machine(), "places": {name: board.place for name, board in boards.items()}}
+        ranks = first.gather_json(here)
         try:
-            if any(one["machine"] != here["machine"] or len(one["places"]) < len(_LANES) for one in there):
+            if any(one["machine"] != here["machine"] or len(one["places"]) < len(_CHANNELS) for one in ranks):
                 error = error or "ranks are on several machines"
             else:
-                for name, board in made.items():
-                    board.join([tuple(one["places"][name]) for one in there])
+                for name, board in boards.items():
+                    board.join([tuple(one["places"][name]) for one in ranks])
         except (RuntimeError, OSError) as reason:
             error = str(reason)
         errors = [each for each in first.gather_json(error) if each]
         if errors:
-            _log.info("Ranks talk over the network: %s.", errors[0])
-        return None if errors else made
+            _log.info("Ranks communicate over the network: %s.", errors[0])
+        return None if errors else boards
 
     def close(self) -> None:
         """See `Connection.close`."""
         super().close()
-        self._watch.close()
-        atexit.unregister(self._watch.close)
+        self._monitor.close()
+        atexit.unregister(self._monitor.close)
 
     def fail(self, channel: str, error: BaseException) -> None:
         """See `Connection.fail`."""
-        self._watch.tell(error)
+        self._monitor.report_failure(error)
         self.channels[channel].leave()
         if dist.is_initialized():
-            keep_forever(default_group())  # gradients may be on their way
+            keep_forever(default_group())  # gradients may be in flight
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """See `Connection.explained`."""
         of_torch = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
         if of_torch and not isinstance(error, RankError):
-            return self._watch.explain("main", None, error)
+            return self._monitor.explain("main", None, error)
         return error
 
     def _explain(self, channel: CollectiveChannel, lost: int | None, error: Exception) -> Exception:
-        return self._watch.explain(channel.name, lost, error)
+        return self._monitor.explain(channel.name, lost, error)
 
     def _progress(self) -> dict[str, int]:
         return {name: channel.operations for name, channel in self.channels.items()}
 
 
 _thread = threading.local()
-_owned: set[str] = set()  # what was begun here, and has to be ended here
-_store: WireStore | None = None  # at which a launched job's trainers have met
+_owned: set[str] = set()  # what `connect` has created, and `disconnect` destroys
+_store: WireStore | None = None  # for the rendezvous of a launched job's trainers
 _current = Connection()
 _lock = threading.Lock()
 
@@ -293,26 +293,26 @@ def connect(
     tolerance: int | None = None,
     on_server_loss: str | None = None,
 ) -> Connection:
-    """Choose where the rows of engines live that are made from now on.
+    """Choose where rows are stored, for engines that are created from now on.
 
     "memory": in this process. "sharded", in a program that torchrun starts: every rank owns a range of the
     keys' hashes of every table, ranks train on shares of the data, and gradients are averaged. "remote": on
     parameter servers; started several times, by torchrun or a launched job, trainers share the data as above.
 
-    wire: what vectors and gradients travel as, "float32", "bfloat16" or "float16"; without it as a launched
-    job says, else float32.
+    wire: the dtype in which vectors and gradients are sent, "float32", "bfloat16" or "float16"; without it as
+    a launched job says, else float32.
     grad_reduce: "mean" divides the sum of a key's gradients by the number of ranks, as is done with those of
     dense parameters; "key" by the number of ranks that had the key in their batch.
     timeout: seconds after which a rank that does not answer is an error on all others.
-    transport: "memory" that ranks share, which takes one machine; "network" (gloo); "auto": the first where
-    it works. Dense gradients go their own way (DistributedDataParallel).
+    transport: "memory" that ranks share, on one machine only; "network" (gloo); "auto": "memory" if possible.
+    Dense gradients are sent separately (DistributedDataParallel).
     servers: addresses of parameter servers, "host:port"; a launched job finds its own. workers: those of
-    embedding workers, which keep the ids of batches that loaders send; without any, ids are in the batches.
-    mode: how trainers keep together, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
+    embedding workers, which hold the ids of batches that loaders send; without any, ids are in the batches.
+    mode: how trainers synchronise, "sync", "hybrid" or "async" (see `sync_modes.py`). Without it, as a
     launched job says; else by staleness, sync for 1 and hybrid above. staleness: how many batches of a
     trainer may be between lookup and applied gradient. 1, in mode sync: lookups wait for all gradients of the
-    step before, as in memory. Without it, as a launched job says; else 1, or 4 if mode hybrid or async is
-    given. lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async are a step, see
+    step before, as in memory. Without it, as a launched job says; else 1, or 4 with mode hybrid or async.
+    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async make a step, see
     `DenseSettings`.
     on_server_loss: "rollback", the default unless a launched job says otherwise: a server that has restarted
     is an error, after which a launched job continues from its last checkpoint. "reload": the server loads its
@@ -358,18 +358,18 @@ def connect(
         together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
         if kind != "memory":
             require_limits(int(os.environ.get("WORLD_SIZE", "1")))
-            made = SharedConnection(settings) if together else Connection(settings)
+            connection = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":
-                made.reach(servers, workers)
-            made.chosen = True
-            _current = made
+                connection.reach(servers, workers)
+            connection.chosen = True
+            _current = connection
         return _current
 
 
 def disconnect() -> None:
-    """Back to rows in this process, for engines that are made from now on; ends what `connect` has begun.
+    """Store rows in this process again, for engines that are created from now on; undoes `connect`.
 
-    A save that is under way is waited for.
+    It waits for a running save.
     """
     global _store
     connect("memory")
@@ -382,7 +382,7 @@ def disconnect() -> None:
 
 
 def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """Where the ranks meet, this one's number, and how many there are."""
+    """The store for the rendezvous of the ranks, this rank, and the number of ranks."""
     global _store
     job = JobEnvironment.read()
     if job.registry and job.role == Role.TRAINER:
@@ -394,12 +394,12 @@ def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     return store, rank, world
 
 
-def _choose_server_loss(given: str | None) -> ServerLoss:
-    if given is None:
+def _choose_server_loss(name: str | None) -> ServerLoss:
+    if name is None:
         return JobEnvironment.read().on_server_loss or ServerLoss.ROLLBACK
-    if given not in tuple(ServerLoss):
-        raise ValueError(f"on_server_loss must be one of {', '.join(ServerLoss)}, got {given!r}.")
-    return ServerLoss(given)
+    if name not in tuple(ServerLoss):
+        raise ValueError(f"on_server_loss must be one of {', '.join(ServerLoss)}, got {name!r}.")
+    return ServerLoss(name)
 
 
 def _started_by_torch() -> bool:
@@ -407,7 +407,7 @@ def _started_by_torch() -> bool:
 
 
 def _machine() -> str:
-    """What processes on one machine have in common."""
+    """An identifier that all processes of one machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

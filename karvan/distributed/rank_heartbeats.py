@@ -1,4 +1,4 @@
-"""Heartbeats of ranks that work for minutes before they meet again."""
+"""Heartbeats of ranks that work for minutes between two collectives."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RankHeartbeats:
         self._broken = False
 
     def still_working(self) -> None:
-        """Called between pieces of work; a round if it is time for one."""
+        """Called between parts of the work; does a round if it is time for one."""
         if time.monotonic() >= self._last + self._every:
             self._round(0)
 
     def finish(self) -> None:
-        """Wait until all ranks have done their work, well or not."""
+        """Wait until all ranks have finished their work, successfully or not."""
         while not self._broken and self._round(1) < self._channel.world_size:
             pass
 

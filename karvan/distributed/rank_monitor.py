@@ -13,12 +13,12 @@ from karvan.clock import clock
 from karvan.distributed.errors import RankError
 from karvan.torch_internals import Store
 
-_BEAT = 1.0  # seconds between two signs of life
+_BEAT = 1.0  # seconds between two heartbeats
 _LOST = 3.5  # seconds without one after which a rank counts as dead or stopped
 
 
 class RankMonitor:
-    """Tells the others that this rank lives, and finds out who does not."""
+    """Sends the heartbeats of this rank, and finds the ranks that send none."""
 
     def __init__(
         self, store: Store, rank: int, world: int, progress: Callable[[], Mapping[str, int]]
@@ -34,13 +34,13 @@ class RankMonitor:
         self._thread.start()
 
     def close(self) -> None:
-        """No more signs of life."""
+        """Send no more heartbeats."""
         self._ended.set()
         self._thread.join(_BEAT)
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the others, who will miss this rank, what has happened to it."""
-        if isinstance(error, RankError):  # of another rank, which `explain` has told
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks, which will miss this one, why it has failed."""
+        if isinstance(error, RankError):  # of another rank, which `explain` has reported
             return
         name = _name(self._rank, {"pid": os.getpid(), "host": os.uname().nodename})
         with suppress(RuntimeError):
@@ -49,12 +49,12 @@ class RankMonitor:
     def explain(self, channel: str, lost: int | None, error: Exception) -> RankError:
         """An error that names the rank because of which a collective on a channel has failed.
 
-        lost: a rank whose process is known to have ended. Maybe it did because it has lost another one.
+        lost: a rank whose process is known to have ended, perhaps because it has lost another one.
         """
         who = self._missing(channel) if lost is None else self._ended_first(lost)
         with suppress(RuntimeError):  # the store may be gone as well
             self._say("failed", who or str(error))
-        return RankError(f"{who or 'A rank has failed, nobody knows which'}: {_short(error)}")
+        return RankError(f"{who or 'A rank has failed, it is not known which'}: {_short(error)}")
 
     def _ended_first(self, lost: int) -> str:
         try:
@@ -66,27 +66,27 @@ class RankMonitor:
     def _missing(self, channel: str) -> str | None:
         try:
             before = self._all("alive")
-            if not self._told(self._all("failed")):
+            if not self._reported(self._all("failed")):
                 clock.sleep(_LOST)
             after, failed = self._all("alive"), self._all("failed")
         except (RuntimeError, ValueError):
-            return "The process that introduced the ranks to each other (rank 0, or torchrun) is gone"
-        if told := self._told(failed):
-            return told
+            return "The process that holds the ranks' store (rank 0, or torchrun) is gone"
+        if failure := self._reported(failed):
+            return failure
         others = [rank for rank in range(self._world) if rank != self._rank]
         silent = [r for r in others if after.get(r) == before.get(r)]
         if silent:
             where = ", ".join(_name(rank, after.get(rank)) for rank in silent)
             return f"{where} {'has' if len(silent) == 1 else 'have'} died or stopped"
-        here = self._progress().get(channel, 0)
-        slow = [r for r in others if after.get(r, {}).get("at", {}).get(channel, 0) < here]
+        count = self._progress().get(channel, 0)
+        slow = [r for r in others if after.get(r, {}).get("at", {}).get(channel, 0) < count]
         if slow:
             where = ", ".join(_name(rank, after.get(rank)) for rank in slow)
-            return f"{where} {'does' if len(slow) == 1 else 'do'} not get to operation {here} of '{channel}'"
+            return f"{where} {'does' if len(slow) == 1 else 'do'} not reach operation {count} of '{channel}'"
         return None
 
-    def _told(self, failed: Mapping[int, Any]) -> str | None:
-        """What others have found out."""
+    def _reported(self, failed: Mapping[int, Any]) -> str | None:
+        """The failure that another rank has reported, if any."""
         return next((str(failed[rank]) for rank in sorted(failed) if rank != self._rank), None)
 
     def _all(self, what: str) -> dict[int, Any]:

@@ -1,9 +1,9 @@
 """Rendezvous of ranks at a store that may hold keys of an earlier generation.
 
-torchrun starts ranks again after one has died, and may give them the same store. What is in it then looks
-like an answer, but nobody is there any more. So each process brings a number of its own: rank 0 writes a
-roll of all numbers it finds, anew whenever one changes, until every rank has answered to its own number on
-the same roll. The roll's name is one that no earlier generation can have used.
+torchrun restarts ranks after one has died, and may give them the same store. Its keys then look like answers
+of the new ranks, but are those of processes that have ended. So each process writes a random number: rank 0
+writes a roll of all numbers it finds, again whenever one changes, until every rank has confirmed its own
+number on the same roll. The roll's name is one that no earlier generation can have used.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import time
 
 from karvan.torch_internals import Store
 
-_LOOK = 0.01  # seconds between two looks
+_POLL = 0.01  # seconds between two reads
 
 
-def meet(store: Store, rank: int, world: int, timeout: float) -> str:
-    """A name that all ranks of this generation get, and nobody else."""
+def agree_on_name(store: Store, rank: int, world: int, timeout: float) -> str:
+    """A name that all ranks of this generation get, and no other process."""
     mine = secrets.token_hex(8)
     store.set(f"karvan/hello/{rank}", mine)
     until = time.monotonic() + timeout
-    called = ""
+    written = ""
     while time.monotonic() < until:
         if rank == 0:
             numbers = [_get(store, f"karvan/hello/{r}") for r in range(world)]
             name = hashlib.sha256(" ".join(numbers).encode()).hexdigest()[:16]
-            if all(numbers) and name != called:
+            if all(numbers) and name != written:
                 store.set("karvan/roll", json.dumps({"name": name, "numbers": numbers}))
-                called = name
+                written = name
         roll = json.loads(_get(store, "karvan/roll") or "{}")
         if roll and len(roll["numbers"]) == world and roll["numbers"][rank] == mine:
             name = roll["name"]
@@ -39,9 +39,9 @@ def meet(store: Store, rank: int, world: int, timeout: float) -> str:
                 store.set(f"karvan/go/{name}", "yes")
             if _get(store, f"karvan/go/{name}"):
                 return str(name)
-        time.sleep(_LOOK)
+        time.sleep(_POLL)
     raise TimeoutError(
-        f"Rank {rank} expected all {world} ranks to meet within {timeout:g} seconds, but they did not."
+        f"Rank {rank} expected all {world} ranks to join within {timeout:g} seconds, but they did not."
     )
 
 

@@ -1,15 +1,15 @@
 """`WireStore`: torch's `Store` over Karvan's own wire, for the trainers of a launched job.
 
-The other side is `karvan.discovery.rendezvous_store`, in the job's registry: callers show the token, and TLS
-is what it is for all calls. No call waits there. `get` and `wait` ask until the keys are there or the time is
-over, at first every millisecond, later ten times a second.
+The other side is `karvan.discovery.rendezvous_store`, in the job's registry: token and TLS are those of all
+calls. No call blocks there. `get` and `wait` ask until the keys exist or the timeout is reached, at first
+every millisecond, later ten times a second.
 
-A connection that breaks is made again, and a call is done once however often it was sent. When the registry
-is gone, which means the launcher, calls fail with a `DistStoreError` after the store's timeout. A trainer of
-a generation that is over gets a RefusedError.
+A broken connection is replaced, and a call is executed once however often it was sent. When the registry is
+gone, and so the launcher, calls fail with a `DistStoreError` after the store's timeout. A trainer of an
+earlier generation gets a RefusedError.
 
-torch calls these methods from threads of its own as well. They need Python's lock while a call is packed, not
-while it is in flight.
+torch also calls these methods from its own threads. They need Python's lock while a call is packed, not while
+it is in flight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_val
 from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
 
-_PAUSES = 0.001, 0.1  # seconds between two questions, at first and at last
+_PAUSES = 0.001, 0.1  # seconds between two calls, at first and at most
 
 # torch's objects hold only the C++ half of a store that is written in Python.
 _in_use: set[WireStore] = set()
@@ -37,8 +37,8 @@ _in_use: set[WireStore] = set()
 class WireStore(Store):
     """The store of one generation of trainers, at the registry's "host:port", until `close`.
 
-    timeout: seconds for a registry that does not answer, and for keys that are waited for, unless
-    `set_timeout` says otherwise.
+    timeout: seconds to wait for a registry that does not answer, and for keys; `set_timeout` changes the
+    latter.
     """
 
     timeout: timedelta  # torch's; `set_timeout` changes it
@@ -65,11 +65,11 @@ class WireStore(Store):
         self._call("set", {"keys": list(keys)}, values)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once it is there."""
+        """The value of a key, once it exists."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, once all of them are there."""
+        """The values of several keys, once all of them exist."""
         found: list[bytes] = []
 
         def ask() -> bool:
@@ -82,15 +82,15 @@ class WireStore(Store):
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of these keys are there."""
+        """Wait until all of these keys exist."""
         self._poll(lambda: self.check(keys), keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these keys are there."""
+        """Whether all of these keys exist."""
         return bool(self._call("check", {"keys": list(keys)}).head["present"])
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; the sum."""
+        """Add to a number; returns the sum."""
         return int(self._call("add", {"key": key, "amount": amount}).head["total"])
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -98,15 +98,15 @@ class WireStore(Store):
         self._call("append", {"key": key}, [value])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value; the value afterwards."""
+        """Set a key if it has the expected value; returns the value afterwards."""
         return unpack_values(*self._call("compare_set", {"key": key}, [expected, desired]))[0]
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802
-        """Remove a key, for `delete_key`: by this name torch finds it."""
+        """Remove a key, for `delete_key`: torch looks it up by this name."""
         return bool(self._call("delete", {"key": key}).head["deleted"])
 
     def getNumKeys(self) -> int:  # noqa: N802
-        """The number of keys, for `num_keys`: by this name torch finds it."""
+        """The number of keys, for `num_keys`: torch looks it up by this name."""
         return int(self._call("count", {}).head["keys"])
 
     def has_extended_api(self) -> bool:
@@ -114,13 +114,13 @@ class WireStore(Store):
         return True
 
     def clone(self) -> WireStore:
-        """Another one with the same keys."""
-        made = WireStore(self._registry, self._generation, self._security, self._deadline)
-        made.set_timeout(self.timeout)
-        return made
+        """Another store with the same keys."""
+        copy = WireStore(self._registry, self._generation, self._security, self._deadline)
+        copy.set_timeout(self.timeout)
+        return copy
 
     def close(self) -> None:
-        """Leave the registry; calls without an answer fail."""
+        """Disconnect from the registry; calls without an answer fail."""
         _in_use.discard(self)
         with self._lock:
             peer, self._peer = self._peer, None
@@ -139,7 +139,7 @@ class WireStore(Store):
         except WireError as error:
             self._drop(peer)
             raise dist.DistStoreError(
-                f"Trainers meet at the job's registry, which is lost: {error}"
+                f"The job's registry, which holds the trainers' store, is lost: {error}"
             ) from error
 
     def _poll(self, ask: Callable[[], bool], keys: Sequence[str], timeout: timedelta) -> None:
@@ -148,9 +148,9 @@ class WireStore(Store):
         while not ask():
             left = due - clock.now()
             if left <= 0:
-                wanted = ", ".join(keys)[:200]
+                missing = ", ".join(keys)[:200]
                 seconds = timeout.total_seconds()
-                raise dist.DistStoreError(f"Expected {wanted} within {seconds:g} seconds, got nothing.")
+                raise dist.DistStoreError(f"Expected {missing} within {seconds:g} seconds, got nothing.")
             time.sleep(min(pause, left))
             pause = min(longest, 2 * pause)
 
@@ -161,7 +161,7 @@ class WireStore(Store):
             return self._peer
 
     def _drop(self, peer: Client) -> None:
-        """It has given up; the next call needs another one."""
+        """Close a client that has given up; the next call needs another one."""
         with self._lock:
             if self._peer is peer:
                 self._peer = None

@@ -1,4 +1,4 @@
-"""One owner of a run: the lease of a checkpoint folder, so that two trainings never write into one."""
+"""The owner of a checkpoint folder: a lease, so that two runs never write into one folder."""
 
 from karvan.owner.errors import LeaseLostError, OwnerError
 from karvan.owner.ownership import Ownership, check_owner, own

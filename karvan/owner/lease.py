@@ -1,20 +1,19 @@
-"""`Lease`: a file in a folder that says which process may write there, renewed while that process lives.
+"""`Lease`: a file in a folder that says which process may write there, renewed while that process runs.
 
 Protocol:
-- Taking. The file is written under another name and linked to its own, which fails if there is one: of
-  several processes exactly one succeeds, also on network file systems.
-- Renewing. A thread overwrites the file in place, every sixth part of the lease's `seconds`. An owner whose
-  file was taken away in the meantime writes into a file that nobody reads any more, never into another's
-  lease.
-- Others. An owner whose process is gone (same machine) is replaced at once. One that runs is an
-  `OwnerError`. One of another machine, or that is stopped (SIGSTOP, Ctrl-Z), is watched: if the file
-  changes it lives; if it does not for `seconds`, measured by the watcher's own clock, it is replaced. Wall
+- Taking. The file is written under another name and hard-linked to its final name, which fails if that
+  exists: of several processes exactly one succeeds, also on network file systems.
+- Renewing. A thread overwrites the file in place, six times within the lease's `seconds`. An owner whose
+  file was removed in the meantime writes into an unlinked file, never into another's lease.
+- Others. An owner whose process has ended (same machine) is replaced at once. One that runs is an
+  `OwnerError`. One on another machine, or one that is stopped (SIGSTOP, Ctrl-Z), is watched: if the file
+  changes, it runs; if it does not for `seconds`, measured by the watcher's own clock, it is replaced. Wall
   clocks are never compared.
 - Replacing. The old file is renamed, which only one process can do, and read once more: if it is not the
-  one that was given up, it is put back.
+  one that expired, it is put back.
 - Losing. An owner that was paused for longer than its lease finds another's id in the file, and raises
   `LeaseLostError` before its next save.
-- Release. The file is removed. What a killed process leaves behind is replaced as above.
+- Release. The file is removed. The file of a killed process is replaced as above.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 FILE = ".karvan-owner.json"
 _RENEWALS = 6  # of a lease within its seconds
-_LOOK_EVERY = 0.2  # seconds between two looks at a file that is being watched
+_POLL_EVERY = 0.2  # seconds between two reads of a file that is being watched
 _MOST_BYTES = 16384
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)  # some file systems
 
@@ -48,7 +47,7 @@ class Lease:
     """A lease that this process holds until `release`."""
 
     def __init__(self, folder: Path, seconds: float) -> None:
-        """Take it; an OwnerError if another process has it, perhaps after waiting for a renewal."""
+        """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal."""
         self.path = folder / FILE
         self.record = OwnerRecord.of_this_process(seconds)
         self._lost: LeaseLostError | None = None
@@ -65,13 +64,13 @@ class Lease:
     def check(self) -> None:
         """Raise a LeaseLostError if another process has taken the folder over.
 
-        An OSError if the folder is on another file system than when the lease was taken: that one is away,
-        and what is written in the meantime would be hidden when it is mounted again.
+        An OSError if the folder is on another file system than when the lease was taken: that one was
+        unmounted, and files written in the meantime would be hidden when it is mounted again.
         """
         if self._lost is None and device_of(self.path.parent) != self._device:
             raise away_error(self.path.parent)
         if self._lost is None:
-            with suppress(OSError):  # a place that fails is noticed by the save
+            with suppress(OSError):  # the save reports a file system that fails
                 self._lost = self._find_other()
         if self._lost is not None:
             raise LeaseLostError(*self._lost.args)
@@ -82,14 +81,14 @@ class Lease:
 
     def _find_other(self) -> LeaseLostError | None:
         found = read_lease(self.path)
-        if found is None and not self._released.is_set():  # somebody has removed the file
+        if found is None and not self._released.is_set():  # the file was removed
             with self._lock:
                 self._link()
             found = read_lease(self.path)
         return None if found is None or found.id == self.record.id else lost_error(self.path, found)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Allow others to take the folder."""
         self._released.set()
         self._thread.join()
         with suppress(OSError):
@@ -102,12 +101,12 @@ class Lease:
                 self._descriptor = -1
 
     def _link(self) -> bool:
-        """Make the file if there is none; whether it is ours now."""
+        """Create the file if there is none; returns whether this process created it."""
         content = self.record.content()
         hidden = self.path.with_name(f"{FILE}.{os.getpid()}-{secrets.token_hex(4)}")
         descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            os.fchmod(descriptor, 0o644)  # so that whoever is refused can read by whom
+            os.fchmod(descriptor, 0o644)  # so that a refused user can read who the owner is
             os.write(descriptor, content)
             os.fsync(descriptor)
             try:
@@ -135,7 +134,7 @@ class Lease:
         return True
 
     def _replace_other(self) -> None:
-        """Wait until the file's owner is known to be gone, and take the file away."""
+        """Wait until the file's owner is known to be gone, and remove the file."""
         try:
             content = _read(self.path)
         except PermissionError:
@@ -157,7 +156,7 @@ class Lease:
         except FileNotFoundError:
             return
         now = _read(aside)
-        if now is not None and now != content:  # another process was faster, and this is its lease
+        if now is not None and now != content:  # another process took the lease in the meantime
             with suppress(OSError):
                 os.link(aside, self.path)
         elif owner is not None:
@@ -167,10 +166,10 @@ class Lease:
             aside.unlink()
 
     def _watch(self, content: bytes, owner: OwnerRecord | None, state: str) -> None:
-        """Return if the file stays as it is for the time of its lease; raise if its owner renews it."""
+        """Return if the file does not change for the time of its lease; raise if its owner renews it."""
         seconds = self.record.seconds if owner is None else owner.seconds
         whose = "an owner that cannot be read" if owner is None else str(owner)
-        why = "is stopped" if state == "stopped" else "cannot be asked whether it lives"
+        why = "is stopped" if state == "stopped" else "may or may not be running"
         _log.warning(
             "%s belongs to %s, which %s: waiting %g s for a renewal of its lease before taking over.",
             self.path.parent,
@@ -178,9 +177,9 @@ class Lease:
             why,
             seconds,
         )
-        begin = clock.now()
-        while clock.now() - begin < seconds:
-            time.sleep(min(_LOOK_EVERY, seconds / _RENEWALS))
+        start = clock.now()
+        while clock.now() - start < seconds:
+            time.sleep(min(_POLL_EVERY, seconds / _RENEWALS))
             now = _read(self.path)
             if now is None:
                 return
@@ -205,12 +204,12 @@ class Lease:
                 return
             except (
                 OSError
-            ) as error:  # the place may come back, and the file stays as long as nobody takes over
+            ) as error:  # the file system may come back; the lease is valid until it is taken over
                 _log.warning("The lease %s could not be renewed: %s", self.path, error)
 
 
 def device_of(folder: Path) -> int:
-    """The file system of a folder or, if it is not there, of the nearest one above it that is."""
+    """The file system of a folder or, if it does not exist, of its nearest existing parent."""
     for each in (folder, *folder.absolute().parents):
         with suppress(OSError):
             return os.stat(each).st_dev
@@ -221,7 +220,7 @@ def away_error(folder: Path) -> OSError:
     """The error of a folder whose file system was unmounted: an outage."""
     return OSError(
         errno.ESTALE,
-        "expected the file system on which this run began, got none or another one; is it mounted?",
+        "expected the file system on which this run started, got none or another one; is it mounted?",
         str(folder),
     )
 
@@ -259,7 +258,7 @@ def _read(path: Path) -> bytes | None:
             raise _kind_error(path) from None
         raise
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # others can make anything in a shared folder
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # others can create anything in a shared folder
             raise _kind_error(path)
         return os.read(descriptor, _MOST_BYTES)
     finally:

@@ -1,10 +1,9 @@
 """`own`: this process owns a folder for as long as it trains there.
 
-A process may own a folder several times over, one after another or nested, in any of its threads: it has
-one lease, which is released with the last use. Other processes are refused. The processes of a launched job
-belong to the launcher's lease: they find its id in KARVAN_OWNER, take none of their own for the job's
-folder, and check before a save that it is still the launcher's. With several ranks, rank 0 owns for all of
-them.
+A process may own a folder several times, one after another or nested, in any of its threads: it has one
+lease, which is released with the last use. Other processes are refused. The processes of a launched job use
+the launcher's lease: they find its id in KARVAN_OWNER, take no lease for the job's folder, and check before a
+save that it is still the launcher's. With several ranks, rank 0 owns the folder for all of them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 SECONDS = 60.0
 
-# A place that cannot be written to is reported by who saves there, in words of its own.
-_REPORTED_ELSEWHERE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+# The code that saves reports a folder that cannot be written to, with a better message.
+_REPORTED_BY_SAVES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 
 class Ownership:
@@ -37,7 +36,7 @@ class Ownership:
 
     @property
     def id(self) -> str:
-        """Of the lease, for the processes of a job; empty without one."""
+        """The id of the lease, for the processes of a job; empty without one."""
         return "" if self._shared is None else self._shared.lease.record.id
 
     def on_lost(self, do: Callable[[], None]) -> None:
@@ -50,7 +49,7 @@ class Ownership:
         check_owner(self.folder)
 
     def release(self) -> None:
-        """End it; others may have the folder if this was the last use of it by this process."""
+        """End it; others may take the folder if this was the last use of it by this process."""
         shared, self._shared = self._shared, None
         if shared is None or os.getpid() != shared.process:
             return
@@ -75,7 +74,7 @@ _leases: dict[Path, _SharedLease] = {}
 
 
 def own(folder: str | os.PathLike[str]) -> Ownership:
-    """Own a folder, which is made if it is not there; an OwnerError if another run does."""
+    """Own a folder, which is created if necessary; an OwnerError if another run owns it."""
     path = Path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_launcher(key):
@@ -91,24 +90,24 @@ def own(folder: str | os.PathLike[str]) -> Ownership:
             path.mkdir(parents=True, exist_ok=True)
             shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds()))
         except OSError as error:
-            if error.errno not in _REPORTED_ELSEWHERE:
-                _log.warning("No lease for %s, so another run is not kept from it: %s", path, error)
+            if error.errno not in _REPORTED_BY_SAVES:
+                _log.warning("No lease for %s, so another run may also write there: %s", path, error)
             return Ownership(path, None)
     return Ownership(path, shared)
 
 
 def check_owner(folder: str | os.PathLike[str]) -> None:
-    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and does no longer.
+    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and no longer does.
 
-    An OSError, which is an outage, if the folder's file system is away.
+    An OSError, which is an outage, if the folder's file system is unmounted.
     """
     path = Path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_launcher(key):
         found = None
-        with suppress(OSError):  # a place that fails is noticed by the save
+        with suppress(OSError):  # the save reports a file system that fails
             found = read_lease(path / FILE)
-        if found is None and not os.path.lexists(path / FILE):  # the launcher would have made it again
+        if found is None and not os.path.lexists(path / FILE):  # the launcher would have created it again
             raise away_error(path)
         if found is not None and found.id != JobEnvironment.read().owner:
             raise lost_error(path / FILE, found)
@@ -120,8 +119,8 @@ def check_owner(folder: str | os.PathLike[str]) -> None:
 
 def lease_seconds() -> float:
     """Seconds without a renewal after which others may take over."""
-    given = JobEnvironment.read().lease_seconds
-    seconds = SECONDS if given is None else given
+    setting = JobEnvironment.read().lease_seconds
+    seconds = SECONDS if setting is None else setting
     if not 1 <= seconds <= 86400:
         raise ValueError(f"KARVAN_LEASE_SECONDS expects seconds from 1 to 86400, got {seconds:g}.")
     return seconds

@@ -1,8 +1,8 @@
-"""`OwnerRecord`: who owns a folder, as its lease file says, and whether that process is still there.
+"""`OwnerRecord`: who owns a folder, as its lease file says, and whether that process still runs.
 
-A process is identified by its number and its start time, since numbers are used again. The numbers mean
-something only on the machine, since its last boot, and in the PID namespace (container) where they were
-given; elsewhere nobody can tell whether the process lives but by its renewals of the lease.
+A process is identified by its number and its start time, since numbers are reused. The numbers are valid only
+on the machine, since its last boot, and in the PID namespace (container) of the process; anywhere else only
+renewals of the lease show that the process runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_COMMAND = 300
 
 @dataclass(frozen=True)
 class OwnerRecord:
-    """An owner. id is random; machine identifies where pid and start mean something."""
+    """An owner. id is random; machine identifies where pid and start are valid."""
 
     id: str
     host: str
@@ -33,13 +33,13 @@ class OwnerRecord:
     start: str
     user: str
     command: str
-    taken: str  # wall-clock time, for people
+    taken: str  # wall-clock time, for error messages
     seconds: float  # without a renewal after which others may take over
     renewals: int = 0
 
     @classmethod
     def of_this_process(cls, seconds: float) -> OwnerRecord:
-        """A new one."""
+        """A new record of this process."""
         pid = os.getpid()
         return cls(
             id=secrets.token_hex(16),
@@ -55,17 +55,17 @@ class OwnerRecord:
 
     @classmethod
     def parse(cls, content: bytes) -> OwnerRecord | None:
-        """What a lease file says; None if it is incomplete or no lease."""
+        """The record in a lease file; None if it is incomplete or not a lease."""
         try:
-            given: dict[str, Any] = json.loads(content)
+            values: dict[str, Any] = json.loads(content)
             kinds: dict[str, Any] = {"pid": int, "renewals": int, "seconds": (int, float)}
             fields = cls.__dataclass_fields__
-            if not all(isinstance(given[name], kinds.get(name, str)) for name in fields):
+            if not all(isinstance(values[name], kinds.get(name, str)) for name in fields):
                 return None
-            made = cls(**{name: given[name] for name in fields})
+            record = cls(**{name: values[name] for name in fields})
         except (ValueError, KeyError, TypeError):
             return None
-        return made if 0 < made.seconds < 1e6 else None
+        return record if 0 < record.seconds < 1e6 else None
 
     def content(self) -> bytes:
         """For a lease file; of the same length after any renewal, so that it is overwritten in place."""
@@ -73,7 +73,7 @@ class OwnerRecord:
         return text.replace('"renewals": 0', f'"renewals": {self.renewals:>10d}').encode() + b"\n"
 
     def state(self) -> str:
-        """What is known of its process here: "running", "stopped", "gone", or "unknown" (another machine)."""
+        """The state of its process: "running", "stopped", "gone", or "unknown" (on another machine)."""
         if self.machine != _machine():
             return "unknown"
         if not self.start or _start_of(self.pid) != self.start:
@@ -86,7 +86,7 @@ class OwnerRecord:
 
 
 def _machine() -> str:
-    """Where process numbers mean the same: the machine since its boot, and the PID namespace."""
+    """The scope in which process numbers are valid: the machine since its boot, and the PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -106,7 +106,7 @@ def _status(pid: int) -> str:
 
 
 def _stat_of(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat behind the name of the program, which may contain anything."""
+    """The fields of /proc/PID/stat after the name of the program, which may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

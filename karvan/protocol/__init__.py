@@ -1,1 +1,1 @@
-"""What the services of a job say to each other: the declared calls of each service, for both sides."""
+"""The calls between the processes of a job: the declarations of each service's calls, for both sides."""

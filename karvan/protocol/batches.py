@@ -1,4 +1,4 @@
-"""Batches in messages: what a head says of the arrays that follow; see `karvan/cluster/batch_messages.py`."""
+"""Batches in messages: how a head describes its arrays; see `karvan/cluster/batch_messages.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = MapOf(TupleOf(OneOf(*_PARTS, "plain", "reference"), Plain()), 2**16, NAM
 
 
 def check_batch(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    """Every part is an array of the message, and every array is a part, once."""
+    """A RefusedError unless every part is an array of the message, and every array is exactly one part."""
     used: list[int] = []
     for name, (kind, content) in head["batch"].items():
         if kind == "reference":
@@ -31,12 +31,12 @@ def check_batch(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
             )
         for part in content:
             if part is not None:
-                used.append(_place(name, part, arrays))
+                used.append(_array_number(name, part, arrays))
     if sorted(used) != list(range(len(arrays))):
         raise RefusedError(f"expected a batch with each of {len(arrays)} arrays once, got {used[:20]}.")
 
 
-def _place(name: str, part: Any, arrays: Sequence[Array]) -> int:
+def _array_number(name: str, part: Any, arrays: Sequence[Array]) -> int:
     match part:
         case [int(number), str(bits)] if type(number) is int and bits in ("", "bfloat16"):
             if not 0 <= number < len(arrays):

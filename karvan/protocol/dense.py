@@ -1,4 +1,4 @@
-"""The calls by which trainers reach a server's dense parameters; see `karvan.cluster.parameter_server`."""
+"""The calls of trainers about a server's dense parameters; see `karvan.cluster.parameter_server`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MODEL = {"model": Integer(0, 2**31)}
 _VERSION = {"version": NUMBER}
 _NAME = Text(1000)
 _TRAINER = Text(200)
-# The names and shapes of tensors that lie one behind the other in one array.
+# The names and shapes of tensors that are stored one after the other in one array.
 _TENSORS: dict[str, Kind] = {"tensors": ListOf(TupleOf(_NAME, ListOf(Integer(0, 2**48), 32)), 2**16)}
 _MOST_FLOATS = 2**48
 
@@ -79,7 +79,7 @@ DENSE_CALLS = table_of(
         "pull_dense",
         Fields({**_MODEL, "version": Nullable(NUMBER)}),
         answer=Fields(_VERSION, _TENSORS),
-        answers=[OptionalArrays(lambda told: "tensors" in told, [_FLAT])],
+        answers=[OptionalArrays(lambda answer: "tensors" in answer, [_FLAT])],
     ),
     Call(
         "push_dense",

@@ -37,15 +37,15 @@ from karvan.wire.schema.kinds import (
     Variant,
 )
 
-_PLACE = Integer(0, 2**20)
+_INDEX = Integer(0, 2**20)
 
 WORKER_HELLO = Variant(
     "run",
     Fields(
-        {**TRAINER_HELLO, "worker": _PLACE, "servers": Integer(1, 2**20), "divisor": Integer(1, 2**20)},
+        {**TRAINER_HELLO, "worker": _INDEX, "servers": Integer(1, 2**20), "divisor": Integer(1, 2**20)},
         {name: kind for name, kind in TRAINER_OPTIONS.items() if name != "divisor"},
     ),
-    Fields({}, {"loader": Boolean()}),  # who brings ids need not say more
+    Fields({}, {"loader": Boolean()}),  # a loader, which only sends ids, says nothing more
 )
 
 _REFERENCE = Text(200)
@@ -60,13 +60,15 @@ _FEATURE = TupleOf(
     Nullable(TupleOf(Integer(1, 2**10), Integer(1, 2**62))),
 )
 _SIZE = Integer(0, 2**48)
-_LAID = ListOf(TupleOf(_SIZE, _SIZE, _SIZE, Boolean()), 65535)  # rows, ids, length, whether it has offsets
-_RESTARTED = ListOf(TupleOf(_PLACE, Text(64)))  # servers, and the names of their new lives
+_LAYOUTS = ListOf(
+    TupleOf(_SIZE, _SIZE, _SIZE, Boolean()), 65535
+)  # samples, ids, length, whether with offsets
+_RESTARTED = ListOf(TupleOf(_INDEX, Text(64)))  # servers, and their new incarnations
 _NEEDS = Fields({"needs": OneOf("engine", "ids"), "text": Text(2000)}, {"reference": _REFERENCE})
 
 
-def _is_given(told: Mapping[str, Any]) -> bool:
-    return "needs" not in told
+def _has_vectors(answer: Mapping[str, Any]) -> bool:
+    return "needs" not in answer
 
 
 def _check_engine(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
@@ -83,8 +85,8 @@ def _check_backward(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
     check_passes(head)
     if len(head["passes"]) != len(head["mine"]):
         raise RefusedError(f"expected descriptions of {len(head['mine'])} passes, got {len(head['passes'])}.")
-    for told in head["passes"]:
-        expect_distinct("the features of a pass", told["given"])
+    for each in head["passes"]:
+        expect_distinct("the features of a pass", each["given"])
 
 
 WORKER_CALLS = table_of(
@@ -126,10 +128,10 @@ WORKER_CALLS = table_of(
                 "declarations": NUMBER,
             }
         ),
-        answer=Variant("needs", _NEEDS, Fields({"laid": _LAID, "begun_anew": _RESTARTED})),
+        answer=Variant("needs", _NEEDS, Fields({"laid": _LAYOUTS, "begun_anew": _RESTARTED})),
         answers=[
             OptionalArrays(
-                _is_given,
+                _has_vectors,
                 [ArrayKind("vectors", ("float32", "uint16"), ANY), ArrayKind("offsets", "int64", ANY)],
             )
         ],

@@ -23,8 +23,8 @@ from karvan.wire.schema.kinds import (
     Variant,
 )
 
-_PLACE = Integer(0, 2**20)
-_POSITION = Plain()  # of a source: it makes it, and reads it
+_INDEX = Integer(0, 2**20)
+_POSITION = Plain()  # of a source, which alone can interpret it
 _KNOWN = TupleOf(NUMBER, _POSITION)  # an index, and the position before it
 _DIGEST = Text(64)
 _REFERENCE = TupleOf(NUMBER, NUMBER, NUMBER)  # generation, epoch and number
@@ -33,7 +33,7 @@ LOADER_HELLO = Fields(
     {
         **TRAINER_HELLO,
         "kind": OneOf("batches", "watch", "control"),
-        "loader": _PLACE,
+        "loader": _INDEX,
         "loaders": Integer(1, 2**20),
         "ids": ListOf(NAME, 2**16),
         "epoch": NUMBER,
@@ -44,7 +44,7 @@ LOADER_HELLO = Fields(
     }
 )
 
-_WAIT = Fields({"wait": ListOf(_PLACE)})  # trainers that are missing
+_WAIT = Fields({"wait": ListOf(_INDEX)})  # trainers that are missing
 _WAITING = Fields({"wait": Boolean()})
 _END = Fields({"epoch": NUMBER, "end": NUMBER, "position": _POSITION})
 _BATCH = Fields(
@@ -56,17 +56,17 @@ _BATCH = Fields(
         "meta": Plain(),
         "rows": Integer(0, 2**48),
     },
-    {"statistics": _DIGEST, "reference": _REFERENCE, "worker": _PLACE},
+    {"statistics": _DIGEST, "reference": _REFERENCE, "worker": _INDEX},
 )
 
 
-def _check_next(told: Mapping[str, Any], arrays: Sequence[Array]) -> None:
-    check_batch(told if "batch" in told else {"batch": {}}, arrays)
+def _check_next(answer: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+    check_batch(answer if "batch" in answer else {"batch": {}}, arrays)
 
 
-def _states(told: Mapping[str, Any]) -> int:
-    """The whole states come behind their digests, if they were asked for."""
-    return len(told["statistics"]) if told["whole"] and "statistics" in told else 0
+def _states(answer: Mapping[str, Any]) -> int:
+    """One array of complete state for each digest, if the call asked for them."""
+    return len(answer["statistics"]) if answer["whole"] and "statistics" in answer else 0
 
 
 LOADER_CALLS = table_of(
@@ -79,7 +79,7 @@ LOADER_CALLS = table_of(
     ),
     Call("stay"),
     Call("done", Fields({"references": ListOf(_REFERENCE)})),
-    Call("resend", Fields({"reference": _REFERENCE, "worker": _PLACE})),
+    Call("resend", Fields({"reference": _REFERENCE, "worker": _INDEX})),
     Call("identity", answer=Variant("wait", _WAITING, Fields({"identity": Nullable(MapOf(Plain()))}))),
     Call(
         "statistics",

@@ -72,18 +72,18 @@ def _keys_of_pull(head: Mapping[str, Any]) -> int:
 
 
 def passes_of(head: Mapping[str, Any]) -> list[int]:
-    """The places of the backward passes of a push that a call brings."""
+    """The indices of the backward passes of a push that a call contains."""
     mine: list[int] = head.get("mine", list(range(len(head["batches"]))))
     return mine
 
 
 def check_passes(head: Mapping[str, Any]) -> None:
-    """Each pass is one of the push, and comes once; tables with rules have steps, and are not skipped."""
+    """Check that each pass is one of the push, once; tables with rules have steps, and are not skipped."""
     mine = passes_of(head)
     expect_distinct("the passes", mine)
-    for place in mine:
-        if place >= len(head["batches"]):
-            raise RefusedError(f"expected one of {len(head['batches'])} passes, got number {place}.")
+    for index in mine:
+        if index >= len(head["batches"]):
+            raise RefusedError(f"expected one of {len(head['batches'])} passes, got number {index}.")
     if not mine:
         raise RefusedError("expected the gradients of some batches, got none.")
     expect_same_names("rules", head["rules"], "steps", head["steps"])
@@ -173,7 +173,7 @@ TABLE_CALLS = table_of(
                 [ArrayKind("keys", "int64", "n"), ArrayKind("counts", "uint32", "n")],
             )
         ],
-        answers=[ForEach(lambda told: len(told["tables"]), [ArrayKind("vectors", "float32", ANY, ANY)])],
+        answers=[ForEach(lambda answer: len(answer["tables"]), [ArrayKind("vectors", "float32", ANY, ANY)])],
         rule=_check_tables,
     ),
     Call(
@@ -259,7 +259,7 @@ _SAVING = table_of(
                 ),
             }
         ),
-        answer=Fields({"damaged": ListOf(TupleOf(Text(8192), Text(8192)))}),  # files, and what is wrong
+        answer=Fields({"damaged": ListOf(TupleOf(Text(8192), Text(8192)))}),  # files, and their damage
     ),
     Call("check_folder", Fields({"folder": PATH})),
     Call(

@@ -1,4 +1,4 @@
-"""The calls of a job's registry, as members and those who look for them make them."""
+"""The calls of a job's registry, made by members and by clients that look for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GENERATION = Integer(0, 2**31)
 _ADDRESS = Text(300)
 _PID = Integer(0, 2**31)
 
-# A member says all of it with each of its calls; `process` is a random name.
+# A member sends all of it with each of its calls; `process` is a random name.
 _WHO = {
     "role": _ROLE,
     "index": INDEX,
@@ -23,7 +23,7 @@ _WHO = {
     "process": Text(64),
 }
 _MEMBER = Fields(_WHO)
-# What it does, see `karvan.activity.ActivityReport`.
+# See `karvan.activity.ActivityReport`.
 _ACTIVITY = Fields(
     {
         "progress": Integer(),

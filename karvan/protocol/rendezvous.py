@@ -1,6 +1,6 @@
-"""The calls by which the trainers of a job meet: a key-value store at the registry.
+"""The calls for the rendezvous of a job's trainers: a key-value store at the registry.
 
-Values are one array of bytes, cut by `sizes` of the head. No call waits for a key.
+Values are one array of bytes, split by `sizes` of the head. No call waits for a key.
 """
 
 from __future__ import annotations
@@ -31,40 +31,45 @@ def pack_values(values: Sequence[bytes]) -> tuple[list[int], list[Array]]:
 
 def unpack_values(head: Head, arrays: Sequence[Array]) -> list[bytes]:
     """The values of a checked call or answer."""
-    data, values, place = arrays[0].tobytes(), [], 0
+    data, values, start = arrays[0].tobytes(), [], 0
     for size in head["sizes"]:
-        values.append(data[place : place + size])
-        place += size
+        values.append(data[start : start + size])
+        start += size
     return values
 
 
-def _a_value_for_each_key(head: Head, arrays: Sequence[Array]) -> None:
+def _check_one_value_per_key(head: Head, arrays: Sequence[Array]) -> None:
     if len(head["keys"]) != len(head["sizes"]):
         raise RefusedError(f"expected {len(head['keys'])} sizes of values, got {len(head['sizes'])}.")
 
 
-def _named(**fields: Integer | Text | ListOf) -> Fields:
+def _generation_and(**fields: Integer | Text | ListOf) -> Fields:
     return Fields({"generation": GENERATION, **fields})
 
 
 RENDEZVOUS_CALLS = table_of(
-    Call("store_set", _named(keys=_KEYS, sizes=ListOf(_SIZE)), [_VALUES], rule=_a_value_for_each_key),
+    Call(
+        "store_set",
+        _generation_and(keys=_KEYS, sizes=ListOf(_SIZE)),
+        [_VALUES],
+        rule=_check_one_value_per_key,
+    ),
     Call(
         "store_get",  # all of the keys, or none of them
-        _named(keys=_KEYS),
+        _generation_and(keys=_KEYS),
         answer=Fields({"present": Boolean(), "sizes": ListOf(_SIZE)}),
         answers=[_VALUES],
     ),
-    Call("store_check", _named(keys=_KEYS), answer=Fields({"present": Boolean()})),
-    Call("store_add", _named(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
-    Call("store_append", _named(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
+    Call("store_check", _generation_and(keys=_KEYS), answer=Fields({"present": Boolean()})),
+    Call("store_add", _generation_and(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
+    Call("store_append", _generation_and(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
     Call(
-        "store_compare_set",  # the expected value and the desired one; the answer is the one that there is
-        _named(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
+        "store_compare_set",  # the expected value and the desired one; the answer is the value afterwards
+        _generation_and(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
         [_VALUES],
         answer=Fields({"sizes": ListOf(_SIZE, 1, 1)}),
         answers=[_VALUES],
     ),
-    Call("store_delete", _named(key=_KEY), answer=Fields({"deleted": Boolean()})),
-    Call("store_count", _named(), answer=Fields({"keys": Integer(0, MOST_KEYS)})),
+    Call("store_delete", _generation_and(key=_KEY), answer=Fields({"deleted": Boolean()})),
+    Call("store_count", _generation_and(), answer=Fields({"keys": Integer(0, MOST_KEYS)})),
 )

@@ -1,6 +1,6 @@
 """Values that calls of several services have in common: names and numbers, tables, rules, a trainer's hello.
 
-Bounds are those of what the values become: floats of the native core have 32 bits, its steps 32 or 64.
+Bounds follow from the types of the native core: its floats have 32 bits, its steps 32 or 64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_DIM = 65536
 MOST_TABLES = 4096
 _MOST_STATE = 2 * MOST_DIM  # floats of optimizer state in a row: Adam's two for each of the vector's
 
-NUMBER = Integer(0, 2**53)  # counts, and numbers by which things are known
+NUMBER = Integer(0, 2**53)  # counts and identifiers
 STEP = Integer(0, 2**32 - 1)
 NOW = Float()
 FLOAT32 = Float(-FLOAT32_MAX, FLOAT32_MAX)
@@ -55,7 +55,7 @@ SPEC = Fields(
         "shards": Integer(1, 256),
     }
 )
-# What a server that was restarted is told of its tables, by name.
+# The tables that a restarted server must have, by name.
 DECLARED = MapOf(Fields({"spec": SPEC}, {"initial": STATE}), MOST_TABLES, TABLE)
 
 _RULE_NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2")
@@ -96,31 +96,31 @@ TRAINER_OPTIONS = {
 
 
 def words(keys: int) -> int:
-    """Numbers of 64 bits that so many keys and their 32-bit numbers of uses take."""
+    """How many 64-bit words this many keys and their 32-bit use counts take."""
     return keys + (keys + 1) // 2
 
 
 def wire_dtype(head: Mapping[str, Any]) -> str:
-    """The dtype in which floats travel; two-byte numbers go as uint16."""
+    """The dtype in which floats are sent; two-byte floats are sent as uint16."""
     return "float32" if head["wire"] == "float32" else "uint16"
 
 
 def expect_distinct(what: str, names: Sequence[Any]) -> None:
-    """None comes twice."""
+    """A RefusedError if one occurs twice."""
     if len(set(names)) != len(names):
         twice = next(each for number, each in enumerate(names) if each in names[:number])
         raise RefusedError(f"expected each of {what} once, got {twice!r} twice.")
 
 
 def expect_same_names(what: str, names: Mapping[str, Any], other: str, others: Mapping[str, Any]) -> None:
-    """Two parts of a head speak of the same tables."""
+    """A RefusedError unless two parts of a head name the same tables."""
     if set(names) != set(others):
         odd = sorted(set(names) ^ set(others))[0]
         raise RefusedError(f"expected {what} and {other} of the same tables, got '{odd}' in one of them.")
 
 
 def expect_declared_names(tables: Mapping[str, Mapping[str, Any]]) -> None:
-    """Tables go by the names that their specs have."""
-    for name, told in tables.items():
-        if told["spec"]["name"] != name:
-            raise RefusedError(f"expected the spec of table '{name}', got that of '{told['spec']['name']}'.")
+    """A RefusedError unless each table has the name of its spec."""
+    for name, table in tables.items():
+        if table["spec"]["name"] != name:
+            raise RefusedError(f"expected the spec of table '{name}', got that of '{table['spec']['name']}'.")

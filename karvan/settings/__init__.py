@@ -1,4 +1,4 @@
-"""YAML files that say what to do: read, checked key by key, with errors that name the key."""
+"""YAML files of settings: read and checked key by key, with errors that name the key."""
 
 from karvan.settings.schema import (
     Count,

@@ -13,10 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from karvan.settings.yaml_text import parse, place_of
 
 
-def _no_bool(given: Any) -> Any:
-    if isinstance(given, bool):  # which pydantic takes as 0 or 1
-        raise ValueError(f"expected a number, got {str(given).lower()}")
-    return given
+def _no_bool(value: Any) -> Any:
+    if isinstance(value, bool):  # which pydantic accepts as 0 or 1
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
 
 
 Integer = Annotated[int, BeforeValidator(_no_bool)]
@@ -27,7 +27,7 @@ Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
 
 
 class SettingsError(ValueError):
-    """A file of settings that does not say what to do; `unreadable` if it is no text at all."""
+    """A settings file with unknown, missing or wrong values; `unreadable` if it is not text at all."""
 
     def __init__(self, text: str, *, unreadable: bool = False) -> None:
         super().__init__(text)
@@ -35,21 +35,21 @@ class SettingsError(ValueError):
 
 
 class Section(BaseModel):
-    """A part of settings, which knows all its keys."""
+    """A section of settings with declared keys; any other key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     former: ClassVar[Mapping[str, str]] = {}  # keys that were renamed, and what they are called now
 
     @model_validator(mode="before")
     @classmethod
-    def _known_keys_only(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            for key in given:
+    def _known_keys_only(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for key in values:
                 if key in cls.former:
                     raise ValueError(f"unknown key '{key}': it is {cls.former[key]} now")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
-        return given
+        return values
 
 
 Settings = TypeVar("Settings", bound=Section)
@@ -74,7 +74,7 @@ def read_settings(kind: type[Settings], path: Path, changes: Mapping[str, str]) 
 
 
 def problem_text(text: str) -> str:
-    """What pydantic says, for the middle of a sentence."""
+    """A message of pydantic, for the middle of a sentence."""
     text = text.removeprefix("Value error, ").rstrip(".")
     return text[:1].lower() + text[1:]
 
@@ -95,17 +95,17 @@ def _set(tree: dict[str, Any], name: str, text: str) -> None:
 
 
 def _problems(error: ValidationError) -> str:
-    told = dict.fromkeys(
+    problems = dict.fromkeys(
         _problem(each["loc"], each["msg"], each["type"], each["input"]) for each in error.errors()
     )
-    return "\n".join(told)
+    return "\n".join(problems)
 
 
-def _problem(place: Sequence[int | str], text: str, kind: str, given: Any) -> str:
-    # Of alternatives pydantic names the kinds; a reader wants the keys.
-    names = [str(part) for part in place if isinstance(part, int) or re.fullmatch(r"[\w.-]+", part)]
+def _problem(path: Sequence[int | str], text: str, kind: str, value: Any) -> str:
+    # For alternatives pydantic also names the types, which are no keys of the file.
+    names = [str(part) for part in path if isinstance(part, int) or re.fullmatch(r"[\w.-]+", part)]
     where = ".".join(name for name in names if name not in ("Column", "Named", "str"))
     if kind == "missing":
         return f"'{where}' is missing."
-    got = "" if kind == "value_error" else f", got {given!r}"
+    got = "" if kind == "value_error" else f", got {value!r}"
     return f"{f'{where}: ' if where else ''}{problem_text(text)}{got}."

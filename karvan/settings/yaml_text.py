@@ -1,4 +1,4 @@
-"""YAML of settings files and of --set."""
+"""The YAML of settings files and of --set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as people expect it: 1e-3 is a number, `no` and `on` are words, a key twice is an error."""
+    """YAML as most people expect it: 1e-3 is a number, `no` and `on` are text, a repeated key is an error."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -36,10 +36,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen = set()
     for key, _ in node.value:
         if key.value in seen:
-            raise yaml.MarkedYAMLError(None, None, f"the key '{key.value}' is there twice", key.start_mark)
+            raise yaml.MarkedYAMLError(None, None, f"the key '{key.value}' appears twice", key.start_mark)
         seen.add(key.value)
-    made: dict[Any, Any] = loader.construct_mapping(node, deep=True)
-    return made
+    mapping: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+    return mapping
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
@@ -51,7 +51,7 @@ def parse(text: str) -> Any:
 
 
 def place_of(error: yaml.YAMLError) -> str:
-    """Where in a text something is wrong, and what."""
+    """The line and column of an error, and its text."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"{problem}." if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}."

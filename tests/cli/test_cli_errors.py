@@ -74,7 +74,7 @@ CONFIGS = {
         "model: {name: DLRM, numbers: [], ids: [a, b], table: {evict: MRU}}",
         "There is no eviction 'MRU'; there are: Age",
     ),
-    "a key twice": ("train: {epochs: 1, epochs: 2}", "the key 'epochs' is there twice"),
+    "a key twice": ("train: {epochs: 1, epochs: 2}", "the key 'epochs' appears twice"),
     "no YAML": ("train: {epochs: 1", "is not YAML: line"),
 }
 

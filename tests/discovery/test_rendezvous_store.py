@@ -124,7 +124,7 @@ def test_the_next_generation_begins_empty_and_refuses_the_one_before(store, regi
     registry.begin_generation(1)
     for call in (lambda: store.get("a"), lambda: store.set("a", b"2"), lambda: store.add("n", 1)):
         with pytest.raises(
-            RefusedError, match=r"expected to be of generation 1, got 0: the job has moved on"
+            RefusedError, match=r"expected to be of generation 1, got 0: the job has continued without"
         ):
             call()
     later = WireStore(registry.address, 1, Security(token="secret"))

@@ -50,7 +50,7 @@ WRONG = {
     "an open host by name": ("host: example.org", "only loopback hosts are allowed"),
     "mutual TLS without a CA": ("tls: {cert: c, key: k, mutual: true}", "mutual needs the ca"),
     "half of TLS": ("tls: {cert: c}", "'tls.key' is missing"),
-    "a key twice": ("mode: sync\nmode: sync", "the key 'mode' is there twice"),
+    "a key twice": ("mode: sync\nmode: sync", "the key 'mode' appears twice"),
 }
 
 

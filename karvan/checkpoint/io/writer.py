@@ -141,8 +141,8 @@ class Writing:
                 self.close()
 
         try:
-            if self._connection.under_way is not None:
-                self._connection.under_way.join()  # two saves would mix up what they tell each other
+            if self._connection.running_save is not None:
+                self._connection.running_save.join()  # two saves would mix up what they tell each other
             writers = Writers()
             pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
         except BaseException:  # no thread to be had
@@ -151,7 +151,7 @@ class Writing:
             self.close()
             raise
         if self._connection.settings.kind != "memory":
-            self._connection.under_way = pending
+            self._connection.running_save = pending
         return pending
 
     def _write(

@@ -35,7 +35,7 @@ class TrainerSession:
         self._done: dict[int, list[int]] = {}  # by store: batches that servers need not keep
         self._begun_anew: list[tuple[int, str]] = []  # servers, and their new lives
         self.declarations = 0  # of tables, that the trainer has told of
-        servers.when_lost(lambda server, life: self._begun_anew.append((server, life)))
+        servers.on_restart(lambda server, life: self._begun_anew.append((server, life)))
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -1,7 +1,7 @@
 """A trainer's clients of embedding workers.
 
-A worker that dies is replaced by one that knows nothing. Calls without an answer go to that one; it says what
-it needs, the engine or the ids of a batch, and is told. The ids are asked of who has sent them: `resend`.
+A worker that dies is replaced by an empty one. Calls without an answer go to that one; its answer says what
+it needs, the engine or the ids of a batch, which are then sent. The ids come from their loader: `resend`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 
 Then: TypeAlias = Callable[[Message | Exception], None]
 
-_FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
-# Outputs do not wait behind gradients, nor the other way round.
-LINES = ("claim", "backward")
+_FOUND_WITHIN = 5.0  # seconds of one attempt to find a worker; repeated until the call's deadline
+# Separate channels, so that lookups do not wait for gradients, nor the other way round.
+CHANNELS = ("claim", "backward")
 
 
 class Workers:
-    """All workers; each has a thread for each line, which makes its calls in order.
+    """All workers; each has a thread for each channel, which makes its calls in order.
 
-    resend: has the ids of a reference sent to its worker again, and returns when they are there. release: is
-    told of references whose ids nobody needs any more; called when memory is freed, so it must not wait.
+    resend: requests that the ids of a reference are sent to its worker again, and returns when they have
+    arrived. release: called with references whose ids are not needed any more, by a finalizer, so it must not
+    block.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Workers:
         self._security = security
         self._hello = hello
         self._timeout = timeout
-        self._leave = leave  # who finds them
+        self._leave = leave  # closes the directory
         self._lock = threading.Lock()
         self._peers: dict[tuple[int, str], Client] = {}
-        self._lines: dict[tuple[int, str], _Line] = {}
+        self._threads: dict[tuple[int, str], _CallThread] = {}
 
     def __len__(self) -> int:
         return len(self._find)
@@ -61,7 +62,7 @@ class Workers:
     def begin(
         self,
         worker: int,
-        line: str,
+        channel: str,
         method: str,
         head: Mapping[str, Any],
         arrays: Sequence[Array] = (),
@@ -70,18 +71,18 @@ class Workers:
         references: Sequence[IdsReference],
         then: Then = lambda answer: None,
     ) -> Future[Message]:
-        """Call a worker, behind earlier calls; arrays must stay as they are until the answer is there.
+        """Call a worker, after earlier calls; arrays must not change until the answer has arrived.
 
-        engine: what the worker is told if it does not know it. references: of the batches that the call is
-        about. then: called with the answer, or with what went wrong, on the line's thread.
+        engine: sent to the worker if it does not have it. references: of the batches that the call is about.
+        then: called with the answer, or with the exception, on the channel's thread.
         """
         if not 0 <= worker < len(self):
             raise ValueError(f"Expected a reference to one of {len(self)} embedding workers, got {worker}.")
-        work = partial(self._call, worker, line, method, head, arrays, engine, references)
+        work = partial(self._call, worker, channel, method, head, arrays, engine, references)
         with self._lock:
-            if (worker, line) not in self._lines:
-                self._lines[worker, line] = _Line(f"karvan-{line} {worker}")
-            return self._lines[worker, line].put(work, then)
+            if (worker, channel) not in self._threads:
+                self._threads[worker, channel] = _CallThread(f"karvan-{channel} {worker}")
+            return self._threads[worker, channel].put(work, then)
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far."""
@@ -89,12 +90,12 @@ class Workers:
         return sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers)
 
     def close(self) -> None:
-        """Leave all of them; calls without an answer fail."""
+        """Disconnect from all of them; calls without an answer fail."""
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
-            lines, self._lines = list(self._lines.values()), {}
-        for line in lines:
-            line.close()
+            threads, self._threads = list(self._threads.values()), {}
+        for thread in threads:
+            thread.close()
         for peer in peers:
             peer.close()
         self._leave()
@@ -102,14 +103,14 @@ class Workers:
     def _call(
         self,
         worker: int,
-        line: str,
+        channel: str,
         method: str,
         head: Mapping[str, Any],
         arrays: Sequence[Array],
         engine: Mapping[str, Any],
         references: Sequence[IdsReference],
     ) -> Message:
-        peer = self._peer(worker, line)
+        peer = self._peer(worker, channel)
         due = clock.now() + self._timeout
         while True:
             answer = peer.call(method, head, arrays)
@@ -119,52 +120,52 @@ class Workers:
             if needs == "engine":
                 peer.call("engine", engine)
                 continue
-            wanted = next((each for each in references if each.name == answer.head.get("reference")), None)
-            if self.resend is None or wanted is None or clock.now() > due:
+            missing = next((each for each in references if each.name == answer.head.get("reference")), None)
+            if self.resend is None or missing is None or clock.now() > due:
                 raise RuntimeError(text)
-            self.resend(wanted)
+            self.resend(missing)
 
-    def _peer(self, worker: int, line: str) -> Client:
+    def _peer(self, worker: int, channel: str) -> Client:
         with self._lock:
-            if (worker, line) not in self._peers:
-                self._peers[worker, line] = Client(
+            if (worker, channel) not in self._peers:
+                self._peers[worker, channel] = Client(
                     f"embedding worker {worker}",
                     self._find[worker],
                     self._security,
-                    hello={**self._hello, "worker": worker, "line": line},
+                    hello={**self._hello, "worker": worker, "line": channel},
                     deadline=self._timeout,
                     forgetful=True,
                     calls=WORKER_CALLS,
                 )
-            return self._peers[worker, line]
+            return self._peers[worker, channel]
 
 
-class _Line:
-    """A thread that does one thing after the other."""
+class _CallThread:
+    """A thread that runs calls one after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, work: Callable[[], Message], then: Then) -> Future[Message]:
-        """Do it after what was put before."""
+        """Run it after earlier calls."""
         job = _Job(work, then)
         self._queue.put(job)
-        return job.made
+        return job.result
 
     def close(self) -> None:
-        """End after what was put before."""
+        """End after earlier calls."""
         self._queue.put(None)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
             job.do()
-            del job  # with what it holds, while nothing is to be done
+            del job  # releases its arrays while the thread waits
 
 
 class _Job:
     def __init__(self, work: Callable[[], Message], then: Then) -> None:
-        self.made: Future[Message] = Future()
+        self.result: Future[Message] = Future()
         self._work = work
         self._then = then
 
@@ -173,10 +174,10 @@ class _Job:
             answer = self._work()
         except Exception as error:
             self._then(error)
-            self.made.set_exception(error)
+            self.result.set_exception(error)
         else:
             self._then(answer)
-            self.made.set_result(answer)
+            self.result.set_result(answer)
 
 
 def find_workers(addresses: Sequence[str] | None, hello: Mapping[str, Any], timeout: float) -> Workers | None:

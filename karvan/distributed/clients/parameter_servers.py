@@ -13,11 +13,11 @@ from karvan.job.roles import Role
 from karvan.protocol.parameter_server import SERVER_CALLS
 from karvan.wire import Client, Message, Security
 
-_FOUND_WITHIN = 5.0  # seconds; who does not find one tries again until the call's deadline
+_FOUND_WITHIN = 5.0  # seconds of one attempt to find a server; repeated until the call's deadline
 
 
 class Servers:
-    """All servers; calls to several of them are under way at once."""
+    """All servers; calls to several of them run at the same time."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class Servers:
         timeout: float,
         saved: str = "",
     ) -> None:
-        self._saved = saved  # the folder of checkpoints from which a lost server's rows are taken
+        self._saved = saved  # the folder of checkpoints from which a restarted server loads its rows
         self._declared: dict[str, dict[str, Any]] = {}
         self.declarations = 0  # so far
-        self._lost: list[Callable[[int, str], None]] = []
-        self._lives: dict[int, str] = {}  # of servers that have begun anew, the last one known
+        self._restart_callbacks: list[Callable[[int, str], None]] = []
+        self._incarnations: dict[int, str] = {}  # of servers that have restarted, the last one known
         self._directory = directory
         self._count = count
         self._security = security
@@ -48,11 +48,11 @@ class Servers:
 
     @property
     def hello(self) -> Mapping[str, Any]:
-        """What they are told of this trainer."""
+        """The fields that they get about this trainer."""
         return self._hello
 
     def new_store(self) -> int:
-        """A number for one more store, the same on all trainers if they make the same ones."""
+        """A number for one more store, the same on all trainers if they create the same stores."""
         self._stores += 1
         return self._stores
 
@@ -61,57 +61,57 @@ class Servers:
         self._models += 1
         return self._models
 
-    def peer(self, server: int, line: str = "train") -> Client:
-        """The peer for a kind of work, connected when it is first used.
+    def peer(self, server: int, channel: str = "train") -> Client:
+        """The client for a kind of work, connected when it is first used.
 
-        train: lookups and gradients, in order; push: the gradients that a worker sends; ask: questions; save:
-        checkpoints, which take long; dense: dense parameters.
+        train: lookups and gradients, in order; push: the gradients that a worker sends; ask: short requests;
+        save: checkpoints, which take long; dense: dense parameters.
         """
         with self._lock:
-            key = (line, server)
+            key = (channel, server)
             if key not in self._peers:
                 self._peers[key] = Client(
                     f"parameter server {server}",
                     partial(self._directory.find, Role.PARAMETER_SERVER, server, _FOUND_WITHIN),
                     self._security,
-                    hello={**self._hello, "server": server, "line": line},
+                    hello={**self._hello, "server": server, "line": channel},
                     deadline=self._timeout,
                     calls=SERVER_CALLS,
                     on_restart=partial(self._restore, server) if self._saved else None,
                 )
-                if self._saved and self._declared:  # it may have restarted before this line was used
+                if self._saved and self._declared:  # it may have restarted before this channel was used
                     self._peers[key].begin("restore", {**self._restoring, "unless_tables": True})
             return self._peers[key]
 
     @property
     def reloads(self) -> bool:
-        """Whether a server that has restarted takes its rows as they were saved; otherwise it is an error."""
+        """Whether a restarted server loads its rows from a checkpoint; otherwise a restart is an error."""
         return bool(self._saved)
 
-    def declare(self, table: str, **told: Any) -> None:
-        """What a server that begins anew must know of a table."""
-        self._declared.setdefault(table, {}).update(told)
+    def declare(self, table: str, **properties: Any) -> None:
+        """Set what a restarted server must know of a table."""
+        self._declared.setdefault(table, {}).update(properties)
         self.declarations += 1
 
     @property
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
-        """What was declared, by table."""
+        """The declared properties, by table."""
         return self._declared
 
-    def when_lost(self, tell: Callable[[int, str], None]) -> None:
-        """Whom to tell the number of a server that has begun anew, and the name of its new life."""
-        self._lost.append(tell)
+    def on_restart(self, callback: Callable[[int, str], None]) -> None:
+        """Call this with the number and the new incarnation of every server that restarts."""
+        self._restart_callbacks.append(callback)
 
-    def note_loss(self, server: int, life: str) -> None:
-        """A server has begun anew: those who want to know are told, once for each of its lives."""
+    def report_restart(self, server: int, incarnation: str) -> None:
+        """A server has restarted: call the callbacks, once for each of its incarnations."""
         with self._lock:
-            known = self._lives.get(server) == life
-            self._lives[server] = life
-        for tell in self._lost if not known else ():
-            tell(server, life)
+            known = self._incarnations.get(server) == incarnation
+            self._incarnations[server] = incarnation
+        for callback in self._restart_callbacks if not known else ():
+            callback(server, incarnation)
 
-    def _restore(self, server: int, life: str) -> list[tuple[str, Mapping[str, Any]]]:
-        self.note_loss(server, life)
+    def _restore(self, server: int, incarnation: str) -> list[tuple[str, Mapping[str, Any]]]:
+        self.report_restart(server, incarnation)
         return [("restore", self._restoring)]
 
     @property
@@ -123,26 +123,26 @@ class Servers:
         method: str,
         head: Mapping[str, Any] | None = None,
         *,
-        line: str = "ask",
+        channel: str = "ask",
         of: Sequence[int] | None = None,
     ) -> list[Message]:
         """The answers of all servers, or of some of them."""
         chosen = range(len(self)) if of is None else of
-        replies = [self.peer(server, line).begin(method, head) for server in chosen]
+        replies = [self.peer(server, channel).begin(method, head) for server in chosen]
         return [reply.wait() for reply in replies]
 
     def check_folder(self, folder: str) -> None:
         """Raise a ValueError if one of the servers that hold tables could not save into a folder."""
         if self._declared:
-            self.call("check_folder", {"folder": folder}, line="save")
+            self.call("check_folder", {"folder": folder}, channel="save")
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far in training."""
-        peers = [peer for (line, _), peer in self._peers.items() if line == "train"]
+        peers = [peer for (channel, _), peer in self._peers.items() if channel == "train"]
         return sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers)
 
     def close(self) -> None:
-        """Leave all of them."""
+        """Disconnect from all of them."""
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
@@ -155,7 +155,7 @@ def find_servers(
 ) -> Servers:
     """The servers at these addresses, or those that the environment names.
 
-    reload: one that has begun anew takes its rows as they were saved, instead of being an error.
+    reload: a restarted server loads its rows from a checkpoint, instead of being an error.
     """
     job, security = JobEnvironment.read(), Security.from_environment()
     directory, count = find_role(Role.PARAMETER_SERVER, addresses, security)
@@ -164,8 +164,8 @@ def find_servers(
             'connect("remote") expects servers=["host:port", …], or a program that `karvan launch` has '
             "started, got neither."
         )
-    told = {"generation": job.generation, **hello, "servers": count, "reload": reload}
+    fields = {"generation": job.generation, **hello, "servers": count, "reload": reload}
     saved = job.checkpoints if reload else ""
     if reload and not saved:
-        raise ValueError("A lost server's rows are taken from KARVAN_CHECKPOINTS, a folder, got none.")
-    return Servers(directory, count, security, told, timeout, saved)
+        raise ValueError("A restarted server loads its rows from the folder KARVAN_CHECKPOINTS, got none.")
+    return Servers(directory, count, security, fields, timeout, saved)

@@ -80,7 +80,7 @@ class RemoteCaptures:
             before = None if since is None else max(since.values(), default=0)
             try:
                 # On the channel on which the previous capture was closed, so that it is closed by now.
-                self._servers.call("capture", {**head, "since": before}, line="save")
+                self._servers.call("capture", {**head, "since": before}, channel="save")
                 outcome["number"] = number
             except Exception as error:  # raised on all trainers below
                 self.close(number)  # on the servers that have it

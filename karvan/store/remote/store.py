@@ -39,7 +39,7 @@ class RemoteStore(SharedStore):
         self._tables = RemoteTables(servers, self._lookups, connection.rank, connection.world_size)
         self._captures = RemoteCaptures(connection, servers, number, self._lookups)
         self.batches = RemoteBatches(connection, servers, number, self._lookups, self._tables.dim)
-        servers.when_lost(_note_loss)
+        servers.on_restart(_note_loss)
 
     @property
     def window(self) -> StalenessWindow:

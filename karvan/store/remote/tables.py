@@ -99,7 +99,7 @@ class RemoteTables:
 
     def add_table(self, spec: TableSpec) -> None:
         """See `Store.add_table`; each server holds its part of the rows that a policy allows."""
-        self._servers.call("add_table", {"spec": spec_to_json(spec)}, line="train")
+        self._servers.call("add_table", {"spec": spec_to_json(spec)}, channel="train")
         self._dims[spec.name] = spec.dim
         self._servers.declare(spec.name, spec=spec_to_json(spec))
 
@@ -107,7 +107,7 @@ class RemoteTables:
         """See `Store.set_state`."""
         self._lookups.window.drain()
         self._servers.call(
-            "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, line="train"
+            "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, channel="train"
         )
         self._servers.declare(table, initial=list(initial))
 
