@@ -8,9 +8,9 @@ from karvan.metrics.ratio_of_sums import WeightedMean
 
 
 class Accuracy(WeightedMean):
-    """The share of samples on whose side of the threshold the label is; a score on it counts as above.
+    """The fraction of samples whose score and label agree: a score is positive from `threshold` on.
 
-    A label is above from 0.5 on.
+    A label is positive from 0.5 on.
     """
 
     higher_is_better = True

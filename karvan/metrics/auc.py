@@ -18,20 +18,20 @@ class AUC(Metric):
     """The chance that a positive sample has a higher score than a negative one; ties count a half.
 
     Scores are probabilities and are counted in `bins` bins that are equally wide as logits (from -20 to 20),
-    so rare clicks, whose probabilities are all small, are told apart as well as others: with 65,536 bins, two
+    so rare clicks, whose probabilities are all small, are resolved as well as others: with 65,536 bins, two
     probabilities share a bin only if their odds differ by less than 0.07 %. Pairs within a bin count as ties.
-    So the error is at most half the share of (positive, negative) pairs that lie in one bin:
+    So the error is at most half the fraction of (positive, negative) pairs that are in one bin:
 
         |AUC - exact AUC| <= ½ · Σ_bins positives · negatives / (all positives · all negatives)
 
     `error_bound()` says what that is for the samples seen; for logits spread over a few units it is about
     1e-4, and the error itself far smaller. Memory and work do not grow with the number of samples.
 
-    exact=True keeps every sample instead (32 bytes each) and takes scores of any range.
+    exact=True stores every sample instead (32 bytes each) and accepts scores of any range.
     """
 
     higher_is_better = True
-    _counts: Tensor  # positives, negatives and samples that are wrong, of each bin
+    _counts: Tensor  # positives, negatives and invalid samples of each bin
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class AUC(Metric):
 
 
 def count_scores(scores: Tensor, labels: Tensor, weights: Tensor | None, counts: Tensor) -> None:
-    """What the native core does for the CPU, for any device, which nothing here waits for."""
+    """The native core's counting for any device, without synchronising with it."""
     bins = counts.shape[1] - 2
-    place = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
-    # Two more bins, for what is not a number and what is no probability: nothing waits for a check here.
+    index = (torch.logit(scores) * (bins / (2 * _LIMIT)) + bins / 2).clamp(0, bins - 1).long()
+    # Two more bins count NaN and values that are no probabilities: a check here would synchronise.
     known = (scores >= 0) & (scores <= 1) & (labels >= 0) & (labels <= 1)
-    place = torch.where(known, place, torch.where(scores.isnan(), bins, bins + 1))
+    index = torch.where(known, index, torch.where(scores.isnan(), bins, bins + 1))
     clicks = labels if weights is None else labels * weights
     others = 1 - labels if weights is None else weights - clicks
-    counts[0].index_add_(0, place, clicks)
-    counts[1].index_add_(0, place, others)
-    counts[2].index_add_(0, place, (~known).double())
+    counts[0].index_add_(0, index, clicks)
+    counts[1].index_add_(0, index, others)
+    counts[2].index_add_(0, index, (~known).double())

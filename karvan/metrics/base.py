@@ -21,13 +21,13 @@ class Metric(ABC):
 
     label, weight: names in the batch; without `weight` every sample counts 1. output: the name of the scores
     in the model's output, None if that is a tensor itself. logits: whether the model gives logits, which
-    `update` turns into probabilities; `add` takes what it is given. Tensors may be on any device and of any
+    `update` turns into probabilities; `add` uses scores unchanged. Tensors may be on any device and of any
     dtype; sums are float64.
     """
 
     higher_is_better: ClassVar[bool]
-    short_name: ClassVar[str]  # what reports call it unless a config says otherwise; stored in histories
-    group: str | None = None  # the name in the batch of what samples are grouped by, for metrics that do
+    short_name: ClassVar[str]  # its name in reports unless a config names it; stored in histories
+    group: str | None = None  # the column by which samples are grouped, for metrics of groups
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Metric(ABC):
 
     @torch.no_grad()
     def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:
-        """Add a batch and what the model gave for it."""
+        """Add a batch and the model's output for it."""
         scores = self._scores(output)
         self.add(
             scores.double().sigmoid() if self.logits else scores,
@@ -62,7 +62,7 @@ class Metric(ABC):
     def add(
         self, scores: Tensor, labels: Tensor, weights: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
-        """Add samples: scores as the metric wants them, labels, weights, and whom they belong to."""
+        """Add samples: scores as the metric needs them, labels, weights, and groups."""
         scores = scores.detach().reshape(-1).double()
         labels = _beside("labels", labels, scores).double()
         if weights is not None:
@@ -95,7 +95,7 @@ class Metric(ABC):
         """Add what another metric of the same settings has gathered, for example on another rank."""
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Be as the metric was that `state` comes from."""
+        """Replace everything gathered by `state`, which another metric returned."""
         before = self.state()
         self.reset()
         try:

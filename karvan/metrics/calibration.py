@@ -8,10 +8,10 @@ from karvan.metrics.ratio_of_sums import RatioOfSums
 
 
 class Calibration(RatioOfSums):
-    """The sum of predictions over the sum of labels: 1 is right, above it the model promises too much.
+    """The sum of predictions over the sum of labels: 1 is ideal, above it predictions are too high.
 
-    The best value is 1, so neither direction is better as such; `higher_is_better` is False only because
-    it must say something. NaN where the labels sum up to 0.
+    The best value is 1, so neither direction is better; `higher_is_better` is False only because it must have
+    a value. NaN where the labels sum up to 0.
     """
 
     higher_is_better = False

@@ -12,8 +12,8 @@ class GAUC(Grouped):
     """The mean AUC of groups (users, as a rule), each weighted by its impressions, the sum of its weights.
 
     Every group counts, and it is one group wherever its samples come from: other batches, other ranks. A
-    group with one class only has no AUC; it is left out of the mean, and `undefined_groups` counts it.
-    Exact: all samples are kept until `reset()`, 32 bytes each.
+    group with one class only has no AUC; the mean skips it, and `undefined_groups` counts it.
+    Exact: all samples are stored until `reset()`, 32 bytes each.
     """
 
     def _by_group(self, ranking: Ranking) -> tuple[Tensor, Tensor]:

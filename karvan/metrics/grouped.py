@@ -54,7 +54,7 @@ class Grouped(Metric):
 
     @property
     def undefined_groups(self) -> int:
-        """How many of them have no number and are left out of the mean."""
+        """How many of them have no number and are skipped in the mean."""
         return int(self._by_group(Ranking.of(self._samples.state()))[0].isnan().sum())
 
     def reset(self) -> None:

@@ -10,23 +10,22 @@ from karvan.metrics.ranking import Ranking
 
 
 class HitRate(TopK):
-    """The share of groups that have a positive sample among their `k` highest scores.
+    """The fraction of groups that have a positive sample among their `k` highest scores.
 
-    Where equal scores straddle the k-th place, a group counts with the chance of a hit if their order is
-    drawn at random. A group without a positive sample has nothing to hit; it is left out, and
-    `undefined_groups` counts it.
+    Where equal scores are on both sides of rank k, a group counts with the probability of a hit if their
+    order is random. A group without a positive sample is skipped, and `undefined_groups` counts it.
     """
 
     def _values(self, ranking: Ranking) -> Tensor:
         positive = (ranking.labels > 0).double()
         sizes = ranking.by_run(torch.ones_like(positive))
         hits = ranking.by_run(positive)
-        places = (self.k - ranking.rank_of_run).clamp(min=0).double().minimum(sizes)
-        # No hit among `places` drawn out of `sizes`, of which `hits` are positive: C(m-r, s) / C(m, s).
+        draws = (self.k - ranking.rank_of_run).clamp(min=0).double().minimum(sizes)
+        # No hit among `draws` drawn out of `sizes`, of which `hits` are positive: C(m-r, s) / C(m, s).
         misses = sizes - hits
-        possible = places <= misses
+        possible = draws <= misses
         missed = torch.where(
-            possible, torch.exp(_log_choose(misses, places.minimum(misses)) - _log_choose(sizes, places)), 0.0
+            possible, torch.exp(_log_choose(misses, draws.minimum(misses)) - _log_choose(sizes, draws)), 0.0
         )
         none = torch.ones(ranking.groups, dtype=torch.float64)
         none.scatter_reduce_(0, ranking.group_of_run, missed, "prod")

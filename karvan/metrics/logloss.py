@@ -14,8 +14,8 @@ _EPSILON = torch.finfo(torch.float64).eps
 class BinaryCrossEntropy(WeightedMean):
     """The mean of -log(probability of what happened), in nats: the logarithmic loss.
 
-    Probabilities are moved 2.2e-16 away from 0 and 1, as scikit-learn does it, so that one wrong certainty
-    costs 36 and not infinity. Labels may lie between 0 and 1.
+    Probabilities are clipped to 2.2e-16 from 0 and 1, as scikit-learn does, so that a wrong probability of 0
+    or 1 costs 36 and not infinity. Labels may be between 0 and 1.
     """
 
     short_name = "logloss"

@@ -12,8 +12,8 @@ from karvan.metrics.ranking import Ranking
 class NDCG(TopK):
     """The mean NDCG@k of groups: labels are gains, rank r (from 1) is discounted by log2(r + 1).
 
-    As in scikit-learn, samples with equal scores share their places: each has the mean discount of them. A
-    group without a positive label has no ideal order; it is left out, and `undefined_groups` counts it.
+    As in scikit-learn, samples with equal scores share their ranks: each has the mean of their discounts. A
+    group without a positive label has no ideal order; it is skipped, and `undefined_groups` counts it.
     """
 
     def _values(self, ranking: Ranking) -> Tensor:

@@ -18,10 +18,10 @@ class Samples:
         self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
-        """Keep a copy of these; those without a group are in group 0."""
+        """Store a copy of these; those without a group are in group 0."""
         weights = torch.ones_like(scores) if weights is None else weights
         groups = torch.zeros_like(scores, dtype=torch.int64) if groups is None else groups
-        # A copy in any case: what was given may be a view of memory that is used again.
+        # Always a copy: the tensors may be views of memory that is reused.
         piece = tuple(t.to("cpu", copy=True) for t in (groups, scores, labels, weights))
         self._pieces.append((piece[0], piece[1], piece[2], piece[3]))
 
@@ -67,11 +67,11 @@ class Ranking:
 
     @classmethod
     def of(cls, state: State) -> Ranking:
-        """Put samples in order."""
+        """Sort samples."""
         order = state["scores"].argsort(descending=True, stable=True)
         order = order[state["groups"][order].argsort(stable=True)]
         groups, scores = state["groups"][order], state["scores"][order]
-        place = torch.arange(len(order))
+        position = torch.arange(len(order))
         new_group = torch.ones(len(order), dtype=torch.bool)
         new_group[1:] = groups[1:] != groups[:-1]
         new_run = new_group.clone()
@@ -84,8 +84,8 @@ class Ranking:
             state["weights"][order],
             group,
             run,
-            place[new_run],
-            place[new_group],
+            position[new_run],
+            position[new_group],
             count,
         )
 

@@ -61,7 +61,7 @@ class WeightedMean(RatioOfSums):
 
 
 class MeanDistance(WeightedMean):
-    """The mean of a distance between score and label, which are numbers unless `logits=True` is said."""
+    """The mean of a distance between score and label; scores are numbers unless `logits=True`."""
 
     def __init__(
         self,

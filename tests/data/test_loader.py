@@ -273,10 +273,10 @@ def test_a_second_iteration_ends_the_first_one():
     next(first)
     second = iter(loader)
     assert next(second)["record"].tolist() == [4, 5, 6, 7]
-    with pytest.raises(RuntimeError, match="closed, moved or iterated anew"):
+    with pytest.raises(RuntimeError, match="closed, moved or iterated again"):
         next(first)
     loader.close()
-    with pytest.raises(RuntimeError, match="closed, moved or iterated anew"):
+    with pytest.raises(RuntimeError, match="closed, moved or iterated again"):
         next(second)
     assert no_threads_left()
 

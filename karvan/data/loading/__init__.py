@@ -1,1 +1,1 @@
-"""From a source to batches: splits, shuffling, shares of ranks, read-ahead on threads, positions."""
+"""From a source to batches: splits, shuffling, shares of ranks, prefetching on threads, positions."""

@@ -1,9 +1,9 @@
-"""From records to batches: what is done once for many batches, and what for each.
+"""From records to batches: steps that run once for many batches, and steps that run for each.
 
-A function is *row-wise* if every row of its result depends on the same row of its argument alone, and it says
-so by an attribute `row_wise` that is true. It is then called with large pieces, from which batches are cut
-afterwards: a call for a hundred thousand rows costs little more than one for a thousand. Functions that say
-nothing are called once for each batch, with exactly its rows.
+A function is *row-wise* if every row of its result depends only on the same row of its argument, and if it
+has an attribute `row_wise` that is true. It is then called with large pieces, from which batches are cut
+afterwards: a call for a hundred thousand rows costs little more than one for a thousand. Functions without
+the attribute are called once for each batch, with exactly its rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Transform = Callable[[Batch], Mapping[str, Entry]]
 
 
 class BatchSteps:
-    """`decode` and then `transform`, as far as they are row-wise on pieces, the rest on batches."""
+    """`decode` and then `transform`: row-wise steps run on pieces, the rest on batches."""
 
     def __init__(self, decode: Decode, transform: Transform | None = None) -> None:
         self.decode = decode
@@ -33,17 +33,17 @@ class BatchSteps:
         self._on_batches = steps[len(self._on_pieces) :]
 
     def require_fitted(self) -> None:
-        """Raise if the transform has statistics to find first; threads would fail one after the other."""
+        """Raise if the transform has not been fitted yet; threads would fail one after the other."""
         getattr(self.transform, "require_fitted", lambda: None)()
 
     @property
     def on_pieces(self) -> bool:
-        """Whether there is something to do before pieces are cut."""
+        """Whether there are steps that run on pieces."""
         return bool(self._on_pieces)
 
     @property
     def on_batches(self) -> bool:
-        """Whether there is something to do to each batch."""
+        """Whether there are steps that run on each batch."""
         return bool(self._on_batches)
 
     def prepare(self, records: pa.RecordBatch) -> Rows:

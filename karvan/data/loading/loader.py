@@ -1,8 +1,8 @@
-"""`Loader`: batches of a source, read ahead on threads, from a position that can be saved and restored.
+"""`Loader`: batches of a source, prefetched on threads, from a position that can be saved and restored.
 
 Each rank has a share of the records of every epoch (see `rank_shares.py`) and hands it out in order. So what
-it has handed out is the start of its share: the same number of ranks continues with the very batches that
-would have come, and any other number divides what is left.
+it has handed out is the start of its share: the same number of ranks continues with exactly the batches that
+would have followed, and any other number divides the remaining records.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ _log = logging.getLogger("karvan.data")
 class Loader:
     """Iterates over the batches of this rank, from its position to the end of the last epoch.
 
-    Leaving an iteration early keeps the position, and the next one continues there; after a finished one,
-    the next gives another `epochs` epochs. `len()` is the number of batches of a whole iteration. Batches
-    have `batch_size` rows and do not span epochs, so the last one of an epoch may be smaller;
-    `drop_remainder` leaves it out, and its records count as handed out.
+    An iteration that is left early retains the position, and the next one continues there; after a complete
+    one, the next gives another `epochs` epochs. `len()` is the number of batches of a complete iteration.
+    Batches have `batch_size` samples and do not span epochs, so the last one of an epoch may be smaller;
+    `drop_remainder` skips it, and its records count as handed out.
 
-    `epochs` is how often every record comes, None for endlessly. With `steps_per_epoch`, an epoch is instead
-    that many batches on every rank, however large the data is: it goes on where the last epoch stopped, and
-    starts again at its end. Ranks have equal numbers of steps then, as synchronous training needs.
+    `epochs` is how often every record is handed out, None for endlessly. With `steps_per_epoch`, an epoch is
+    instead that many batches on every rank, however large the data is: it continues where the last epoch
+    stopped, and starts again at the end of the data. Ranks then have equal numbers of steps, as synchronous
+    training needs.
 
     `shuffle` is the number of records that are shuffled at a time, 0 for the order of the source. `workers`
     threads read, as many decode large pieces, from which batches are cut, and as many run `transform` on each
     batch. A `decode` or `transform` that is row-wise (see `batch_steps.py`), as a `Decoder` and a
-    `FeatureEngine` are, is run on the large pieces instead, which is much faster. For each worker a block
-    that waits and one that is being read are held, next to the one that batches are cut from; of batches that
-    are transformed one by one, at most `prefetch`. Batches of a piece share its memory: copy what is to be
-    kept for long.
+    `FeatureEngine` are, is run on the large pieces instead, which is much faster. For each worker, memory
+    holds a block that waits and one that is being read, besides the one that batches are cut from, and at
+    most `prefetch` batches that are transformed one by one. Batches of a piece share its memory: copy what
+    must be held for long.
 
     `rank` and `world_size` are those of the program (see `kv.connect`) unless given; `batch_size` is of each
     rank. The shares of ranks are equal to within one record. Data is divided by splits of `split_records`;
     a source whose records are decoded in groups says their usual size by an attribute `group_records`.
 
-    A source that is away (connections that fail, errors of a disk, a file system that was unmounted) is tried
+    An unreachable source (connections that fail, disk errors, a file system that was unmounted) is tried
     again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
     """
 
@@ -127,7 +128,7 @@ class Loader:
         return max(0, self._place.steps - 1) // self._steps_per_epoch
 
     def __len__(self) -> int:
-        """How many batches a whole iteration gives on this rank, wherever the position is."""
+        """How many batches a complete iteration gives on this rank, whatever the position is."""
         if self._epochs is None:
             raise TypeError("A Loader with epochs=None gives batches without end, so it has no len().")
         return self._epochs * (self._steps_per_epoch or self._batches(self._epoch_records))
@@ -143,11 +144,13 @@ class Loader:
         if self._steps_per_epoch is not None:
             return max(0, self._until * self._steps_per_epoch - self._place.steps)
         whole = max(self._shares.first_whole_epoch, self._place.epoch + 1)  # it and all after it are equal
-        begun = [self._shares.records(epoch) for epoch in range(self._place.epoch, min(whole, self._until))]
-        if begun:
-            begun[0] -= self._place.records
+        unfinished = [
+            self._shares.records(epoch) for epoch in range(self._place.epoch, min(whole, self._until))
+        ]
+        if unfinished:
+            unfinished[0] -= self._place.records
         later = max(0, self._until - whole) * self._batches(self._epoch_records)
-        return sum(map(self._batches, begun)) + later
+        return sum(map(self._batches, unfinished)) + later
 
     def __repr__(self) -> str:
         shuffle = f"shuffle={self._plan.shuffle}, " if self._plan.shuffle else ""
@@ -161,7 +164,7 @@ class Loader:
 
     @property
     def _epoch_records(self) -> int:
-        """This rank's share of an epoch that is divided as a whole."""
+        """This rank's share of an epoch of which nothing has been handed out."""
         return share_records(self._plan.records, self._rank, self._world_size)
 
     def _batches(self, records: int) -> int:
@@ -169,13 +172,13 @@ class Loader:
 
     @property
     def transform(self) -> Transform | None:
-        """What is done to batches, as it was given; a Trainer keeps its state in checkpoints."""
+        """The transform of batches, unchanged; a Trainer saves its state in checkpoints."""
         return self._steps.transform
 
     def single_pass(self, *, transformed: bool = True) -> Loader:
-        """The same records once, in the order of the source, by a loader with a position of its own.
+        """The same records once, in the order of the source, by a loader with a separate position.
 
-        Without `transformed` as they are before the transform, which is what `FeatureEngine.fit` takes.
+        Without `transformed`, batches from before the transform, which `FeatureEngine.fit` needs.
         """
         return Loader(
             self._source,
@@ -218,7 +221,7 @@ class Loader:
             if self._steps_per_epoch is None and self._until is not None:
                 self._place = self._place._replace(epoch=self._until, records=0)  # the share may be empty
         except Closed:
-            message = "This iteration has ended: the loader was closed, moved or iterated anew."
+            message = "This iteration has ended: the loader was closed, moved or iterated again."
             raise RuntimeError(message) from None
         finally:
             pipeline.close()
@@ -233,11 +236,11 @@ class Loader:
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
     ) -> AbstractContextManager[Any]:
-        """Let a missing value of these columns, or NaN, be a `DataError` that names file and record.
+        """Make a missing value of these columns, or NaN, a `DataError` that names file and record.
 
-        A Trainer asks for this of the labels and weights of its loss. Columns that the loader does not read,
-        and those that its transform makes, are not checked. It holds from the next iteration on, to the end
-        of a `with` block if the result is used in one.
+        A Trainer calls this for the labels and weights of its loss. Columns that the loader does not read,
+        and those that its transform creates, are not checked. It is valid from the next iteration on, to the
+        end of a `with` block if the result is used in one.
         """
         return self._checks.require(labels, weights)
 
@@ -251,9 +254,9 @@ class Loader:
             self._pipeline = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is, JSON-able: all batches handed out so far are behind it, and nothing else is.
+        """The position of this rank, JSON-able: exactly after the batches handed out so far.
 
-        Resuming on another number of ranks takes the `merge` of all ranks' positions.
+        Resuming on another number of ranks requires the `merge` of all ranks' positions.
         """
         now = Division(self._world_size, {self._rank: self._place})
         return state_of(self._plan.settings(), self._until, self._earlier, now)
@@ -272,9 +275,9 @@ class Loader:
         self._epoch = place.epoch
 
     def start_epoch(self, epoch: int) -> None:
-        """Go to the start of an iteration, by its number from 0: to the batches that it would have in a row.
+        """Go to the start of iteration `epoch`, from 0: its batches are those of an uninterrupted training.
 
-        With `steps_per_epoch` the data is at its start.
+        With `steps_per_epoch` the data starts at its first record.
         """
         self.close()
         first = epoch * (self._epochs or 1)
@@ -289,17 +292,17 @@ class Loader:
         self._epoch = place.epoch
 
     def identity(self) -> Identity:
-        """What tells this data from other data; the same on all ranks, whatever the order."""
+        """Distinguishes this data from other data; the same on all ranks, whatever the order."""
         if self._identity is None:
             self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
         return self._identity
 
     def call_data(self, name: str) -> None:
-        """Give the data a name, which is its identity from here on."""
+        """Give the data a name, which is its identity from now on."""
         self._identity = Identity.named(name, files_of(self._source))
 
     def _jobs(self, shares: Shares, place: Place) -> Iterator[ReadJob]:
-        """What is left for this rank; runs on the threads."""
+        """The remaining jobs of this rank; runs on the threads."""
         endless = self._until is None or self._steps_per_epoch is not None
         if endless and not self._batches(self._epoch_records):
             raise ValueError(
@@ -312,7 +315,7 @@ class Loader:
             yield from jobs_of(self._plan, epoch, skip(shares.pieces(epoch), handed_out))
 
     def _warn_if_empty(self) -> None:
-        """Say once why this rank gets no batch, if there is data."""
+        """Warn once why this rank gets no batch, if there is data."""
         records = self._epoch_records
         if self._warned or not self._plan.records or self._batches(records):
             return

@@ -1,22 +1,22 @@
-"""Ordered, bounded read-ahead on threads.
+"""Ordered, bounded prefetching on threads.
 
 ```
  jobs ──► readers ──► pieces (in order, in readings) ──► batches (in order) ──► caller
                            preparers                         finishers
 ```
 
-A *job* is a block of records to read, or a part of one. Readers take jobs in order, neighbours in a file
-together as one *reading*, and fill it with large pieces; a reader keeps at most one block waiting, next to
-the one that it reads, be it of the same reading or of its next, and, if it is its turn, the one that batches
-are cut from. Preparers do to a piece what can be done to many batches' rows at once (see
-`batch_steps.py`). Then batches are cut from the pieces. Mostly that is all, and the caller does it; but if
-there are steps for each batch, finishers cut in turns and do them side by side, each batch with one of
-`prefetch` tickets that the caller gives back by taking it.
+A *job* is a block of records to read, or a part of one. Readers take jobs in order, adjacent ones of a file
+together as one *reading*, and fill it with large pieces; a reader holds at most one waiting block, besides
+the one that it reads, of the same reading or of its next, and, if it is its turn, the one that batches are
+cut from. Preparers run on a piece the steps that can be run for many batches at once (see `batch_steps.py`).
+Then batches are cut from the pieces. Usually that is all, and the caller does it; but if there are steps for
+each batch, finishers cut in turns and run the steps in parallel, each batch with one of `prefetch` tickets,
+which the caller returns by taking the batch.
 
-An error takes the place of the data that it prevented: the caller gets every batch before it, then the
-error. A piece that cannot be prepared is cut as it was read, so that the batch that holds the fault fails.
-Closing wakes all threads; each ends at its next step. Nothing in here knows who the jobs come from, so they
-may as well be handed out by another process.
+An error is raised in the position of the data that it prevented: the caller gets every batch before it, then
+the error. A piece that cannot be prepared is cut as it was read, so that the batch with the fault fails.
+Closing wakes all threads; each ends at its next step. The pipeline does not depend on the origin of the jobs,
+so another process could hand them out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORTH_PREPARING = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """A batch, or nothing at the end, with how many records it takes from which epochs."""
+    """A batch, or None at the end, and how many records of which epochs it contains."""
 
     batch: Batch | None
     receipts: list[Receipt]
@@ -53,11 +53,11 @@ class ReadOutcome:
 
 
 class Closed(Exception):  # noqa: N818 - not an error: it ends threads
-    """The pipeline has been closed while somebody waited for it."""
+    """The pipeline has been closed while a thread waited for it."""
 
 
 class Pipeline:
-    """Threads that turn jobs into batches ahead of the caller; `next()` gives them in order."""
+    """Threads that turn jobs into batches in advance; `next()` returns them in order."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Pipeline:
         self._handed = 0
         self._ended = False
         self._closed = False
-        self._threads: list[threading.Thread] = []  # an interrupt may come before they have begun
+        self._threads: list[threading.Thread] = []  # an interrupt may come before they have started
         atexit.register(self.close)
         self._threads = start(
             [self._read_loop] * workers
@@ -99,7 +99,7 @@ class Pipeline:
         )
 
     def next(self) -> ReadOutcome:
-        """The next batch, or an outcome without one at the end; raises what a thread has met in its place."""
+        """The next batch, or an outcome without one at the end; raises the error that prevented it."""
         outcome = self._finished() if self._steps.on_batches else self._make(*self._cut_next())
         if outcome.error is not None:
             raise outcome.error
@@ -115,7 +115,7 @@ class Pipeline:
         return outcome
 
     def close(self) -> None:
-        """End all threads. Those that are in the middle of something get a second to finish it."""
+        """End all threads. Those in the middle of a step get a second to finish it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -179,7 +179,7 @@ class Pipeline:
         blocks = regrouped(batches, [job.reads for job in jobs])
         for job in jobs:
             assert job.order is not None
-            # No name for the block, which would keep it while the next one is read.
+            # No variable for the block: it would hold the memory while the next one is read.
             yield next(blocks).take(pa.array(job.order()))
         next(batches, None)  # lets the count of the last split be checked
 
@@ -213,7 +213,7 @@ class Pipeline:
                     piece = self._unprepared()
                     assert piece is not None
                     piece.claimed = True
-                with suppress(BaseException):  # the batch that holds the fault will meet it again
+                with suppress(BaseException):  # the batch with the fault will raise it again
                     piece.rows = self._steps.prepare(piece.rows)
                 with self._changed:
                     piece.ready = True
@@ -255,12 +255,12 @@ class Pipeline:
         return ReadOutcome(batch, receipts, error)
 
     def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
-        """The rows of the next batch; none at the end; or the error that came instead."""
+        """The rows of the next batch; none at the end; or the error that prevented it."""
         try:
             return self._cut_batch()
         except Closed:
             raise
-        except BaseException as error:  # the caller would wait for ever if it ended a finisher
+        except BaseException as error:  # the caller would wait forever if it ended a finisher
             return [], [], error
 
     def _cut_batch(self) -> tuple[list[Rows], list[Receipt], None]:
@@ -289,10 +289,10 @@ class Pipeline:
                 if not self._readings:
                     return None
                 reading = self._readings[0]
-                self._wait(reading.goes_on)
+                self._wait(reading.can_continue)
                 if reading.pieces:
                     # Where finishers hold batches, the room for them is that of the piece they are cut from.
-                    if not self._steps.on_batches and reading.let_go():
+                    if not self._steps.on_batches and reading.release():
                         self._changed.notify_all()
                     return reading
                 if reading.error is not None:
@@ -302,7 +302,7 @@ class Pipeline:
 
     def _drop_used(self, reading: Reading) -> None:
         with self._changed:
-            reading.let_go()
+            reading.release()
             reading.pieces.popleft()
             if reading.finished and not reading.pieces and reading.error is None:
                 self._readings.popleft()

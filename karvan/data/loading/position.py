@@ -4,9 +4,9 @@ The records of an epoch are divided over the ranks by a pure function (see `rank
 hands out its share in order. So a rank's place is its epoch and the number of records of its share that it
 has handed out. `merge` joins the places of all ranks, in any order and any number of times.
 
-A job that resumes on another number of ranks divides what is left. What is left follows from the division
-that ended and the places where its ranks were. A position therefore also lists the earlier divisions that
-still matter, so that the division can be computed again after the next stop.
+A job that resumes on another number of ranks divides the remaining records. These follow from the division
+that ended and the places of its ranks. A position therefore also lists the earlier divisions that still
+matter, so that the division can be computed again after the next stop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VERSION = 2
 
 
 class Receipt(NamedTuple):
-    """So many records of an epoch have been handed out, in the order of the rank's share."""
+    """A number of records of an epoch that have been handed out, in the order of the rank's share."""
 
     epoch: int
     records: int
@@ -30,15 +30,15 @@ class Receipt(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank is: behind all epochs before `epoch`, and `records` records of its share of that one."""
+    """The position of a rank: after all epochs before `epoch` and `records` records of its share of it."""
 
     epoch: int = 0
     records: int = 0
     steps: int = 0
-    """Batches since the very beginning."""
+    """Batches since the start of the first epoch."""
 
     def after(self, receipt: Receipt) -> Place:
-        """The place behind what a receipt counts."""
+        """The place after the records of a receipt."""
         if receipt.complete:
             return self._replace(epoch=receipt.epoch + 1, records=0)
         before = self.records if receipt.epoch == self.epoch else 0
@@ -85,8 +85,8 @@ class Position(NamedTuple):
     def of_rank(self, rank: int, world: int) -> tuple[tuple[Division, ...], Place]:
         """Where a rank continues: the divisions before its own, and its place.
 
-        A rank of the same division continues at its own place. Another number of ranks begins a new division
-        of what all of them have left.
+        A rank of the same division continues at its own place. Another number of ranks starts a new division
+        of the remaining records of all.
         """
         places = self.now.places
         if world == self.now.world_size and rank in places:
@@ -104,7 +104,7 @@ class Position(NamedTuple):
 def state_of(
     settings: Mapping[str, Any], until: int | None, earlier: Sequence[Division], now: Division
 ) -> dict[str, Any]:
-    """A loader's state, JSON-able, in lists and mappings of its own."""
+    """A loader's state, JSON-able; lists and mappings are copies."""
     return {
         "version": VERSION,
         "settings": dict(settings),
@@ -115,7 +115,7 @@ def state_of(
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the `state_dict()`s of all ranks of a job into one that a loader of any world size takes."""
+    """Join the `state_dict()`s of all ranks of a job into one for loaders of any world size."""
     states = list(states)
     if not states:
         raise ValueError("merge needs the positions of at least one rank, but received none.")

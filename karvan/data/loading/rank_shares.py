@@ -1,13 +1,13 @@
 """Divides the records of an epoch over ranks.
 
-Blocks (see `shuffle.py`) do not depend on the number of ranks; shares do. Whole blocks are dealt in their
-order, each to the rank that has the fewest records so far, for as long as no rank gets more than an equal
-share. Equal blocks are thus dealt in turns, so that ranks move through unshuffled data side by side. The few
-blocks that are left, about one for each rank, are cut: every rank gets the range of their records that it
-lacks. Shares therefore differ by one record at most, whatever the blocks are, and most blocks are read by
+Blocks (see `shuffle.py`) do not depend on the number of ranks; shares do. Entire blocks are dealt in order,
+each to the rank that has the fewest records so far, for as long as no rank gets more than an equal share.
+Equal blocks are thus dealt in turns, so that ranks advance through unshuffled data together. The few
+remaining blocks, about one for each rank, are cut: every rank gets the range of their records that it is
+missing. Shares therefore differ by one record at most, whatever the blocks are, and most blocks are read by
 one rank only.
 
-A job that resumes on another number of ranks deals what the earlier divisions left in the same way.
+A job that resumes on another number of ranks deals what earlier divisions have not handed out in this way.
 Positions in checkpoints depend on this: a change here needs a new version of them.
 """
 
@@ -34,9 +34,10 @@ class Piece(NamedTuple):
 
 
 def share_records(records: int, rank: int, world: int) -> int:
-    """How many of so many records a rank gets.
+    """How many of `records` records a rank gets.
 
-    The first ranks have the odd ones, so that rank 0, which shows the progress of all, is among the longest.
+    The first ranks get one more if they do not divide evenly, so that rank 0, which shows the progress of
+    all, is among the longest.
     """
     return (records + world - 1 - rank) // world
 
@@ -75,7 +76,7 @@ def _runs_of_blocks(pieces: Sequence[Piece]) -> Iterator[tuple[Sequence[Piece], 
 
 
 def skip(pieces: Iterable[Piece], records: int) -> list[Piece]:
-    """What comes behind so many records."""
+    """The pieces after this many records."""
     rest = deque(pieces)
     _take(rest, records)
     return list(rest)
@@ -120,7 +121,7 @@ class Shares:
 
 
 def _left(pieces: Sequence[Piece], division: Division, epoch: int) -> list[Piece]:
-    """What a division of these pieces had not handed out of an epoch when it ended, sorted and joined."""
+    """The pieces of an epoch that a division had not handed out when it ended, sorted and joined."""
     rests = (
         skip(share, _handed_out(division, rank, epoch, count(share)))
         for rank, share in enumerate(deal(pieces, division.world_size))
@@ -142,7 +143,7 @@ def _handed_out(division: Division, rank: int, epoch: int, share: int) -> int:
 
 
 def _take(pieces: deque[Piece], records: int) -> list[Piece]:
-    """Remove so many records from the front; gives them."""
+    """Remove this many records from the front, and return them."""
     taken: list[Piece] = []
     while records and pieces:
         block, first, end = pieces.popleft()

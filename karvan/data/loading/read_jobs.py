@@ -28,7 +28,7 @@ class ReadJob:
     records: int
     """How many are handed out."""
     order: Callable[[], Order] | None = None
-    """Gives the records to take from the block, in their order; None: all, as they are."""
+    """Returns the indices of the records to take from the block, in order; None: all records."""
     last: bool = False
     """Whether it is the last of its epoch: batches do not span epochs."""
 
@@ -49,7 +49,7 @@ class ReadPiece:
     ready: bool = False
     """Whether it can be cut."""
     waits: bool = True
-    """Whether it counts as read ahead; one that batches are cut from does not."""
+    """Whether it counts as prefetched; one that batches are cut from does not."""
     cuts: deque[tuple[int, Rows]] = field(default_factory=deque)
 
     def cut(self, first: int, size: int) -> None:
@@ -61,7 +61,7 @@ class ReadPiece:
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """Jobs that are read in one go, and what has been read of them but not been used."""
+    """Jobs that are read together, and the pieces that have been read but not been used."""
 
     jobs: deque[ReadJob]
     pieces: deque[ReadPiece] = field(default_factory=deque)
@@ -70,12 +70,12 @@ class Reading:
     finished: bool = False
     error: BaseException | None = None
 
-    def goes_on(self) -> bool:
-        """Whether its next rows can be cut, or nothing more will come."""
+    def can_continue(self) -> bool:
+        """Whether its next rows can be cut, or it has ended."""
         return self.pieces[0].ready if self.pieces else self.finished
 
-    def let_go(self) -> bool:
-        """Note that the first piece waits no longer, unless that is known; gives whether it was not."""
+    def release(self) -> bool:
+        """Mark the first piece as no longer waiting; returns whether it was waiting."""
         piece = self.pieces[0]
         waited, piece.waits = piece.waits, False
         self.buffered -= piece.records if waited else 0
@@ -105,12 +105,12 @@ class Reading:
 
 
 def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.RecordBatch]:
-    """The same records in batches of at least `least`; before an error comes what came before it."""
+    """The same records in batches of at least `least`; before an error, the records read so far."""
     held: list[pa.RecordBatch] = []
     try:
         for batch in batches:
             held.append(batch)
-            del batch  # it is let go of with the others
+            del batch  # so that it is released with the others
             if sum(map(len, held)) >= least:
                 yield joined(held)
     except BaseException:
@@ -122,7 +122,7 @@ def grouped(batches: Iterator[pa.RecordBatch], least: int) -> Iterator[pa.Record
 
 
 def joined(held: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of all, which are let go of; a single one is not copied."""
+    """One batch of all, which are released; a single one is not copied."""
     batch = held[0] if len(held) == 1 else pa.concat_batches(held)
     held.clear()
     return batch
@@ -143,7 +143,7 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
 
 
 def runs(jobs: Iterator[ReadJob]) -> Iterator[deque[ReadJob]]:
-    """Jobs, those that are neighbours in a file together: their row groups are then decoded once."""
+    """Jobs, grouped where they are adjacent in a file: their row groups are then decoded once."""
     run: deque[ReadJob] = deque()
     held = 0
     for job in jobs:

@@ -1,10 +1,10 @@
 """Shuffling: an epoch's order of blocks, and of the records inside each.
 
-A *block* is a run of records that is read as a whole, and mostly by one rank (see `rank_shares.py`). Without
+A *block* is a run of records that is read at once, and mostly by one rank (see `rank_shares.py`). Without
 shuffling it is a split. With it, the splits are shuffled, and a block is made of consecutive ones with about
 `shuffle` records together, whose records are permuted by (seed, epoch, block number). That is the shuffle
-buffer: bounded by `shuffle`, the same on every machine, and the place inside it is one number, so it can be
-left and entered anywhere.
+buffer: bounded by `shuffle`, the same on every machine, and the position in it is one number, so that reading
+can stop and resume anywhere.
 
 Where splits are larger than `shuffle`, a block is one of them, or a part of a very large one, and its records
 are permuted within windows of `shuffle`. So blocks do not become small, and slow, because `shuffle` is small.
