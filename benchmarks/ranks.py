@@ -302,7 +302,7 @@ def work(path: str, rows: int, batch: int, epochs: int) -> Callable[[], dict[str
     times: list[float] = []
 
     class Stopwatch(kv.callbacks.Callback):
-        def on_step_end(self, trainer: kv.Trainer, logs: object) -> None:
+        def on_step_end(self, trainer: kv.callbacks.TrainerView, logs: object) -> None:
             times.append(time.perf_counter())
 
     model = kv.models.DLRM(train.NUMBERS, train.IDS, DIM)

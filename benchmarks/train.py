@@ -296,7 +296,7 @@ class Stopwatch(kv.callbacks.Callback):
         self._pending: kv.checkpoint.Pending | None = None
         self._before = 0.0
 
-    def on_step_end(self, trainer: kv.Trainer, logs: object) -> None:
+    def on_step_end(self, trainer: kv.callbacks.TrainerView, logs: object) -> None:
         """Note the step's time, and save again if the last save is complete."""
         now = time.perf_counter()
         busy = self._pending is not None and not self._pending.done()
@@ -308,7 +308,7 @@ class Stopwatch(kv.callbacks.Callback):
             self._pending = kv.checkpoint.start(self._folder / "beside", {}, self._model)
         self._before = time.perf_counter()
 
-    def on_fit_end(self, trainer: kv.Trainer, result: object) -> None:
+    def on_fit_end(self, trainer: kv.callbacks.TrainerView, result: object) -> None:
         """Let the save end."""
         self._before = 0.0
         if self._pending is not None:

@@ -3,12 +3,12 @@
 from karvan.train import callbacks, losses
 from karvan.train.contexts.eval_context import EvalContext, InferContext
 from karvan.train.contexts.train_context import TrainContext
-from karvan.train.evaluation import Prediction
 from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
 from karvan.train.reporting.results import FitResult, Report, StepLogs
 from karvan.train.stopping.signals import TerminatedError, reset_termination
 from karvan.train.trainer import Trainer
 from karvan.train.training_job import TrainingJob
+from karvan.train.types import Prediction
 
 __all__ = [
     "BarProgress",

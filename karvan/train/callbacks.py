@@ -11,6 +11,7 @@
 | `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that belongs there |
 | `on_fit_end(trainer, result)` | once, unless there was an error; the last checkpoint is written |
 
+`trainer` is the `kv.Trainer`; `TrainerView` lists what callbacks may use of it.
 A callback with `state_dict` and `load_state_dict` has its state in every checkpoint. `trainer.stop(reason)`
 ends the fit after the current step.
 """
@@ -20,15 +21,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from karvan.train.reporting.results import FitResult, StepLogs
-    from karvan.train.trainer import Trainer
+from karvan.train.reporting.results import FitResult, StepLogs
+from karvan.train.trainer_view import TrainerView
 
 _log = logging.getLogger("karvan.train")
 
-__all__ = ["Callback", "EarlyStopping"]
+__all__ = ["Callback", "EarlyStopping", "TrainerView"]
 
 
 class Callback:
@@ -41,28 +41,28 @@ class Callback:
 
     needed_metrics: Sequence[str] = ()
 
-    def on_new_data(self, trainer: Trainer) -> None:
+    def on_new_data(self, trainer: TrainerView) -> None:
         """The data is other data than that of the fits before."""
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: TrainerView) -> None:
         """Training begins, or goes on."""
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """An epoch begins; the first is 0."""
 
-    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
         """An optimizer step is over."""
 
-    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
         """An evaluation during a fit is over."""
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
         """The state of this step goes into a checkpoint."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """An epoch is over."""
 
-    def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+    def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
         """Training is over."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,15 +93,15 @@ class EarlyStopping(Callback):
         self.best = math.nan
         self.waited = 0
 
-    def on_new_data(self, trainer: Trainer) -> None:
+    def on_new_data(self, trainer: TrainerView) -> None:
         """What was best on other data says nothing about this data."""
         self.best, self.waited = math.nan, 0
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: TrainerView) -> None:
         """A fit that was stopped early stays so when it is run again."""
         self._stop_if_due(trainer)
 
-    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         if self.metric not in metrics:
             raise KeyError(f"EarlyStopping wants '{self.metric}', but there are: {', '.join(metrics)}.")
@@ -113,7 +113,7 @@ class EarlyStopping(Callback):
             self.waited += 1
         self._stop_if_due(trainer)
 
-    def _stop_if_due(self, trainer: Trainer) -> None:
+    def _stop_if_due(self, trainer: TrainerView) -> None:
         if self.waited >= self.patience:
             trainer.stop(
                 f"early: {self.metric} was best at {self.best:.6g}, {self.waited} evaluations ago", final=True
@@ -146,42 +146,42 @@ class Callbacks(Callback):
         """The metrics that callbacks need, by the names of these."""
         return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
 
-    def on_new_data(self, trainer: Trainer) -> None:
+    def on_new_data(self, trainer: TrainerView) -> None:
         """See `Callback.on_new_data`."""
         for callback in self._callbacks.values():
             callback.on_new_data(trainer)
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, trainer: TrainerView) -> None:
         """See `Callback.on_fit_begin`."""
         for callback in self._callbacks.values():
             callback.on_fit_begin(trainer)
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """See `Callback.on_epoch_begin`."""
         for callback in self._callbacks.values():
             callback.on_epoch_begin(trainer, epoch)
 
-    def on_step_end(self, trainer: Trainer, logs: StepLogs) -> None:
+    def on_step_end(self, trainer: TrainerView, logs: StepLogs) -> None:
         """See `Callback.on_step_end`."""
         for callback in self._callbacks.values():
             callback.on_step_end(trainer, logs)
 
-    def on_evaluate_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
         """See `Callback.on_evaluate_end`."""
         for callback in self._callbacks.values():
             callback.on_evaluate_end(trainer, metrics)
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
         """See `Callback.on_checkpoint`."""
         for callback in self._callbacks.values():
             callback.on_checkpoint(trainer, step)
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """See `Callback.on_epoch_end`."""
         for callback in self._callbacks.values():
             callback.on_epoch_end(trainer, epoch)
 
-    def on_fit_end(self, trainer: Trainer, result: FitResult) -> None:
+    def on_fit_end(self, trainer: TrainerView, result: FitResult) -> None:
         """See `Callback.on_fit_end`."""
         for callback in self._callbacks.values():
             callback.on_fit_end(trainer, result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,7 @@ from karvan.train.feed.feed import Feed
 from karvan.train.losses import named, total
 from karvan.train.state.gathering import merged, summed
 from karvan.train.state.randomness import same_random_state_afterwards
-from karvan.train.types import Loss, MetricLike, rows_of
-
-
-class Prediction(NamedTuple):
-    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them."""
-
-    output: Any
-    columns: dict[str, Any]
+from karvan.train.types import Loss, MetricLike, Prediction, rows_of
 
 
 class Evaluator:

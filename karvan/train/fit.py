@@ -11,13 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from karvan.activity import activity
 from karvan.checkpoint import Checkpoint
 from karvan.label_columns import required_labels
-from karvan.train.checks.evaluation_results import require_numbers
-from karvan.train.checks.preflight import check_fit
+from karvan.train.checks.needed_metrics import NeededMetrics
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.feed.epoch import Epoch
 from karvan.train.losses import named
@@ -34,9 +33,8 @@ from karvan.train.step.nonfinite import Skips
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.stopping.goal import Goal
 from karvan.train.stopping.stopping import Stopping
-
-if TYPE_CHECKING:
-    from karvan.train.trainer import Trainer
+from karvan.train.trainer_parts import TrainerParts
+from karvan.train.trainer_view import TrainerView
 
 
 class Begin(NamedTuple):
@@ -48,35 +46,53 @@ class Begin(NamedTuple):
     new_settings: bool = False
 
 
+def needed_metrics(parts: TrainerParts) -> NeededMetrics:
+    """The metrics by which the Trainer's callbacks and keep_best decide."""
+    return NeededMetrics(parts.callbacks.needs, parts.saver.best_metric)
+
+
+def check_fit(trainer: TrainerView, parts: TrainerParts, goal: Goal) -> None:
+    """Raise if a fit of the Trainer to this goal cannot work, before its first step."""
+    parts.setup.check()
+    needed = needed_metrics(parts)
+    needed.check_evaluated(goal.eval_data is not None)
+    if trainer.evaluate.__module__ == "karvan.train.trainer":  # a method of the user's own may give any name
+        needed.check_known(parts.metrics, parts.loss)
+
+
 class Fit:
     """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
 
-    def __init__(self, trainer: Trainer, data: Iterable[Any], goal: Goal, begin: Begin) -> None:
-        self._trainer = trainer
+    def __init__(
+        self, trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin
+    ) -> None:
+        self._trainer = trainer  # for callbacks
+        self._parts = parts
+        self._needed_metrics = needed_metrics(parts)
         self._data = data
         self._goal = goal
         self._how = begin
-        self._counts = trainer.counts
-        self._window = trainer.window
-        self._stopping = Stopping(trainer)
+        self._counts = parts.counts
+        self._window = parts.window
+        self._stopping = Stopping(parts.connection, parts.stop_request)
         self._transforms = Transforms()
-        runs, self._passes = trainer.setup.runs, trainer.setup.passes
+        runs, self._passes = parts.setup.runs, parts.setup.passes
         self._placement = runs.placement
         self._course = Epoch(
             data,
             runs.connection,
             runs.placement,
             self._passes,
-            trainer.counts,
+            parts.counts,
             runs.prefetch,
             stopped=self._stopping.asked,
-            due=trainer.saver.take_time,
+            due=parts.saver.take_time,
             ends=self._cut_short,
         )
         self._skips = Skips(
-            trainer.precision.always_checks, trainer.connection.rank == 0, trainer.nonfinite == "raise"
+            parts.setup.runs.precision.always_checks, parts.connection.rank == 0, parts.nonfinite == "raise"
         )
-        self._alone = trainer.connection.world_size == 1
+        self._alone = parts.connection.world_size == 1
         self._unsaved = False
         self._trained = 0
         self._past: tuple[FinishedData, ...] = ()  # data that the run has trained to its end before this
@@ -84,17 +100,17 @@ class Fit:
 
     def run(self) -> FitResult:
         """Train."""
-        trainer = self._trainer
+        parts = self._parts
         with ExitStack() as stack:
             stack.enter_context(activity.task("fit"))
-            stack.enter_context(trainer.signals)
-            stack.enter_context(required_labels(self._data, trainer.loss, trainer.metrics.values()))
+            stack.enter_context(parts.stop_request.signals)
+            stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
             self._begin(stack)
             while not self._over():
                 with closing(self._course.groups(self._begin_epoch)) as groups, self._failing():
                     for group in groups:
                         self._train(group)
-                        if self._counts.step % trainer.log_every == 0:
+                        if self._counts.step % parts.log_every == 0:
                             self._reporter.training()
                         if self._goal.evaluates_after_step(self._counts):
                             self._evaluate()
@@ -125,40 +141,40 @@ class Fit:
             raise
 
     def _begin(self, stack: ExitStack) -> None:
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         self._begun = time.monotonic()
-        check_fit(trainer, self._goal)
-        stack.enter_context(owned_folder(trainer.saver.folder, trainer.connection))
-        check_choice(trainer.saver, self._how.resume)
-        trainer.saver.require_writable()
-        self._identity = dataset.identify(self._data, self._how.data_name, trainer.connection)
+        check_fit(self._trainer, parts, self._goal)
+        stack.enter_context(owned_folder(parts.saver.folder, parts.connection))
+        check_choice(parts.saver, self._how.resume)
+        parts.saver.require_writable()
+        self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
         self._transforms.use(self._data, self._goal.eval_data)
-        resumed = trainer.saver.resume(self._load_checkpoint, chosen(self._how.resume))
+        resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
         if resumed is None:
-            trainer.update.forget()
+            parts.setup.update.forget()
             self._begin_alone()
         else:
             self._load(*resumed[1])
         self._transforms.match_loaders()
-        self._transforms.require_fitted(trainer.model)
-        self._transforms.require_equal(trainer.connection.main, trainer.model)
-        trainer.dense.begin()
-        trainer.model.train()
-        trainer.saver.begin()
-        self._reporter = Reporter(trainer)
-        trainer.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
-        stack.callback(trainer.progress.end)
+        self._transforms.require_fitted(parts.model)
+        self._transforms.require_equal(parts.connection.main, parts.model)
+        parts.setup.dense.begin()
+        parts.model.train()
+        parts.saver.begin()
+        self._reporter = Reporter(parts)
+        parts.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
+        stack.callback(parts.progress.end)
         if resumed is not None:
             found, (_, other) = resumed
             record = dataset.record_of(found)
-            trainer.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
+            parts.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
             if self._has_all():
-                trainer.progress.say(
+                parts.progress.say(
                     dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
                 )
-        trainer.loggers.open(counts.step)
-        stack.callback(trainer.loggers.close)
-        trainer.callbacks.on_fit_begin(trainer)
+        parts.loggers.open(counts.step)
+        stack.callback(parts.loggers.close)
+        parts.callbacks.on_fit_begin(self._trainer)
         self._stopping.ask_all()
 
     def _load_checkpoint(self, found: Checkpoint) -> tuple[Mapping[str, Any], bool]:
@@ -172,24 +188,24 @@ class Fit:
         if record is not None:
             self._past = record.history if other else record.past
             self._before = dataset.trained_before(record, self._identity) if other else None
-        self._trainer.update.forget()
-        return self._trainer.saver.load(found, self._trainer.model), other
+        self._parts.setup.update.forget()
+        return self._parts.saver.load(found, self._parts.model), other
 
     def _begin_alone(self) -> None:
         """Without a checkpoint: from 0, or behind what this Trainer has trained before."""
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         self._window.load_state_dict(ReportWindow().state_dict())
         if not self._how.resume:
             counts.load_state_dict(TrainingCounts().state_dict())
         dataset.begin_data(counts)
-        before, trainer.data_identity = trainer.data_identity, self._identity
+        before, parts.run.data_identity = parts.run.data_identity, self._identity
         if counts.step and (self._identity is None or self._identity != before):
-            trainer.callbacks.on_new_data(trainer)
+            parts.callbacks.on_new_data(self._trainer)
 
     def _begin_epoch(self) -> None:
-        for metric in self._trainer.metrics.values():
+        for metric in self._parts.metrics.values():
             metric.reset()
-        self._trainer.callbacks.on_epoch_begin(self._trainer, self._counts.epoch)
+        self._parts.callbacks.on_epoch_begin(self._trainer, self._counts.epoch)
         self._stopping.ask_all()
 
     def _cut_short(self, reason: str | None) -> bool:
@@ -199,13 +215,13 @@ class Fit:
 
     def _train(self, group: list[FedBatch]) -> None:
         """One optimizer step."""
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         samples = self._course.samples(group)
-        step = trainer.setup.routine.begin(group, self._course)
-        with closing(trainer.dense.attempts()) as attempts:
+        step = parts.setup.routine.begin(group, self._course)
+        with closing(parts.setup.dense.attempts()) as attempts:
             for attempt in attempts:
                 losses = self._compute(step, first=attempt == 0)
-                if (taken := trainer.setup.routine.apply(step)) is not None:
+                if (taken := parts.setup.routine.apply(step)) is not None:
                     break
         self._course.trained(group, samples)
         self._trained += 1
@@ -213,70 +229,70 @@ class Fit:
         activity.advance()
         if taken:
             self._skips.take()
-            trainer.schedule.after_step()
+            parts.schedule.after_step()
         else:
             counts.skipped += 1
             self._skips.skip(counts.step, (fed.batch for fed in group))
         means = losses.means()
         self._window.add(means, losses.weight / step.whole_weight)
-        trainer.progress.step(counts.step)
-        trainer.callbacks.on_step_end(
-            trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
+        parts.progress.step(counts.step)
+        parts.callbacks.on_step_end(
+            self._trainer, StepLogs(counts.step, counts.epoch, samples, means, bool(taken))
         )
 
     def _compute(self, step: StepBatches, first: bool) -> Losses:
         """The gradients of a step; metrics see what the first attempt at it gives."""
-        trainer, routine = self._trainer, self._trainer.setup.routine
+        parts, routine = self._parts, self._parts.setup.routine
         losses = Losses()
         for made in step.passes():
             self._placement.receive(made.batch)
-            routine.forward(made, made.batch, trainer.loss)
+            routine.forward(made, made.batch, parts.loss)
             routine.backward(made)
             if made.losses is not None and made.loss is not None:
-                for metric in trainer.metrics.values() if first else ():
+                for metric in parts.metrics.values() if first else ():
                     metric.update(made.output, made.batch)
                 losses.add(named(made.losses, made.loss), made.weight)
         return losses
 
     def _evaluate(self) -> None:
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         assert self._goal.eval_data is not None
-        trainer.dense.settle()
+        parts.setup.dense.settle()
         before = time.monotonic()
-        counts.evaluation = trainer.evaluate(self._goal.eval_data)
+        counts.evaluation = self._trainer.evaluate(self._goal.eval_data)
         self._reporter.exclude(time.monotonic() - before)
         counts.evaluated = counts.step
         self._unsaved = True
         self._reporter.evaluation(counts.evaluation)
-        require_numbers(trainer, counts.evaluation)
-        trainer.callbacks.on_evaluate_end(trainer, counts.evaluation)
+        self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
+        parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
         self._stopping.ask_all()
-        if trainer.saver.keeps_best:  # the best is then the very model that was evaluated
+        if parts.saver.keeps_best:  # the best is then the very model that was evaluated
             self._save()
 
     def _end_epoch(self) -> None:
-        trainer, counts = self._trainer, self._counts
-        trainer.schedule.after_epoch()
+        parts, counts = self._parts, self._counts
+        parts.schedule.after_epoch()
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._evaluate()
-        trainer.callbacks.on_epoch_end(trainer, counts.epoch)
+        parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
         self._course.end_epoch()
         self._unsaved = True
         self._stopping.ask_all()
 
     def _end(self) -> FitResult:
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         self._reporter.training()
         if self._stopping.reason is None and self._passes.together:  # so that all ranks come to the same
             self._skips.end()
-        trainer.dense.take()
+        parts.setup.dense.take()
         wanted = self._goal.eval_data is not None and self._stopping.reason is None
         if wanted and counts.evaluated != counts.step:
             self._evaluate()
-        path = trainer.saver.finish(self._unsaved, self._snapshot)
+        path = parts.saver.finish(self._unsaved, self._snapshot)
         if self._unsaved:
             self._unsaved = False
-            trainer.callbacks.on_checkpoint(trainer, counts.step)
+            parts.callbacks.on_checkpoint(self._trainer, counts.step)
         result = FitResult(
             step=counts.step,
             epoch=counts.epoch,
@@ -289,48 +305,48 @@ class Fit:
             metrics=self._reporter.metrics(),
             evaluation=dict(counts.evaluation),
         )
-        trainer.callbacks.on_fit_end(trainer, result)
+        parts.callbacks.on_fit_end(self._trainer, result)
         self._reporter.end(result, self._skips.count)
         return result
 
     def _save_due(self, group: list[FedBatch]) -> bool:
-        saver, step = self._trainer.saver, self._counts.step
+        saver, step = self._parts.saver, self._counts.step
         return saver.due(step) if self._alone else saver.due_by_steps(step) or any(fed.save for fed in group)
 
     def _save(self) -> None:
-        trainer = self._trainer
-        trainer.saver.save(*self._snapshot())
+        parts = self._parts
+        parts.saver.save(*self._snapshot())
         self._unsaved = False
-        trainer.callbacks.on_checkpoint(trainer, self._counts.step)
+        parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
 
     def _snapshot(self) -> Snapshot:
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         metrics = counts.evaluation if counts.evaluated == counts.step else None
-        trainer.dense.take()
-        return Snapshot(counts.step, self._state(), trainer.model, metrics)
+        parts.setup.dense.take()
+        return Snapshot(counts.step, self._state(), parts.model, metrics)
 
     def _state(self) -> dict[str, Any]:
-        finished = self._has_all() or self._trainer.stop_is_final
+        finished = self._has_all() or self._parts.stop_request.final
         early = finished and not self._goal.reached(self._counts)
         data = dataset.state_of(self._identity, finished, self._goal.wanted, early, self._past)
         return {
-            **train_state.take(self._trainer),
+            **train_state.take(self._parts),
             **self._course.state(),
             **self._transforms.state(),
             "data": data,
         }
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
-        trainer, counts = self._trainer, self._counts
+        parts, counts = self._parts, self._counts
         counts.load_state_dict(TrainingCounts().state_dict())
-        train_state.restore(trainer, saved, new_settings=self._how.new_settings)
+        train_state.restore(parts, saved, new_settings=self._how.new_settings)
         self._transforms.load(saved)
-        random = train_state.random_of(trainer.connection, saved)
+        random = train_state.random_of(parts.connection, saved)
         if other:
             set_random_state(random)
             dataset.begin_data(counts, self._before)
             if not self._has_all():
-                trainer.callbacks.on_new_data(trainer)
+                parts.callbacks.on_new_data(self._trainer)
             return
         if self._identity is None or not self._identity.grows:
             self._course.load_or_drop(saved, random, self._how.drop_unfinished)

@@ -14,7 +14,6 @@ from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
-from karvan.data.identity import Identity
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.former_names import former_arguments
 from karvan.train.assembly import make_model_setup, make_training_setup
@@ -22,7 +21,7 @@ from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
 from karvan.train.checks.frozen import Patterns
 from karvan.train.checks.label_values import check_of
-from karvan.train.evaluation import Evaluator, Prediction
+from karvan.train.evaluation import Evaluator
 from karvan.train.feed.feed import same
 from karvan.train.fit import Begin, Fit
 from karvan.train.reporting.describe import describe
@@ -36,8 +35,9 @@ from karvan.train.state.transforms import Transforms
 from karvan.train.step.lr_schedule import Schedule, Schedulers
 from karvan.train.step.optimizer_step import DenseOptimizer, OptimizerStepSettings, engines_of
 from karvan.train.stopping.goal import Goal
-from karvan.train.stopping.signals import Signals
-from karvan.train.types import Loss, MetricLike
+from karvan.train.stopping.stop_request import StopRequest
+from karvan.train.trainer_parts import RunProgress, TrainerParts
+from karvan.train.types import Loss, MetricLike, Prediction
 
 _log = logging.getLogger("karvan.train")
 
@@ -152,26 +152,40 @@ class Trainer:
         self._history = History(self.saver.folder, writes=first)
         self.loggers = LoggerGroup([self._history, *(loggers if first else ())])
         self.evaluator = Evaluator(runs, loss)
-        self.signals = Signals()
-        self.counts = TrainingCounts()
-        self.window = ReportWindow()
-        self.data_identity: Identity | None = None  # of the last fit without checkpoints
-        self.stop_is_final = False
-        self._stop: str | None = None
+        self.run_progress = RunProgress(TrainingCounts(), ReportWindow())
+        self._stop_request = StopRequest()
         self._loaded: Mapping[str, Any] | None = None  # the state of a checkpoint, once `load` was called
 
     def __repr__(self) -> str:
-        return describe(self)
+        return describe(self.parts())
+
+    def parts(self) -> TrainerParts:
+        """What a fit, its reports and its checkpoints use."""
+        return TrainerParts(
+            setup=self.setup,
+            loss=self.loss,
+            metrics=self.metrics,
+            schedule=self.schedule,
+            callbacks=self.callbacks,
+            saver=self.saver,
+            evaluator=self.evaluator,
+            loggers=self.loggers,
+            progress=self.progress,
+            log_every=self.log_every,
+            nonfinite=self.nonfinite,
+            run=self.run_progress,
+            stop_request=self._stop_request,
+        )
 
     @property
     def step(self) -> int:
         """Optimizer steps so far, those that were left out included."""
-        return self.counts.step
+        return self.run_progress.counts.step
 
     @property
     def epoch(self) -> int:
         """The number of complete epochs of this data, which is the number of the current one, from 0."""
-        return self.counts.epoch
+        return self.run_progress.counts.epoch
 
     @property
     def history(self) -> Any:
@@ -185,7 +199,7 @@ class Trainer:
     @property
     def stopping(self) -> str | None:
         """Why the fit is to stop, if it is: "interrupt", "terminate", or what `stop` was given."""
-        return self.signals.received or self._stop
+        return self._stop_request.reason
 
     def stop(self, reason: str, *, final: bool = False) -> None:
         """End the fit after the current step; callbacks call this.
@@ -195,10 +209,7 @@ class Trainer:
         Several ranks stop together if one wants to: at once if it was asked for in an evaluation or between
         epochs, otherwise behind the batches that were taken ahead.
         """
-        if not reason:
-            raise ValueError("stop expects a reason, got an empty one.")
-        self._stop = reason
-        self.stop_is_final = self.stop_is_final or final
+        self._stop_request.stop(reason, final=final)
 
     @former_arguments(train_steps="max_steps")
     def fit(
@@ -240,8 +251,10 @@ class Trainer:
         if eval_data is not None:
             check_data("eval_data", eval_data)
         goal = Goal(epochs, max_steps, eval_data, eval_every)
-        self._stop, self.stop_is_final = None, False
-        return Fit(self, data, goal, Begin(resume, drop_unfinished, data_name, new_settings)).run()
+        self._stop_request.begin()
+        return Fit(
+            self, self.parts(), data, goal, Begin(resume, drop_unfinished, data_name, new_settings)
+        ).run()
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
         """The windows that the run has not trained on, in order, each when it is complete.

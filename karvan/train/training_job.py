@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from karvan.checkpoint import warm_start
-from karvan.train.checks.preflight import check_fit
+from karvan.train.fit import check_fit
 from karvan.train.reporting.results import FitResult
 from karvan.train.state.transforms import Transforms
 from karvan.train.stopping.goal import Goal
@@ -68,7 +68,11 @@ class TrainingJob:
 
     def check(self) -> None:
         """Raise what a fit would raise at its beginning, before a pass over the data that fits features."""
-        check_fit(self.trainer, Goal(self.epochs, self.max_steps, self.eval_data, self.eval_every))
+        check_fit(
+            self.trainer,
+            self.trainer.parts(),
+            Goal(self.epochs, self.max_steps, self.eval_data, self.eval_every),
+        )
         self.trainer.saver.require_writable()
 
     def _warm_start(self, options: Mapping[str, Any]) -> None:

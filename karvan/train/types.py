@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
@@ -43,6 +43,13 @@ class Positioned(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go there."""
+
+
+class Prediction(NamedTuple):
+    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them."""
+
+    output: Any
+    columns: dict[str, Any]
 
 
 def rows_of(batch: Any) -> int:

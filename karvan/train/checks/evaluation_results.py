@@ -1,19 +1,15 @@
-"""Checks the results of an evaluation: that it had samples, and numbers where a decision needs them."""
+"""Checks the results of evaluations and predictions: that there were samples, and numbers."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from karvan.train.step.nonfinite import nonfinite_text
-
-if TYPE_CHECKING:
-    from karvan.train.trainer import Trainer
 
 _log = logging.getLogger("karvan.train")
 
@@ -62,24 +58,3 @@ def require_samples(samples: float) -> None:
             "The evaluation expects data with at least one sample, got none. If the data is a generator, it "
             "gives its batches only once: give a list, a torch DataLoader or a kv.data.Loader."
         )
-
-
-def require_numbers(trainer: Trainer, metrics: Mapping[str, float]) -> None:
-    """Raise if a metric is NaN by which a callback or keep_best decides."""
-    needs = {f"the callback {name}": list(names) for name, names in trainer.callbacks.needs.items()}
-    if trainer.saver.best_metric is not None:
-        needs["keep_best"] = [trainer.saver.best_metric]
-    for who, names in needs.items():
-        for name in names:
-            if name in metrics and math.isnan(metrics[name]):
-                raise ValueError(
-                    f"The evaluation at step {trainer.step} gives NaN for '{name}', by which {who} decides."
-                    + (trainer.evaluator.nonfinite or _hint(name))
-                )
-
-
-def _hint(name: str) -> str:
-    return (
-        f" Look at the evaluation data and at the model's outputs: '{name}' is NaN if one of them is, and "
-        "metrics such as AUC also if all labels are equal."
-    )

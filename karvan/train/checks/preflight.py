@@ -7,7 +7,6 @@ result, and none waits for another that has raised.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -16,49 +15,8 @@ from karvan.distributed import Connection
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
-from karvan.train.losses import ColumnLoss, Sum
 from karvan.train.step.optimizer_step import OptimizerStep, engines_of
 from karvan.train.stopping.signals import check_not_terminated
-
-if TYPE_CHECKING:
-    from karvan.train.stopping.goal import Goal
-    from karvan.train.trainer import Trainer
-
-
-def check_fit(trainer: Trainer, goal: Goal) -> None:
-    """What a fit of the Trainer depends on."""
-    trainer.setup.check()
-    _check_metrics(trainer, goal)
-
-
-def _check_metrics(trainer: Trainer, goal: Goal) -> None:
-    """Evaluations give what callbacks and keep_best need."""
-    needs = {f"The callback {name}": list(metrics) for name, metrics in trainer.callbacks.needs.items()}
-    if trainer.saver.best_metric is not None:
-        needs["keep_best"] = [trainer.saver.best_metric]
-    if not needs:
-        return
-    if goal.eval_data is None:
-        who, metrics = next(iter(needs.items()))
-        raise ValueError(
-            f"{who} needs '{metrics[0]}' of evaluations, but this fit has no eval_data: give "
-            "fit(…, eval_data=…)."
-        )
-    if trainer.evaluate.__module__ != "karvan.train.trainer":  # a method of the user's own may give any name
-        return
-    known = ["loss", *trainer.metrics]
-    named = isinstance(trainer.loss, Sum)
-    if isinstance(trainer.loss, Sum):
-        known += [f"loss/{name}" for name in trainer.loss.losses]
-    for who, metrics in needs.items():
-        for metric in metrics:
-            # A loss function of the user's own may give losses by any names.
-            free = metric.startswith("loss/") and not (named or isinstance(trainer.loss, ColumnLoss))
-            if metric not in known and not free:
-                raise ValueError(
-                    f"{who} needs '{metric}', but evaluations give: {', '.join(known)}. Add it to "
-                    f"the Trainer's metrics: metrics={{'{metric}': …}}."
-                )
 
 
 def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, connection: Connection) -> None:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.optim import Optimizer
 
 from karvan.train.step.optimizer_step import engines_of
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from karvan.train.trainer import Trainer
+from karvan.train.trainer_parts import TrainerParts
 
 _MANY = 8  # names in a line
 
 
-def describe(trainer: Trainer) -> str:
+def describe(parts: TrainerParts) -> str:
     """What it trains, how, and how far it is."""
-    model = trainer.model
+    model, counts = parts.model, parts.counts
     tables = [f"{table.name} ({table.dim})" for engine in engines_of(model) for table in engine.tables()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    where = trainer.connection
+    where = parts.connection
     lines = {
-        "model": f"{type(model).__name__}, {parameters:,} parameters, on {trainer.device}",
+        "model": f"{type(model).__name__}, {parameters:,} parameters, on {parts.setup.runs.device}",
         "tables": _listed(tables),
-        "loss": _one_line(trainer.loss),
+        "loss": _one_line(parts.loss),
         **{
             f"{name}_optimizer": _optimizer(optimizer)
-            for name, optimizer in trainer.update.optimizers.items()
+            for name, optimizer in parts.setup.update.optimizers.items()
         },
-        "metrics": _listed(list(trainer.metrics)),
-        "checkpoints": "" if trainer.saver.folder is None else str(trainer.saver.folder),
+        "metrics": _listed(list(parts.metrics)),
+        "checkpoints": "" if parts.saver.folder is None else str(parts.saver.folder),
         "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
-        "progress": f"step {trainer.step:,}, {trainer.epoch} epoch{'s' * (trainer.epoch != 1)}, "
-        f"{trainer.counts.samples:,} samples",
+        "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
+        f"{counts.samples:,} samples",
     }
     body = "".join(f"  {name}: {text}\n" for name, text in lines.items() if text)
     return f"Trainer(\n{body})"

@@ -5,43 +5,42 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from karvan.train.reporting.progress import memory_bytes
 from karvan.train.reporting.results import FitResult, Report
 from karvan.train.state.gathering import merged, summed
 from karvan.train.step.optimizer_step import engines_of
+from karvan.train.trainer_parts import TrainerParts
 
 _log = logging.getLogger("karvan.train")
-
-if TYPE_CHECKING:
-    from karvan.train.trainer import Trainer
 
 
 class Reporter:
     """Tells a Trainer's logs and progress how it goes."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._engines = engines_of(trainer.model)
+    def __init__(self, parts: TrainerParts) -> None:
+        self._parts = parts
+        self._engines = engines_of(parts.model)
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
         self._stale: dict[str, float] = {}  # what that has told of them
-        self._last = (time.monotonic(), trainer.counts.samples)
+        self._last = (time.monotonic(), parts.counts.samples)
 
     def training(self) -> None:
         """Losses since the last report, metrics since the epoch began, and speed; of all ranks."""
-        trainer = self._trainer
-        channel = trainer.connection.main
-        if not (losses := trainer.window.means(channel)):
+        parts = self._parts
+        channel = parts.connection.main
+        if not (losses := parts.window.means(channel)):
             return
-        (before, samples), self._last = self._last, (time.monotonic(), trainer.counts.samples)
+        (before, samples), self._last = self._last, (time.monotonic(), parts.counts.samples)
         rates = {
             f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in trainer.update.optimizers.items()
+            for name, optimizer in parts.setup.update.optimizers.items()
         }
         metrics = self.metrics()
         rows = self._rows()
-        held = summed(channel, {"rows": sum(rows.values()), "memory": memory_bytes(trainer.device), **rows})
+        held = summed(
+            channel, {"rows": sum(rows.values()), "memory": memory_bytes(parts.setup.runs.device), **rows}
+        )
         values = {
             "samples_per_second": (self._last[1] - samples) / max(self._last[0] - before, 1e-9),
             **losses,
@@ -51,7 +50,7 @@ class Reporter:
             **rates,
         }
         self._tell("train", values)
-        trainer.window.reset()
+        parts.window.reset()
 
     def _rows(self) -> dict[str, int]:
         """The rows of each table, as far as this rank holds them."""
@@ -68,17 +67,17 @@ class Reporter:
         them, since training began. dense_staleness: steps of others between pulling dense parameters and
         pushing their gradients.
         """
-        trainer = self._trainer
-        if trainer.connection.servers is None:
+        parts = self._parts
+        if parts.connection.servers is None:
             return {}
-        ahead, dense = [engine.store.staleness for engine in self._engines], trainer.dense.staleness
+        ahead, dense = [engine.store.staleness for engine in self._engines], parts.setup.dense.staleness
         now = {
             "lookups": sum(each.lookups for each in ahead),
             "out": sum(each.total for each in ahead),
             "pushes": dense.pushes,
             "behind": dense.total,
         }
-        told = trainer.connection.main.gather_json(
+        told = parts.connection.main.gather_json(
             [
                 {name: value - self._counted.get(name, 0) for name, value in now.items()},
                 max((each.most for each in ahead), default=0),
@@ -104,29 +103,29 @@ class Reporter:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of training so far, over all ranks."""
-        return merged(self._trainer.connection.main, self._trainer.metrics)
+        return merged(self._parts.connection.main, self._parts.metrics)
 
     def end(self, result: FitResult, skipped: int) -> None:
         """The last words, and a loud one if steps of this fit were skipped."""
-        trainer = self._trainer
-        trainer.progress.end()
-        trainer.progress.say(_last_words(result))
+        parts = self._parts
+        parts.progress.end()
+        parts.progress.say(_last_words(result))
         if not skipped:
             return
         text = f"{skipped} of {result.trained} steps were skipped, because a gradient was not finite."
-        if trainer.precision.always_checks:  # a step now and then is too large on purpose
-            trainer.progress.say(text)
-        elif trainer.connection.rank == 0:
-            trainer.progress.say(f"WARNING: {text}")
+        if parts.setup.runs.precision.always_checks:  # a step now and then is too large on purpose
+            parts.progress.say(text)
+        elif parts.connection.rank == 0:
+            parts.progress.say(f"WARNING: {text}")
             _log.warning(text)
 
     def _tell(self, kind: str, values: Mapping[str, float]) -> None:
-        counts = self._trainer.counts
+        counts = self._parts.counts
         # Behind the last batch of an epoch, the numbers are still those of that epoch.
         epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
         report = Report(kind, counts.step, epoch, values, counts.samples, time.time())
-        self._trainer.loggers.write(report)
-        self._trainer.progress.report(report)
+        self._parts.loggers.write(report)
+        self._parts.progress.report(report)
 
 
 def _last_words(result: FitResult) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from karvan.distributed import Connection
 from karvan.train.assembly import TrainingSetup
@@ -11,21 +11,19 @@ from karvan.train.reporting.results import TrainingCounts
 from karvan.train.state.gathering import gather_state, joined
 from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimizer
 from karvan.train.state.randomness import random_state
-
-if TYPE_CHECKING:
-    from karvan.train.trainer import Trainer
+from karvan.train.trainer_parts import TrainerParts
 
 
-def take(trainer: Trainer) -> dict[str, Any]:
+def take(parts: TrainerParts) -> dict[str, Any]:
     """The state of everything but the data, the same on all ranks; a collective."""
     own = {
-        "metrics": {name: metric.state() for name, metric in trainer.metrics.items()},
-        "window": trainer.window.state_dict(),
+        "metrics": {name: metric.state() for name, metric in parts.metrics.items()},
+        "window": parts.window.state_dict(),
     }
     return {
-        **take_trained(trainer.setup, trainer.counts, own),
-        "scheduler": trainer.schedule.state_dict(),
-        "callbacks": trainer.callbacks.state_dict(),
+        **take_trained(parts.setup, parts.counts, own),
+        "scheduler": parts.schedule.state_dict(),
+        "callbacks": parts.callbacks.state_dict(),
     }
 
 
@@ -67,26 +65,26 @@ def restore_trained(
     counts.load_state_dict(state["trainer"])
 
 
-def restore(trainer: Trainer, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
+def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
     """Go back to what `take` gave, apart from the random generators; new_settings: see `restore_trained`."""
-    restore_trained(trainer.setup, trainer.counts, state, new_settings=new_settings)
-    trainer.schedule.load_state_dict(state["scheduler"])
+    restore_trained(parts.setup, parts.counts, state, new_settings=new_settings)
+    parts.schedule.load_state_dict(state["scheduler"])
     if new_settings:
-        trainer.schedule.use_initial_rates()
-    trainer.callbacks.load_state_dict(state["callbacks"])
-    rank, saved = trainer.connection.rank, state["ranks"]
-    for metric in trainer.metrics.values():
+        parts.schedule.use_initial_rates()
+    parts.callbacks.load_state_dict(state["callbacks"])
+    rank, saved = parts.connection.rank, state["ranks"]
+    for metric in parts.metrics.values():
         metric.reset()
-    if len(saved) == trainer.connection.world_size:
-        for name, metric in trainer.metrics.items():
+    if len(saved) == parts.connection.world_size:
+        for name, metric in parts.metrics.items():
             if name in saved[rank]["metrics"]:
                 metric.load_state(saved[rank]["metrics"][name])
-        trainer.window.load_state_dict(saved[rank]["window"])
+        parts.window.load_state_dict(saved[rank]["window"])
         return
-    for name, metric in trainer.metrics.items() if rank == 0 else ():
+    for name, metric in parts.metrics.items() if rank == 0 else ():
         if name in saved[0]["metrics"]:
             metric.load_state(joined(metric, [each["metrics"][name] for each in saved]).state())
-    trainer.window.load_share([each["window"] for each in saved], rank)
+    parts.window.load_share([each["window"] for each in saved], rank)
 
 
 def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:

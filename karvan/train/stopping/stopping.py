@@ -6,35 +6,33 @@ batches of the feed, or is asked for at moments that come rarely, such as the en
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from karvan.distributed import Connection
 from karvan.train.stopping.signals import note_termination
-
-if TYPE_CHECKING:
-    from karvan.train.trainer import Trainer
+from karvan.train.stopping.stop_request import StopRequest
 
 
 class Stopping:
     """What a Trainer's ranks have agreed on."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._alone = trainer.connection.world_size == 1
+    def __init__(self, connection: Connection, request: StopRequest) -> None:
+        self._channel = connection.main
+        self._alone = connection.world_size == 1
+        self._request = request
         self._agreed: str | None = None
 
     @property
     def reason(self) -> str | None:
         """Why the fit stops here, if it does: a rank that is not alone cannot do so by itself."""
-        return self._trainer.stopping if self._alone else self._agreed
+        return self._request.reason if self._alone else self._agreed
 
     def asked(self) -> str | None:
         """Why it should, if this rank knows."""
-        return self._agreed or self._trainer.stopping
+        return self._agreed or self._request.reason
 
     def ask_all(self) -> None:
         """Stop if any rank should; a collective."""
         if not self._alone:
-            told = self._trainer.connection.main.gather_json(self._trainer.stopping)
+            told = self._channel.gather_json(self._request.reason)
             self.agree(next((each for each in told if each), None))
 
     def agree(self, reason: str | None) -> None:
@@ -43,4 +41,4 @@ class Stopping:
             self._agreed = reason
             if reason == "terminate":  # perhaps on another rank
                 note_termination()
-            self._trainer.stop(reason)
+            self._request.stop(reason)

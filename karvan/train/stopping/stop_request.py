@@ -1,0 +1,33 @@
+"""`StopRequest`: why the fit of this process should stop, by a signal or by `Trainer.stop`."""
+
+from __future__ import annotations
+
+from karvan.train.stopping.signals import Signals
+
+
+class StopRequest:
+    """What asks a fit to stop.
+
+    `final`: the data is trained enough, so the next fit may bring other data.
+    """
+
+    def __init__(self) -> None:
+        self.signals = Signals()
+        self.final = False
+        self._reason: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the fit should stop, if it should: "interrupt", "terminate", or what `stop` was given."""
+        return self.signals.received or self._reason
+
+    def begin(self) -> None:
+        """A fit begins: what was asked of the fit before is over."""
+        self._reason, self.final = None, False
+
+    def stop(self, reason: str, *, final: bool = False) -> None:
+        """Stop after the current step."""
+        if not reason:
+            raise ValueError("stop expects a reason, got an empty one.")
+        self._reason = reason
+        self.final = self.final or final
