@@ -81,12 +81,16 @@ def _placed(block):
     return "\n" * (block.line - 1) + block.code  # errors then point to the line in the page
 
 
-@pytest.mark.parametrize("page", PAGES)
+def _runs(page):
+    return [block for block in _of(page, "python") if not block.rest]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _runs(page)])
 def test_the_python_blocks_of_the_page_run(page):
     names = {"__name__": "__main__"}
-    for block in _of(page, "python"):
-        if not block.rest:
-            exec(compile(_placed(block), page, "exec"), names)
+    for block in _runs(page):
+        exec(compile(_placed(block), page, "exec"), names)
+    assert names.get("kv") is kv, "expected code that uses karvan, as kv"
 
 
 @pytest.mark.parametrize("page", PAGES)

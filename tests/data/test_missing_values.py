@@ -52,9 +52,10 @@ def rows(entry):
     return [[None if x != x else x for x in row] for row in entry.to_lists()]
 
 
-def check(batches):
+def check(batches, without=()):
     (batch,) = batches
-    assert {name: rows(entry) for name, entry in batch.items()} == {name: EXPECTED[name] for name in batch}
+    expected = {name: values for name, values in EXPECTED.items() if name not in without}
+    assert {name: rows(entry) for name, entry in batch.items()} == expected
     assert isinstance(batch["id"], OptionalRagged)
     assert isinstance(batch["query"], OptionalText)
 
@@ -84,7 +85,8 @@ def test_missing_values_stay_visible_in_records(tmp_path, kind):
     held = [name for name in EXPECTED if name not in ("day", "history", "scores")]
     lists = pa.array([[1, 2], None, []], pa.list_(pa.int64()))
     path = write(TABLE.select(held).append_column("history", lists), tmp_path / f"rows.{kind}")
-    check(kv.data.read(path, 3, options={"schema": {"flag": "bool", "wide": "float64", "small": "int32"}}))
+    options = {"schema": {"flag": "bool", "wide": "float64", "small": "int32"}}
+    check(kv.data.read(path, 3, options=options), without=("day", "scores"))
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t"])
@@ -128,7 +130,7 @@ def test_missing_values_stay_visible_in_frames_of_pandas():
             "history": [[1, None, 2], None, []],
         }
     )
-    check(kv.data.read(frame, 3))
+    check(kv.data.read(frame, 3), without=("day", "scores", "tags", "full"))
     for missing in (np.nan, pd.NA, None):
         for dtype in (object, "str", "category"):
             (batch,) = kv.data.read(pd.DataFrame({"q": pd.Series(["ab", missing, ""], dtype=dtype)}), 3)
@@ -168,12 +170,12 @@ def test_missing_values_stay_visible_in_streams_of_dicts_and_of_json(tmp_path):
     check(map(decoder, record_batches(dicts, 3, SCHEMA)))
     schema = SCHEMA.remove(SCHEMA.get_field_index("day"))  # JSON has no dates
     records = [json.dumps({k: v for k, v in row.items() if k != "day"}).encode() for row in dicts]
-    check([Decoder(kv.data.infer(schema))(json_rows(schema)(records))])
+    check([Decoder(kv.data.infer(schema))(json_rows(schema)(records))], without=("day",))
     path = tmp_path / "x.recordio"
     with RecordIOWriter(path) as writer:
         for record in records:
             writer.write(record)
-    check(kv.data.read(path, 3, options={"decode": json_rows(schema)}))
+    check(kv.data.read(path, 3, options={"decode": json_rows(schema)}), without=("day",))
 
 
 def test_a_type_that_the_first_rows_do_not_tell_is_told_by_later_ones():
@@ -228,6 +230,7 @@ def decoded(data):
 
 
 def same(ours, theirs):
+    assert set(ours) == set(theirs)
     for name in theirs:
         assert type(ours[name]) is type(theirs[name])
         assert rows(ours[name]) == rows(theirs[name])

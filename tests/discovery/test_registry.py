@@ -234,6 +234,8 @@ def test_a_member_that_is_stopped_for_a_while_comes_back():
         wait_for(lambda: registry.healthy("parameter-server", 0) is False)
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: registry.healthy("parameter-server", 0) is True)
+        (known,) = registry.members()
+        assert (known.address, known.pid, known.healthy) == ("h:1", process.pid, True)
     finally:
         process.kill()
         process.communicate()

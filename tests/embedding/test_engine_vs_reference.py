@@ -187,8 +187,11 @@ def test_any_steps_equal_the_reference(optimizer, dtype, combiner, steps):
 def test_a_batch_without_any_id_gives_zeros_and_changes_nothing(combiner):
     pair = Pair({"f": COMBINERS[combiner]}, "adagrad")
     pair.train({"f": ([[1, 2], [3], []], None)}, seed=0)
+    rows = pair.engine.table("f").rows
     lookups, outputs = pair.forward({"f": ([[], [], []], None)})
+    assert not tensor_of(outputs["f"]).any()
     pair.update(pair.backward(lookups, outputs, seed=1))
+    assert pair.engine.table("f").rows == rows > 0
     pair.check()
 
 
