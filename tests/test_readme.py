@@ -91,6 +91,7 @@ def test_the_python_blocks_of_the_page_run(page):
     for block in _runs(page):
         exec(compile(_placed(block), page, "exec"), names)
     assert names.get("kv") is kv, "expected code that uses karvan, as kv"
+    names.clear()  # which ends threads of what the page has not read to its end
 
 
 @pytest.mark.parametrize("page", PAGES)

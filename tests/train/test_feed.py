@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from loader_helpers import no_threads_left
 
 from karvan.train.feed.feed import feed
 
@@ -33,13 +34,6 @@ class Counted:
 
     def load_state_dict(self, state):
         self.at = state["at"]
-
-
-def no_threads_left():
-    for thread in threading.enumerate():
-        if thread.name == "karvan-data":
-            thread.join(timeout=20)
-    return not any(thread.name == "karvan-data" for thread in threading.enumerate())
 
 
 @given(
