@@ -245,12 +245,12 @@ def _seconds(code):
 
 
 def test_import_takes_less_than_two_seconds():
-    alone, whole = zip(
-        *((_seconds("import torch"), _seconds("import karvan; karvan.EmbeddingEngine")) for _ in range(2)),
-        strict=True,
-    )
-    # Where torch alone takes that long, as on a busy machine, karvan may add a quarter of its time.
-    assert min(whole) < max(2.0, min(alone) * 1.25)
+    for _ in range(2):
+        whole = _seconds("import karvan; karvan.EmbeddingEngine")
+        # Where torch alone takes that long, as on a busy machine, karvan may add a quarter of its time.
+        if whole < 2.0 or whole < 1.25 * (alone := _seconds("import torch")):
+            return
+    raise AssertionError(f"importing karvan takes {whole:.1f} s, torch alone {alone:.1f} s")
 
 
 def test_import_needs_no_extra_and_leaves_cuda_alone():
