@@ -8,7 +8,6 @@ tests/test_examples.py and test_hybrid_auc.py.
 import itertools
 import os
 import shutil
-import subprocess
 import sys
 from statistics import NormalDist
 
@@ -16,6 +15,7 @@ import kinds_program
 import pytest
 import reference as ref
 import torch
+from forked_programs import ForkedProgram
 from reference_helpers import (
     MOVES,
     WAYS,
@@ -46,7 +46,7 @@ def loader(clusters):
         "KARVAN_INDEX": "0",
         "KARVAN_COUNT": "1",
     }
-    process = subprocess.Popen([sys.executable, kinds_program.__file__], env={**os.environ, **given})
+    process = ForkedProgram([sys.executable, kinds_program.__file__], env={**os.environ, **given})
     clusters[2].directory.find("loader", 0)
     yield process
     process.terminate()

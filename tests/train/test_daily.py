@@ -10,6 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_paths import support_path
@@ -398,9 +399,8 @@ def test_windows_that_were_trained_on_are_not_given_again(tmp_path):
 
 
 def process(folder, day):
-    return subprocess.Popen(
-        [sys.executable, PROCESS, folder, str(day)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, PROCESS, folder, str(day)]
+    return ForkedProgram(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(folder, day):

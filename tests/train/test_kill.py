@@ -4,12 +4,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
+from subprocess import PIPE
 
 import pytest
 import torch
+from forked_programs import ForkedProgram
 from support_paths import support_path
 from train_helpers import StopAt, batches, model, newest, trainer
 
@@ -18,13 +19,8 @@ import karvan as kv
 PROCESS = support_path("train/fit_process.py")
 
 
-def start(folder, steps):
-    return subprocess.Popen(
-        [sys.executable, PROCESS, folder, str(steps)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(folder, steps, kind=ForkedProgram):
+    return kind([sys.executable, PROCESS, folder, str(steps)], stdout=PIPE, stderr=PIPE)
 
 
 def wait_for_step(process, step):

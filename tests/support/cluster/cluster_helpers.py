@@ -2,10 +2,11 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import time
+
+from forked_programs import ForkedProgram
 
 from karvan import distributed
 from karvan.cluster.generations import Generations
@@ -52,7 +53,7 @@ class Processes:
         command = [sys.executable, "-m", "karvan", "role", "parameter-server"]
         given = {"KARVAN_INDEX": str(index), "KARVAN_COUNT": str(self.count), "KARVAN_THREADS": "1"}
         given["KARVAN_CHECKPOINTS"] = TEMPORARY
-        return subprocess.Popen(command, env={**os.environ, **self.environment(), **given})
+        return ForkedProgram(command, env={**os.environ, **self.environment(), **given})
 
     def kill(self, index):
         """kill -9, and another one in its place."""

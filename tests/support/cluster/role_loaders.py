@@ -7,6 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+from forked_programs import ForkedProgram
+
 from karvan.cluster.loader_stream.stream import from_loaders
 from karvan.discovery.registry import Registry
 
@@ -26,11 +28,10 @@ class Loaders:
             self.start(index)
 
     def start(self, index, **environment):
-        self.processes[index] = subprocess.Popen(
+        self.processes[index] = ForkedProgram(
             self._command,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
             env={
                 **self._environment,
                 **environment,

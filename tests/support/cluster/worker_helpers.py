@@ -4,12 +4,13 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+from subprocess import DEVNULL
 
 import torch
+from forked_programs import ForkedProgram
 
 import karvan as kv
 from karvan.cluster.embedding_worker.client import WorkerClient
@@ -55,9 +56,7 @@ class Cluster:
             "--count",
             str(count),
         ]
-        self._processes[role, index] = subprocess.Popen(
-            arguments, env=self._environment, stderr=subprocess.DEVNULL
-        )
+        self._processes[role, index] = ForkedProgram(arguments, env=self._environment, stderr=DEVNULL)
 
     def wait(self):
         for role, count in (("parameter-server", self.servers), ("embedding-worker", self.workers)):
@@ -82,7 +81,7 @@ class Cluster:
         for rank in range(world):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
             command = [sys.executable, str(program), *map(str, (folder, generation, *arguments))]
-            started.append(subprocess.Popen(command, env={**environment, **own}))
+            started.append(ForkedProgram(command, env={**environment, **own}))
         try:
             while any(process.poll() is None for process in started):
                 if (folder / "wanted").exists():  # the program wants the next generation

@@ -7,7 +7,6 @@ torch, which takes seconds; `start` starts whole new ones, for tests of how proc
 
 import atexit
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from forked_programs import fork_context, prepare_fork
 
 HERE = Path(__file__).parent
 
@@ -56,17 +56,7 @@ def start(world, function, folder, **arguments):
 
 def fork(world, function, folder, **arguments):
     """Like `start`, but forked from a process that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch",
-            "torch.distributed",
-            "karvan.embedding",
-            "karvan.distributed",
-            "karvan.train",
-            "karvan.data",
-        ]
-    )
+    context = fork_context()
     started = []
     for rank, added in enumerate(environments(world)):
         values = (
@@ -84,12 +74,10 @@ def fork(world, function, folder, **arguments):
 
 def _forked(environment, log, function, folder, arguments):
     """The main function of a fork."""
-    os.environ.clear()
-    os.environ.update(environment)
+    prepare_fork(environment, HERE)
     with open(log, "wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    os.chdir(HERE)
     try:
         call(function, folder, arguments)
     finally:
