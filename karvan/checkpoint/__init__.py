@@ -1,9 +1,9 @@
-"""Checkpoints: a run's state, tables and dense, in a folder that appears whole or not at all.
+"""Checkpoints: a run's state, tables and dense, in a folder that appears complete or not at all.
 
-`Checkpoints` keeps those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and `find`
-the newest of a run; `warm_start` takes over some of it into another model; `summary`, `row` and `verify` look
-into one. `state` is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None and
-tensors, which is what `state_dict()`s are; the model's tables are saved besides it.
+`Checkpoints` manages those of a run; `save` and `start` write a single one; `Checkpoint` opens one, and
+`find` the newest of a run; `warm_start` loads parts of one into another model; `summary`, `row` and `verify`
+inspect one. `state` is any tree of dicts (with keys of str or int), lists, tuples, text, numbers, None and
+tensors, such as a `state_dict()`; the model's tables are saved in addition to it.
 """
 
 from karvan.checkpoint.checkpoint import Checkpoint, Damage

@@ -34,17 +34,17 @@ class Damage(NamedTuple):
 
     path: Path
     problem: str
-    unread: bool = False  # the system did not let us read it: it may be whole
+    unread: bool = False  # the system did not let us read it: it may be intact
 
 
 class Checkpoint:
     """One checkpoint; its manifest is read and checked when it is opened, its files when they are needed.
 
-    A delta is what changed since the one before it. It is loaded, checked and looked into together with all
-    it builds on, so that it behaves like a full one.
+    A delta has what changed since the previous checkpoint. It is loaded, checked and inspected together with
+    all it builds on, so that it behaves like a full one.
 
-    In a job of several ranks all of them call `require_intact` and `load`; the rest is each one's own.
-    manifest: what has been read already.
+    In a job of several ranks all of them call `require_intact` and `load`; each may call the rest by itself.
+    manifest: given if it has been read already.
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
@@ -88,9 +88,9 @@ class Checkpoint:
         return chain
 
     def verify(self, checked: Callable[[Path, int], None] | None = None) -> list[Damage]:
-        """Read every file, and those of what it builds on; returns the damaged ones.
+        """Read every file, and those of the checkpoints it builds on; returns the damaged ones.
 
-        checked is called with each file and its bytes, once it has been read.
+        checked: called with each file and its number of bytes, once it has been read.
         """
         return self._verify([(one, file) for one in self.chain for file in one.manifest.files], checked)
 
@@ -105,10 +105,10 @@ class Checkpoint:
                     damaged[one.path / file.name] = problem
                 if checked is not None:
                     checked(one.path / file.name, file.bytes)
-        # A checksum may fit and the header may still be that of another table.
-        asked = {(one.path, file.name) for one, file in files}
+        # A checksum may match although the header is that of another table.
+        checked_files = {(one.path, file.name) for one, file in files}
         for one, table, part in self._parts():
-            if (one.path, part.name) in asked:
+            if (one.path, part.name) in checked_files:
                 try:
                     check_part(one.path, table, part, one.kind == "delta")
                 except CheckpointError as error:
@@ -117,7 +117,7 @@ class Checkpoint:
         return [Damage(path, text.removesuffix("."), unread) for path, (text, unread) in damaged.items()]
 
     def require_intact(self) -> None:
-        """Raise if any file is damaged. Ranks share out the files and raise the same error."""
+        """Raise if any file is damaged. Ranks divide the files among them and raise the same error."""
         channel = distributed.current().here
 
         def check() -> None:
@@ -132,7 +132,7 @@ class Checkpoint:
         together(channel, self.path, check, name_rank=False)
 
     def _files_of(self, rank: int, world: int) -> list[tuple[Checkpoint, FileEntry]]:
-        """The files that a rank checks: those it reads, and its turn of what all read."""
+        """The files that a rank checks: those it reads, and its part of the files that all read."""
         files: list[tuple[Checkpoint, FileEntry]] = []
         share = share_of(rank, world)
         for one in self.chain:
@@ -151,7 +151,7 @@ class Checkpoint:
                     yield one, table, part
 
     def state(self) -> dict[str, Any]:
-        """The tree of state, with tensors in memory of their own."""
+        """The tree of state; its tensors do not share memory with anything."""
         path = self.path / self.manifest.dense.name
         arrays = read_arrays(self.path, self.manifest.dense)
         tensors: dict[str, Tensor] = {name: as_tensor(array) for name, array in arrays.items()}
@@ -163,7 +163,7 @@ class Checkpoint:
     def parts(self, table: str, share: Range = WHOLE) -> Iterator[Rows]:
         """All rows of a table, one range of key hashes after the other, in the order of hashes.
 
-        share: only those with hashes in it, from only those files that have some.
+        share: only rows with hashes in this range; only the files that have some are read.
         """
         return self._reader(table).parts(share)
 
@@ -172,11 +172,11 @@ class Checkpoint:
         return self._reader(table).row(key)
 
     def load(self, model: Model) -> dict[str, Any]:
-        """Fill the model's tables, which lose what they held, and return the state.
+        """Replace the rows of the model's tables, and return the state.
 
-        Everything is checked first: if anything is damaged or does not fit, the tables stay as they are.
-        Optimizer state comes along for tables that have an optimizer, which must be of the same kind. The
-        state is the caller's to hand on: `model.load_state_dict(state["model"])` and so on.
+        Everything is checked first: if anything is damaged or does not fit, the tables do not change.
+        Optimizer state is loaded for tables that have an optimizer, which must be of the same kind. The
+        caller loads the state: `model.load_state_dict(state["model"])` and so on.
 
         Ranks that train together all call it; each reads the files that have some of its rows.
         """
@@ -194,15 +194,15 @@ class Checkpoint:
                     extras[name] = self._extra(name, handle)
 
         def fill() -> None:
-            away: dict[SharedStore, dict[str, Any]] = {}
+            shared: dict[SharedStore, dict[str, Any]] = {}
             for name, handle in handles.items():
                 store = handle.store
                 if isinstance(store, SharedStore):
-                    away.setdefault(store, {})[name] = self._told(name, handle)
+                    shared.setdefault(store, {})[name] = self._fill_options(name, handle)
                 else:
                     self._fill(name, handle, extras.pop(name))
             if channel.rank == 0:
-                for store, tables in away.items():
+                for store, tables in shared.items():
                     for path, problem in store.fill_tables(os.fspath(self.path.absolute()), tables):
                         raise DamagedCheckpointError(path, problem)
 
@@ -214,7 +214,7 @@ class Checkpoint:
         return state
 
     def load_transforms(self, *transforms: Transform) -> None:
-        """Give transforms of data, such as FeatureEngines, the statistics that were saved by their names."""
+        """Load the statistics that were saved under their names into transforms, such as FeatureEngines."""
         load_transforms(self.path, self.state(), *transforms)
 
     def _extra(self, name: str, handle: TableHandle) -> Extra:
@@ -223,12 +223,12 @@ class Checkpoint:
         return read_extras(self.path, self.manifest.tables[name].extras, share_of(*handle.store.share))
 
     def _same_extra(self, name: str, handle: TableHandle) -> bool:
-        """Whether counters fit; those of another filter would mean nothing."""
+        """Whether saved counters fit the table; those of another filter have no meaning in it."""
         entry, spec = self.manifest.tables[name], handle.spec
         return (*entry.admit[::2], entry.evict[0]) == (*spec.admit[::2], spec.evict[0])
 
-    def _told(self, name: str, handle: TableHandle) -> dict[str, Any]:
-        """What other processes must know to fill their shares of a table."""
+    def _fill_options(self, name: str, handle: TableHandle) -> dict[str, Any]:
+        """The options of `SharedStore.fill_tables` for a table."""
         return {
             "keep": self.manifest.tables[name].optimizer is not None and handle.optimizer is not None,
             "initial": list(handle.initial_state),
@@ -277,17 +277,17 @@ def check_table(
         raise CheckpointError.mismatch(path, f"table '{name}' of dim {handle.dim}", f"dim {entry.dim}")
     if not optimizer_state or handle.optimizer is None or entry.optimizer is None:
         return
-    wanted = (handle.optimizer, len(handle.initial_state))
-    if (entry.optimizer, entry.state) != wanted:
+    expected = (handle.optimizer, len(handle.initial_state))
+    if (entry.optimizer, entry.state) != expected:
         raise CheckpointError.mismatch(
             path,
-            f"table '{name}' with {wanted[1]} floats of {wanted[0]} state",
+            f"table '{name}' with {expected[1]} floats of {expected[0]} state",
             f"{entry.state} floats of {entry.optimizer} state",
         )
 
 
 def with_state_of(handle: TableHandle, rows: Rows, keep: bool) -> Rows:
-    """Rows with their optimizer state, or with a new row's; without any where the table has no optimizer."""
+    """Rows with their optimizer state, or with a new row's; without any if the table has no optimizer."""
     return with_state(rows, handle.initial_state, keep and handle.optimizer is not None)
 
 

@@ -6,7 +6,7 @@ from os import PathLike
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, a folder that is none, or a damaged one; the text says which.
+    """A checkpoint that cannot be written or read, or a folder that is not one; the text says which.
 
     `temporary`: the disk or the store failed, and the same save may succeed later.
     """
@@ -19,13 +19,13 @@ class CheckpointError(RuntimeError):
 
     @classmethod
     def mismatch(cls, path: str | PathLike[str], expected: object, received: object) -> CheckpointError:
-        """The usual text."""
+        """An error with the text "expected …, got …"."""
         return cls(path, f"expected {expected}, got {received}.")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not as it was written: files are missing or changed, here or in what it builds on.
+    """A checkpoint that is not as it was written: files, also of those it builds on, are missing or changed.
 
-    An older checkpoint may be whole. A checkpoint that does not fit the model, or that the system does not
+    An older checkpoint may be intact. A checkpoint that does not fit the model, or that the system does not
     let us read, is a plain CheckpointError: an older one would not help.
     """

@@ -31,7 +31,7 @@ class HotKey:
 
 @dataclass(frozen=True)
 class TableSummary:
-    """A table of a checkpoint; of a delta, as it is together with all it builds on."""
+    """A table of a checkpoint; of a delta, together with all it builds on."""
 
     name: str
     rows: int
@@ -55,12 +55,12 @@ class Summary:
     created: str
     karvan: str
     metrics: dict[str, Any]
-    bytes: int  # of all files, and of those of what it builds on
+    bytes: int  # of all files, including those of the checkpoints it builds on
     builds_on: list[int]  # steps of the checkpoints that a delta needs
     dense_tensors: int
     dense_bytes: int
     tables: list[TableSummary]
-    not_whole: list[Survey]  # what else a run's folder has: damaged, incomplete, abandoned
+    not_whole: list[Survey]  # other entries of a run's folder: damaged, incomplete, abandoned
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class KeyRow:
 
 
 def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
-    """What a checkpoint, or a run's newest one that looks whole, holds. Reads all rows.
+    """The contents of a checkpoint, or of a run's newest one that looks intact. Reads all rows.
 
     The files are checked as they are read.
     """
@@ -85,8 +85,8 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
     whole = [each.path for each in others if each.condition == "whole"]
     not_whole = [each for each in others if each.condition != "whole"]
     if not whole and not_whole:
-        told = "; ".join(f"{each.path.name} is {each.condition}: {each.problem}" for each in not_whole)
-        raise DamagedCheckpointError(folder, f"expected a whole checkpoint, got none: {told}.")
+        problems = "; ".join(f"{each.path.name} is {each.condition}: {each.problem}" for each in not_whole)
+        raise DamagedCheckpointError(folder, f"expected an intact checkpoint, got none: {problems}.")
     checkpoint = Checkpoint(whole[-1]) if whole else find_alone(folder)
     manifest = checkpoint.manifest
     return Summary(
@@ -133,9 +133,9 @@ def _table(checkpoint: Checkpoint, name: str, hottest: int) -> TableSummary:
 
 
 def _hottest(part: Rows, before: list[HotKey], count: int) -> list[HotKey]:
-    places = np.argsort(-part.counts.astype(np.int64), kind="stable")[:count]
-    here = [HotKey(int(part.keys[i]), int(part.counts[i]), int(part.last_steps[i])) for i in places]
-    return sorted([*before, *here], key=lambda hot: (-hot.count, hot.key))[:count]
+    order = np.argsort(-part.counts.astype(np.int64), kind="stable")[:count]
+    hot = [HotKey(int(part.keys[i]), int(part.counts[i]), int(part.last_steps[i])) for i in order]
+    return sorted([*before, *hot], key=lambda key: (-key.count, key.key))[:count]
 
 
 def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
@@ -158,7 +158,7 @@ def verify(
 ) -> list[Damage]:
     """Check every file of a checkpoint, or of all of a run's; returns the damaged ones.
 
-    checked is called with each file and its bytes, once it has been read.
+    checked: called with each file and its number of bytes, once it has been read.
     """
     folder = Path(path)
     if (folder / NAME).exists():

@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of a run, one folder each, and which of them are kept."""
+"""`Checkpoints`: the checkpoints of a run, one folder each, and which of them are retained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
 from karvan.checkpoint.format.manifest import Base
 from karvan.checkpoint.format.table_arrays import Model, tables_of
 from karvan.checkpoint.io.pending_save import Pending, Report
-from karvan.checkpoint.io.writer import Versions, Writing, explaining, taken
+from karvan.checkpoint.io.writer import Versions, Writing, capture_on_all, explaining
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.selection import all_chosen, best_of, folders, newest, one_chosen, readable
@@ -37,12 +37,13 @@ class Checkpoints:
 
     keep_last: how many to keep, the newest; None keeps all.
     keep_best: a metric's name and "max" or "min"; the best checkpoint by it is kept as well.
-    full_every: n means one full checkpoint, then n - 1 deltas with what changed since the one before, and so
-    on. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
+    full_every: n means one full checkpoint, then n - 1 deltas with what changed since the previous one, then
+    again a full one. What a kept delta builds on is kept. The first save of a `Checkpoints` is a full one.
     part_bytes: how large the files of a table may become.
 
-    Several processes may read the folder while one writes to it. The ranks of a job write together: all make
-    a `Checkpoints` and call its methods alike, each with the rows it owns, on storage that all of them see.
+    Several processes may read the folder while one writes to it. The ranks of a job write together: all
+    create a `Checkpoints` and call the same methods, each with the rows it owns, on storage that all of them
+    share.
     """
 
     def __init__(
@@ -68,17 +69,17 @@ class Checkpoints:
         self.full_every = full_every
         self.part_bytes = part_bytes
         self._pending: Pending | None = None
-        self._last: _Last | None = None  # what a delta can build on
+        self._last: _Last | None = None  # the checkpoint that a delta can build on
         self._later_reported = False
 
     def __repr__(self) -> str:
         options = {"keep_last": self.keep_last, "keep_best": self.keep_best, "full_every": self.full_every}
-        usual = {"keep_best": None, "full_every": 1}
-        given = [f"{name}={value!r}" for name, value in options.items() if usual.get(name, "") != value]
+        defaults = {"keep_best": None, "full_every": 1}
+        shown = [f"{name}={value!r}" for name, value in options.items() if defaults.get(name, "") != value]
         steps = [path.name.removeprefix("step-").lstrip("0") or "0" for path in folders(self.folder)]
         more = "… " if len(steps) > 5 else ""
-        there = f"{len(steps)} of steps {more}{', '.join(steps[-5:])}" if steps else "none yet"
-        return f"Checkpoints({str(self.folder)!r}, {', '.join(given)}: {there})"
+        saved = f"{len(steps)} of steps {more}{', '.join(steps[-5:])}" if steps else "none yet"
+        return f"Checkpoints({str(self.folder)!r}, {', '.join(shown)}: {saved})"
 
     def save(
         self,
@@ -90,11 +91,11 @@ class Checkpoints:
         block: bool = False,
         report: Report | None = None,
     ) -> Pending:
-        """Save the state and the model's tables as they are now; training may go on while it is written.
+        """Save the state and the model's tables as they are now; training may continue while it is written.
 
-        A save that is under way is waited for first, and if it failed, and nobody has been told, its error
-        is raised here. block: return when the checkpoint is complete. report: is called with the step and the
-        error as soon as writing has failed, on rank 0 and on any thread; by default the error is logged.
+        Waits for a save in flight first; if that failed, and its error has not been raised yet, the error is
+        raised here. block: return when the checkpoint is complete. report: called with the step and the error
+        as soon as writing has failed, on rank 0 and on any thread; by default the error is logged.
         """
         if step < 0:
             raise ValueError(f"Expected a step of at least 0, got {step}.")
@@ -109,10 +110,10 @@ class Checkpoints:
                 check_owner(self.folder)
             return step, self._may_be_delta(step, tables, target if channel.rank == 0 else None)
 
-        said = together(channel, target, explaining(target, prepare))
-        if len({its_step for its_step, _ in said}) > 1:
+        ranks = together(channel, target, explaining(target, prepare))
+        if len({its_step for its_step, _ in ranks}) > 1:
             raise CheckpointError.mismatch(
-                self.folder, "all ranks to save the same step", [its_step for its_step, _ in said]
+                self.folder, "all ranks to save the same step", [its_step for its_step, _ in ranks]
             )
 
         def take(base: Base | None, since: Versions | None) -> Writing:
@@ -127,20 +128,21 @@ class Checkpoints:
                 track=self.full_every > 1,
             )
 
-        # Until this save is complete there is nothing to build on: the one after a failure is full.
+        # Until this save is complete there is nothing to build on: a save after a failure is full.
         last, self._last = self._last, None
         writing = None
-        if last is not None and all(may for _, may in said):
+        if last is not None and all(may for _, may in ranks):
             writing = _delta(channel, target, partial(take, last.base, last.versions))
         if writing is None:
-            writing = taken(channel, target, partial(take, None, None))
+            writing = capture_on_all(channel, target, partial(take, None, None))
         base, versions = writing.base, writing.versions
 
         def check() -> None:
             check_owner(self.folder)  # a process that was paused while it wrote may have lost the folder
             if base is not None and not _is(self.folder, base):
                 raise CheckpointError(
-                    target, f"expected its base {base.folder} to stay while it was written, but it has gone."
+                    target,
+                    f"expected its base {base.folder} to stay while it was written, but it was removed.",
                 )
 
         def after(made: Checkpoint) -> None:
@@ -153,7 +155,7 @@ class Checkpoints:
         return self._pending
 
     def _may_be_delta(self, step: int, tables: Mapping[str, TableHandle], target: Path | None) -> bool:
-        """Whether what was saved last may be built on; `target` of the rank that looks into the folder."""
+        """Whether a delta may build on the last save; target: given on the rank that checks the folder."""
         last = self._last
         return (
             last is not None
@@ -164,7 +166,7 @@ class Checkpoints:
         )
 
     def require_writable(self) -> None:
-        """Raise a CheckpointError if nothing can be saved into the folder, which is made if it is not there.
+        """Raise a CheckpointError if nothing can be saved into the folder, which is created if necessary.
 
         Ranks that train together all call it; if one of them, or a parameter server, cannot write, all raise.
         """
@@ -181,7 +183,7 @@ class Checkpoints:
         together(connection.here, self.folder, try_all)
 
     def wait(self) -> None:
-        """Wait for the save that is under way; raises its error, unless that was raised before."""
+        """Wait for the save in flight; raises its error, unless that was raised before."""
         if self._pending is not None:
             self._pending.settle()
 
@@ -194,15 +196,15 @@ class Checkpoints:
         return one_chosen(self.folder, lambda: newest(self.folder))
 
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint, whole or damaged; None if there is none."""
+        """The step of the newest checkpoint, intact or damaged; None if there is none."""
         return newest_step(self.folder)
 
     def resume(self, model: Model, name: str | None = None) -> tuple[Checkpoint, dict[str, Any]] | None:
-        """Load the newest checkpoint that is whole, or the one of a name; gives it and its state, or None.
+        """Load the newest intact checkpoint, or the one of a name; returns it and its state, or None.
 
-        Damaged ones are a warning, and are renamed to damaged-step-…. If all are damaged, that is an error,
-        and nothing is renamed. With a name, such as "step-000000001000", only that one is loaded, and those
-        of later steps are renamed to abandoned-step-….
+        Damaged ones are reported by a warning, and renamed to damaged-step-…. If all are damaged, that is an
+        error, and nothing is renamed. With a name, such as "step-000000001000", only that one is loaded, and
+        those of later steps are renamed to abandoned-step-….
         """
         return self.resume_with(lambda checkpoint: checkpoint.load(model), name)
 
@@ -216,7 +218,7 @@ class Checkpoints:
     def best(self) -> Checkpoint | None:
         """The best checkpoint by `keep_best`, the newest of equal ones; None if none has the metric."""
         if self.keep_best is None:
-            raise ValueError('Checkpoints was made without keep_best: expected ("auc", "max"), got None.')
+            raise ValueError('Checkpoints was created without keep_best: expected ("auc", "max"), got None.')
         metric, mode = self.keep_best
         return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
 
@@ -226,7 +228,7 @@ class Checkpoints:
             self._later_reported = True
             _log.warning(
                 "%s has checkpoints of later steps than the one just saved, %s: %s. The next resume takes "
-                "the newest of them, unless they are moved away.",
+                "the newest of them, unless you move them to another folder.",
                 self.folder,
                 made.name,
                 ", ".join(later),
@@ -260,7 +262,7 @@ class _Last:
 
 
 def _delta(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing | None:
-    """What `take` made; None on all ranks if a table of any does not know any more what changed."""
+    """The result of `take`; None on all ranks if a table on any rank does not know what changed."""
     made: list[Writing] = []
 
     def attempt() -> bool:
@@ -291,23 +293,23 @@ def _is(folder: Path, base: Base) -> bool:
 def _doomed(
     folder: Path, keep_last: int | None, keep_best: tuple[str, str] | None, made: Path
 ) -> dict[Path, Path | None]:
-    """What is to go, the newest first, each with what it builds on; `made`, just saved, stays."""
-    there = readable(folder)
-    kept = [
-        *(there if keep_last is None else there[-keep_last:]),
-        *(one for one in there if one.path == made),
+    """The checkpoints to remove, the newest first, each with its base; `made`, just saved, stays."""
+    found = readable(folder)
+    retained = [
+        *(found if keep_last is None else found[-keep_last:]),
+        *(one for one in found if one.path == made),
     ]
-    best = best_of(there, *keep_best) if keep_best else None
+    best = best_of(found, *keep_best) if keep_best else None
     needed: set[Path] = set()
-    for one in [*kept, *([best] if best else [])]:
+    for one in [*retained, *([best] if best else [])]:
         needed.add(one.path)
         try:
             needed |= {below.path for below in one.chain}
         except CheckpointError:
-            continue  # it lacks something already
-    # What cannot be read may be somebody else's: it is left alone. The newest first: a delta must not outlive
-    # what it builds on, even if this process is killed in between.
-    return {one.path: _below(one) for one in reversed(there) if one.path not in needed}
+            continue  # its base is missing already
+    # Folders that cannot be read may belong to somebody else: they stay. The newest first: a delta must not
+    # outlive what it builds on, even if this process is killed in between.
+    return {one.path: _below(one) for one in reversed(found) if one.path not in needed}
 
 
 def _below(one: Checkpoint) -> Path | None:

@@ -18,11 +18,11 @@ def together(
     *,
     name_rank: bool = True,
 ) -> list[Any]:
-    """What `work` returned on every rank; it must be something that JSON can say.
+    """The results of `work` on every rank; they must be JSON values.
 
     If it raised on any rank, all raise a CheckpointError, which names the rank unless `name_rank` is off. It
-    is of damage if that is all that any rank has found.
-    A process that is alone just does the work.
+    is a DamagedCheckpointError if no rank has found anything other than damage.
+    A single process just does the work.
     """
     if channel.world_size == 1:
         return [work()]
@@ -30,23 +30,23 @@ def together(
     try:
         value = work()
     except RankError:
-        raise  # the others will not hear anything any more
+        raise  # the ranks cannot communicate any more
     except Exception as error:
         own = error
-    said = channel.gather_json({"value": value, "problem": own and _told(path, own)})
-    problems = [(rank, *one["problem"]) for rank, one in enumerate(said) if one["problem"] is not None]
-    # What an older checkpoint would not mend comes first.
+    results = channel.gather_json({"value": value, "problem": own and _problem(path, own)})
+    problems = [(rank, *one["problem"]) for rank, one in enumerate(results) if one["problem"] is not None]
+    # Problems that an older checkpoint would not solve come first.
     for rank, where, what, temporary, damaged in sorted(problems, key=lambda problem: bool(problem[4])):
         # An error that all have agreed on names its rank already.
         named = f"rank {rank}: {what}" if name_rank and not what.startswith("rank ") else what
         kind = DamagedCheckpointError if damaged else CheckpointError
-        # The text of a CheckpointError has its cause; of any other error people want the place as well.
+        # The text of a CheckpointError has its cause; for any other error the traceback is useful as well.
         agreed = kind(where, named, temporary=temporary)
         raise agreed from None if isinstance(own, CheckpointError) else own
-    return [one["value"] for one in said]
+    return [one["value"] for one in results]
 
 
-def _told(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool, bool]:
+def _problem(path: str | os.PathLike[str], error: Exception) -> tuple[str, str, bool, bool]:
     if isinstance(error, CheckpointError):
         return error.path, error.problem, error.temporary, isinstance(error, DamagedCheckpointError)
     return os.fspath(path), f"{type(error).__name__}: {error}", is_temporary(error), False

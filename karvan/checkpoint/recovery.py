@@ -1,22 +1,22 @@
 """Resuming from the newest intact checkpoint, or from a chosen one.
 
-Checkpoints are tried from the newest to the oldest. One is whole if its manifest can be read, all its files
-and those of the chain it builds on are there with the right sizes, and the checksums of what is read match;
-so trying one is loading it. A damaged one is a warning, and the one before is loaded completely instead, on
-top of whatever was loaded before. Deltas that build on a damaged checkpoint are damaged as well: they are
-newer, so they were tried before it.
+Checkpoints are tried from the newest to the oldest. One is intact if its manifest can be read, all its files
+and those of the chain it builds on exist with the right sizes, and the checksums of what is read match; so
+trying one is loading it. A damaged one is reported by a warning, and the previous one is loaded completely
+instead, over whatever was loaded before. Deltas that build on a damaged checkpoint are damaged as well: they
+are newer, so they were tried before it.
 
-Once a checkpoint was loaded, the damaged ones above it are renamed to `damaged-step-…`. If none is whole,
-that is an error and nothing is renamed. An error that is no damage, such as another model's tables or a file
+Once a checkpoint was loaded, the damaged ones above it are renamed to `damaged-step-…`. If none is intact,
+that is an error and nothing is renamed. An error other than damage, such as another model's tables or a file
 that the system does not let us read, ends the search: an older checkpoint would not help, or would lose steps
 for no reason.
 
-Who asks for one checkpoint gets that one or an error. Checkpoints of later steps would be taken by the next
-resume and mix with the new course of training, so they are renamed to `abandoned-step-…`.
+A request for a named checkpoint gets that one or an error. The next resume would take checkpoints of later
+steps and mix them with the new training, so they are renamed to `abandoned-step-…`.
 
 The ranks of a job do this together: rank 0 lists the folder and renames, every attempt succeeds on all ranks
-or fails on all of them with the same error, so all take the same decision. A rank that dies is a RankError on
-the others.
+or fails on all of them with the same error, so all make the same decision. If a rank dies, the others raise a
+RankError.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
 from karvan.distributed import CollectiveChannel
 
 _log = logging.getLogger(__name__)
-_LISTINGS = 10  # of a folder in which another process prunes meanwhile
+_LISTINGS = 10  # attempts to list a folder in which another process prunes meanwhile
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def check_resume(resume: object) -> None:
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint of a folder, whole or not; None if there is none. A collective."""
+    """The step of the newest checkpoint of a folder, intact or not; None if there is none. A collective."""
     channel = distributed.current().here
 
     def look() -> list[int]:
@@ -68,10 +68,11 @@ def newest_step(folder: Path) -> int | None:
 def resume(
     folder: Path, load: Callable[[Checkpoint], T], name: str | None = None, *, rename: bool = True
 ) -> tuple[Checkpoint, T] | None:
-    """The newest whole checkpoint, or the one of that name, and what `load` returned for it; a collective.
+    """The newest intact checkpoint, or the one of that name, and the result of `load` for it; a collective.
 
     None if there is no checkpoint. `load` loads all that is needed, and is called again for an older one when
-    it raises a DamagedCheckpointError. rename: set aside what is damaged, or later than the named one.
+    it raises a DamagedCheckpointError. rename: set aside checkpoints that are damaged, or later than the
+    named one.
     """
     channel = distributed.current().here
     for _ in range(_LISTINGS):
@@ -80,9 +81,11 @@ def resume(
             return _resume_named(channel, folder, load, name, names, rename)
         try:
             return _resume_newest(channel, folder, load, names, rename)
-        except _PrunedError:  # there is a newer one, then
+        except _PrunedError:  # so there is a newer one
             continue
-    raise CheckpointError(folder, f"expected checkpoints that stay, got other ones {_LISTINGS} times.")
+    raise CheckpointError(
+        folder, f"expected checkpoints that stay while they are loaded, got changes {_LISTINGS} times."
+    )
 
 
 def _names(channel: CollectiveChannel, folder: Path) -> list[str]:
@@ -123,7 +126,7 @@ def _resume_newest(
     if first is not None:
         raise DamagedCheckpointError(
             folder,
-            f"expected a whole checkpoint, got {len(damaged)} damaged: {_listed(damaged)}. The newest: "
+            f"expected an intact checkpoint, got {len(damaged)} damaged: {_listed(damaged)}. The newest: "
             f"{first} Nothing was changed. Restore a checkpoint from a backup, or train in another folder.",
         ) from first
     return None
@@ -147,13 +150,13 @@ def _resume_named(
         result = load(found)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            error.path, f"{error.problem} So {name}, which was asked for, is damaged; others are: {others}."
+            error.path, f"{error.problem} So the requested {name} is damaged; others are: {others}."
         ) from error
     later = [folder / each for each in names if step_of(Path(each)) > found.step]
     if later and rename and channel.rank == 0:
         for path, aside in set_aside(later, ABANDONED).items():
             _log.warning(
-                "Resuming from %s as asked; the later checkpoint %s was renamed to %s.",
+                "Resuming from %s as requested; the later checkpoint %s was renamed to %s.",
                 name,
                 path.name,
                 aside.name,
@@ -172,7 +175,7 @@ def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
     if len(set(together(channel, path, read, name_rank=False))) > 1:
         raise CheckpointError(
             path,
-            "expected all ranks to see the same checkpoint, got different ones: checkpoints must lie on "
+            "expected all ranks to see the same checkpoint, got different ones: checkpoints must be on "
             "storage that all ranks share.",
         )
     return made[0]
@@ -183,13 +186,13 @@ def _has_gone(channel: CollectiveChannel, path: Path) -> bool:
 
 
 def _report(found: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:
-    kept = ", ".join(aside.name for aside in asides.values())
+    names = ", ".join(aside.name for aside in asides.values())
     _log.warning(
-        "Resuming from %s, the newest whole checkpoint; lost are the %d steps up to %s.%s",
+        "Resuming from %s, the newest intact checkpoint; the %d steps up to %s are lost.%s",
         found.path,
         step_of(damaged[0]) - found.step,
         damaged[0].name,
-        f" What is damaged was kept as {kept}." if kept else "",
+        f" Damaged checkpoints were renamed to {names}." if names else "",
     )
 
 

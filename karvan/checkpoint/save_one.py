@@ -11,7 +11,7 @@ from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.format.table_arrays import Model, tables_of
 from karvan.checkpoint.io.pending_save import Pending
-from karvan.checkpoint.io.writer import Writing, check_target, taken
+from karvan.checkpoint.io.writer import Writing, capture_on_all, check_target
 from karvan.checkpoint.manager import PART_BYTES
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.selection import chosen, find_alone, is_checkpoint
@@ -28,7 +28,7 @@ def start(
     metrics: Mapping[str, Any] | None = None,
     part_bytes: int = PART_BYTES,
 ) -> Pending:
-    """Begin to save a full checkpoint; training may go on while it is written. All ranks of a job call it."""
+    """Start to save a full checkpoint, written while training continues. All ranks of a job call it."""
     target = Path(os.path.abspath(path))
     channel = distributed.current().here
 
@@ -37,7 +37,7 @@ def start(
             check_target(target)
         return Writing(state, tables_of(model), step=step, metrics=metrics, part_bytes=part_bytes)
 
-    return taken(channel, target, take).start(target)
+    return capture_on_all(channel, target, take).start(target)
 
 
 def save(
@@ -56,7 +56,7 @@ def save(
 def resume_at(
     path: str | os.PathLike[str] | Checkpoint, load: Callable[[Checkpoint], T]
 ) -> tuple[Checkpoint, T]:
-    """A checkpoint, or the newest whole one of a run's folder, and what `load` made of it; a collective."""
+    """A checkpoint, or the newest intact one of a run's folder, and the result of `load`; a collective."""
     if isinstance(path, Checkpoint):
         return path, load(path)
     folder = Path(path)
@@ -69,6 +69,6 @@ def resume_at(
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at a path, or the newest one of a run's folder; the same on all ranks, which all ask."""
+    """The checkpoint at a path, or the newest one of a run's folder; a collective with the same result."""
     folder = Path(path)
     return chosen(folder, lambda: find_alone(folder))

@@ -15,7 +15,7 @@ from karvan.checkpoint.survey import is_step_name, step_folders
 
 
 def folders(folder: Path) -> list[Path]:
-    """What looks like a checkpoint, oldest first."""
+    """The folders that look like checkpoints, oldest first."""
     return [path for path in step_folders(folder) if (path / NAME).exists()]
 
 
@@ -36,7 +36,7 @@ def newest(folder: Path) -> Checkpoint | None:
         try:
             return Checkpoint(path)
         except CheckpointError:
-            if (path / NAME).exists():  # otherwise somebody has just removed it
+            if (path / NAME).exists():  # otherwise another process has just removed it
                 raise
     return None
 
@@ -73,7 +73,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
-    """The checkpoints that rank 0 chooses in a folder, less those that some rank cannot open (any more)."""
+    """The checkpoints that rank 0 chooses in a folder, without those that some rank cannot open."""
     channel = distributed.current().here
     if channel.world_size == 1:
         return choose()
@@ -109,18 +109,18 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
         seen.extend([str(found.path)] if found is not None else [])
         return [found] if found is not None else []
 
-    there = all_chosen(folder, look)
+    opened = all_chosen(folder, look)
 
     def require() -> None:
-        if seen and not there:
+        if seen and not opened:
             raise CheckpointError(
                 folder,
                 f"expected all ranks to see {seen[0]}, as rank 0 does, got some that do not: checkpoints "
-                "must lie on storage that all ranks share.",
+                "must be on storage that all ranks share.",
             )
 
     together(channel, folder, require, name_rank=False)
-    return there[0] if there else None
+    return opened[0] if opened else None
 
 
 def chosen(folder: Path, choose: Callable[[], Checkpoint]) -> Checkpoint:

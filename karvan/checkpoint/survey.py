@@ -2,12 +2,13 @@
 
 | name | what it is |
 |---|---|
-| `step-…` with a manifest | a checkpoint; whether its files are whole is known once they are read |
-| `step-…` without one | incomplete: something has damaged it, since a save puts a whole folder in its place |
-| `damaged-step-…` | was found damaged by a resume, or was in the way of a save |
-| `abandoned-step-…` | later than the checkpoint that a resume was told to take |
+| `step-…` with a manifest | a checkpoint; whether its files are intact is known once they are read |
+| `step-…` without one | incomplete: something has damaged it, since a save publishes only complete folders |
+| `damaged-step-…` | was found damaged by a resume, or had the name that a save needed |
+| `abandoned-step-…` | later than the checkpoint that a resume was asked to take |
 
-What was set aside is never loaded, counted or pruned. Renaming it back brings it back.
+Folders that were set aside are never loaded, counted or pruned. Renaming one back makes it a checkpoint
+again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _reported: set[Path] = set()
 
 @dataclass(frozen=True)
 class Survey:
-    """A folder among a run's, as its names and manifests tell."""
+    """A folder of a run, as its name and manifest describe it."""
 
     path: Path
     step: int
-    condition: str  # whole (as far as manifests tell), damaged, incomplete or abandoned
+    condition: str  # whole (according to its manifest), damaged, incomplete or abandoned
     problem: str = ""
 
 
@@ -61,7 +62,7 @@ def step_of(path: Path) -> int:
 
 
 def saved_folders(folder: Path) -> list[Path]:
-    """The folders named step-… that hold something, oldest first; one that is empty is a warning, once."""
+    """The folders named step-… that are not empty, oldest first; warns once of each empty one."""
     found = []
     for path in step_folders(folder):
         if (path / NAME).exists() or any(each.is_file() for each in path.rglob("*")):
@@ -69,8 +70,8 @@ def saved_folders(folder: Path) -> list[Path]:
         elif path.exists() and path not in _reported:
             _reported.add(path)
             _log.warning(
-                "%s is empty: expected a checkpoint, with a %s. It is skipped, and a save of its step moves "
-                "it aside.",
+                "%s is empty: expected a checkpoint, with a %s. It is skipped, and a save of its step "
+                "renames it.",
                 path,
                 NAME,
             )
@@ -78,7 +79,7 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 def survey(path: str | os.PathLike[str]) -> list[Survey]:
-    """All checkpoints of a run's folder, oldest first, then what was set aside.
+    """All checkpoints of a run's folder, oldest first, then those that were set aside.
 
     Reads manifests and the sizes of files; `verify` reads all of the files.
     """

@@ -1,4 +1,4 @@
-"""Transforms of data in a checkpoint: what a `FeatureEngine` was fitted to, by the engine's name.
+"""Transforms of data in a checkpoint: the statistics of a fitted `FeatureEngine`, by the engine's name.
 
 A transform is anything with `state_dict` and `load_state_dict`. In the state of a checkpoint they are
 `{"transforms": {name: state}}`.
@@ -20,27 +20,27 @@ class Transform(Protocol):
     """A transform that may have state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it was fitted to."""
+        """Its statistics."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Take this instead."""
+        """Replace its statistics."""
 
 
 def name_of(transform: Transform) -> str:
-    """The name that its state is kept by: its `name`, or that of its class."""
+    """The name under which its state is saved: its `name`, or that of its class."""
     name = getattr(transform, "name", None)
     return name if isinstance(name, str) and name else type(transform).__name__
 
 
 def has_state(transform: object) -> TypeGuard[Transform]:
-    """Whether there is something to keep. An engine without fitted steps has an empty state."""
+    """Whether there is something to save. An engine without fitted steps has an empty state."""
     if not isinstance(transform, Transform) or isinstance(transform, type):
         return False
     return any(not isinstance(part, Mapping) or part for part in transform.state_dict().values())
 
 
 def load_transforms(path: str | os.PathLike[str], state: Mapping[str, Any], *transforms: Transform) -> None:
-    """Give transforms what the state of a checkpoint has by their names; all of them, or none."""
+    """Load what the state of a checkpoint has under their names into transforms; all of them, or none."""
     saved = state.get(KEY, {})
     for transform in transforms:
         if name_of(transform) not in saved:

@@ -29,12 +29,12 @@ Patterns: TypeAlias = str | Sequence[str]
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What was taken (the model's names → the checkpoint's) and what was not (its names → why).
+    """What was loaded (the model's names → the checkpoint's) and what was not (its names → why).
 
-    new_tables and new_dense are what the model has and nothing was taken for: it begins as it was made.
-    statistics are the names of the data's transforms that the checkpoint has something for, each with the
-    reason why it did not take that, or with nothing if it did.
-    `str(report)` is a table for people.
+    new_tables and new_dense: parts of the model that keep their initial values, because nothing was loaded.
+    statistics: the names of the data's transforms for which the checkpoint has statistics, each with the
+    reason why they were not loaded, or with an empty text if they were.
+    `str(report)` is a readable table.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class WarmStart:
         for kind, left, new_names in both:
             made += [(f"{kind} {old}", f"left in the checkpoint: {why}") for old, why in left.items()]
             made += [
-                (f"{kind} {name}", "not from the checkpoint: begins as made")
+                (f"{kind} {name}", "not from the checkpoint: keeps its initial values")
                 for name in new_names
                 if name not in left
             ]
@@ -79,20 +79,20 @@ def warm_start(
     optimizer_state: bool = True,
     transforms: Sequence[Transform] = (),
 ) -> WarmStart:
-    """Take over rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
+    """Load rows and dense tensors of a checkpoint, or of a run's newest one, into a model.
 
-    tables, dense: shell patterns of the checkpoint's names to take; `()` takes none. Dense tensors go by
-    their names in the saved `state["model"]`.
+    tables, dense: shell patterns of the checkpoint's names to load; `()` loads none. The names of dense
+    tensors are those in the saved `state["model"]`.
     rename: the checkpoint's names of tables and tensors → the model's.
-    exclude: shell patterns of the checkpoint's names to leave out, tables and tensors alike.
-    optimizer_state: take the rows' optimizer state too; without it, or where either side has none, it is new.
-    transforms: feature engines of the data. They take the statistics that were saved by their names, if any:
-    the net that is taken over knows features of that scale.
+    exclude: shell patterns of the checkpoint's names to skip, of both tables and tensors.
+    optimizer_state: load the rows' optimizer state too; without it, or if either side has none, it is new.
+    transforms: feature engines of the data. They load the statistics that were saved under their names, if
+    any: the dense tensors were trained with features of that scale.
 
     Rows are added to what the tables hold, with their counts, and count as used at the model's current step.
-    What either side does not have is left and reported; a pattern that fits no name, and what does not fit
-    in shape, is an error, and nothing has changed then. Ranks that train together all call it, and each takes
-    the rows it owns; the report counts those of all.
+    Names that either side lacks are skipped and reported. A pattern that matches no name, or a shape that
+    does not fit, is an error, and nothing changes. Ranks that train together all call it, and each loads the
+    rows it owns; the report counts those of all.
     """
     channel = distributed.current().here
     checkpoint = find(path)
@@ -120,18 +120,18 @@ def warm_start(
             raise CheckpointError.mismatch(
                 checkpoint.path,
                 f"tensor '{old}' of shape {tuple(own[new].shape)}",
-                f"{tuple(saved[old].shape)}; exclude it to leave it out",
+                f"{tuple(saved[old].shape)}; exclude it to skip it",
             )
 
     def take() -> dict[str, int]:
-        kept = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
+        with_state = {old for old, entry in checkpoint.manifest.tables.items() if entry.optimizer is not None}
         return {
-            new: _take(checkpoint, old, handles[new], optimizer_state and old in kept)
+            new: _take(checkpoint, old, handles[new], optimizer_state and old in with_state)
             for new, old in report.tables.items()
         }
 
-    taken = together(channel, checkpoint.path, take)
-    report.rows.update((new, sum(of_rank[new] for of_rank in taken)) for new in report.tables)
+    counts = together(channel, checkpoint.path, take)
+    report.rows.update((new, sum(of_rank[new] for of_rank in counts)) for new in report.tables)
     with torch.no_grad():
         for new, old in report.dense.items():
             own[new].copy_(saved[old])  # state_dict() shares memory with the model
@@ -152,9 +152,9 @@ def warm_start(
 
 
 def _take_statistics(
-    model: nn.Module, checkpoint: Checkpoint, report: WarmStart, wanted: Callable[[str], bool]
+    model: nn.Module, checkpoint: Checkpoint, report: WarmStart, selects: Callable[[str], bool]
 ) -> None:
-    """What engines of the model were fitted to: its dense tensors know features of that scale."""
+    """Load the statistics of the model's feature engines: dense tensors were trained with that scale."""
     engines = {
         f"{name}._extra_state".lstrip("."): module
         for name, module in model.named_modules()
@@ -162,7 +162,7 @@ def _take_statistics(
     }
     saved = checkpoint.state().get("model", {}) if engines else {}
     for name, engine in engines.items():
-        if name not in saved or not wanted(name):
+        if name not in saved or not selects(name):
             continue
         try:
             engine.set_extra_state(saved[name])
@@ -183,7 +183,7 @@ def _choose(
     for old in saved:
         new = rename.get(old, old)
         if not _matches(old, patterns):
-            left[old] = "not asked for"
+            left[old] = "not requested"
         elif _matches(old, exclude):
             left[old] = "excluded"
         elif new not in own:
@@ -197,7 +197,7 @@ def _choose(
 def _take(checkpoint: Checkpoint, old: str, handle: TableHandle, keep_state: bool) -> int:
     total = 0
     for rows in checkpoint.parts(old, share_of(*handle.store.share)):
-        # Steps of another run mean nothing here.
+        # Steps of another run have no meaning in this one.
         steps = np.full(len(rows.keys), handle.engine_state.step, np.uint32)
         handle.load(with_state_of(handle, rows, keep_state)._replace(last_steps=steps))
         total += len(rows.keys)

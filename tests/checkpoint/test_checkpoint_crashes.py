@@ -142,7 +142,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoints_and_no_rest(sma
     before = contents(small_disk)
     model.train_on(200, keys=100_000, size=128)
     pending = checkpoints.save(2, model.state(), model)
-    with pytest.raises(CheckpointError, match="No space left on device, so that nothing was kept of it"):
+    with pytest.raises(CheckpointError, match="No space left on device, so it was not saved"):
         pending.wait()
     assert contents(small_disk) == before
     assert os.listdir(small_disk) == ["step-000000000001"]

@@ -132,7 +132,7 @@ def _resign(folder, change):
         (lambda m: m.pop("tables"), "expected the fields of a manifest, got .*tables"),
         (lambda m: m.update(tables=[]), "expected the fields of a manifest"),
         (lambda m: m.update(kind="delta"), "a delta has a base"),
-        (lambda m: m["dense"].update(name="../../x"), "a file lies outside"),
+        (lambda m: m["dense"].update(name="../../x"), "a file is outside"),
         (lambda m: m["tables"]["user"].update(rows=7), "its parts differ in rows"),
         (lambda m: m["tables"]["user"].update(surprise=7), "surprise"),
         (lambda m: m["tables"]["user"].update(dim=7), "expected table 'user' of dim 2, got dim 7"),

@@ -125,5 +125,5 @@ def test_what_is_left_of_an_old_checkpoint_is_a_warning_and_tried_again(tmp_path
 
 def test_a_folder_that_cannot_be_looked_into_is_a_warning(tmp_path, caplog):
     remove_folders(tmp_path / "gone", dict)
-    assert f"What is old in {tmp_path / 'gone'} could not be removed" in caplog.text
+    assert f"Old checkpoints in {tmp_path / 'gone'} could not be removed" in caplog.text
     assert "No such file" in caplog.text

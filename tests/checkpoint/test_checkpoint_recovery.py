@@ -129,7 +129,7 @@ def test_a_resume_takes_the_newest_whole_checkpoint_whatever_is_damaged(run, exp
     model = _model().train_on(1, seed=99)
     if not whole and left:
         rows = model.rows()
-        with pytest.raises(DamagedCheckpointError, match="expected a whole checkpoint"):
+        with pytest.raises(DamagedCheckpointError, match="expected an intact checkpoint"):
             kv.Checkpoints(folder).resume(model)
         assert contents(folder) == before
         assert same_rows(model.rows(), rows)

@@ -247,9 +247,9 @@ def test_warm_start_takes_rows_and_dense_tensors_with_renames(tmp_path, old):
         f"  table item → product  {rows['product']:,} rows",
         "  dense net.weight      loaded",
         "  dense net.bias        loaded",
-        "  table query           not from the checkpoint: begins as made",
-        "  dense head.weight     not from the checkpoint: begins as made",
-        "  dense head.bias       not from the checkpoint: begins as made",
+        "  table query           not from the checkpoint: keeps its initial values",
+        "  dense head.weight     not from the checkpoint: keeps its initial values",
+        "  dense head.bias       not from the checkpoint: keeps its initial values",
     ]
 
 
@@ -264,7 +264,7 @@ def test_warm_start_takes_only_what_is_asked_for_and_says_so(tmp_path, old):
     assert report.left_tables == {"item": "the model has no 'item'"}
     assert report.left_dense == {"net.weight": "excluded"}
     report = kv.checkpoint.warm_start(_Other(), tmp_path / "old", tables="item", dense=())
-    assert report.left_tables == {"user": "not asked for", "item": "the model has no 'item'"}
+    assert report.left_tables == {"user": "not requested", "item": "the model has no 'item'"}
     assert set(report.left_dense) == {"net.weight", "net.bias"}
 
 

@@ -141,7 +141,7 @@ def test_a_warm_start_of_a_config_is_shown_and_not_repeated(run, config):
     assert first.code == 0
     assert f"Warm start from {config.parent}/run/step-000000000005, step 5" in first.err
     assert "table category" in first.err
-    assert "not from the checkpoint: begins as made" in first.err
+    assert "not from the checkpoint: keeps its initial values" in first.err
     state = kv.checkpoint.find(config.parent / "new").state()
     assert state["trainer"]["step"] == 3
     again = run("train", config, "--max-steps", 6)

@@ -26,7 +26,7 @@ def test_train_takes_the_newest_whole_checkpoint_and_inspect_shows_the_damaged_o
     ran = run("train", stopped / "config.yaml", "--quiet", "--max-steps", "12", "--json", "-")
     assert ran.code == 0
     assert (ran.json["step"], ran.json["trained"]) == (12, 2)
-    assert "lost are the 10 steps up to step-000000000020" in caplog.text
+    assert "the 10 steps up to step-000000000020 are lost" in caplog.text
     assert "step-000000000030 is empty" in caplog.text
     shown = run("inspect", stopped / "run")
     assert shown.code == 0
@@ -42,7 +42,7 @@ def test_no_whole_checkpoint_exits_with_3(run, stopped):
     before = sorted(os.listdir(folder))
     ran = run("train", stopped / "config.yaml", "--quiet")
     assert ran.code == 3
-    assert "expected a whole checkpoint, got 2 damaged: step-000000000020, step-000000000010" in ran.err
+    assert "expected an intact checkpoint, got 2 damaged: step-000000000020, step-000000000010" in ran.err
     assert sorted(os.listdir(folder)) == before
     shown = run("inspect", folder)
     assert shown.code == 3

@@ -56,7 +56,7 @@ def test_kills_with_a_damaged_newest_checkpoint_lose_no_record(tmp_path):
         for number in range(3):
             there = _damage_and_kill(job, lambda found: found[-1:], 10 * number)
             job.wait_for_line(f"Generation {number + 1} begins")
-            job.wait_for_line(f"was kept as damaged-{there[-1].name}")
+            job.wait_for_line(f"were renamed to damaged-{there[-1].name}")
             taken = int(there[-2].name.removeprefix("step-"))
             job.wait_for_step(taken + 7)  # behind the next checkpoint
         job.finish()
@@ -74,5 +74,5 @@ def test_a_launched_job_without_a_whole_checkpoint_ends_with_3_and_is_not_retrie
     log = job.log.read_text()
     assert "Generation 1 begins" in log
     assert "Generation 2 begins" not in log
-    assert "expected a whole checkpoint, got" in log
+    assert "expected an intact checkpoint, got" in log
     assert _steps(tmp_path / "checkpoints") == there

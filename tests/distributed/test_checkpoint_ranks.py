@@ -112,7 +112,7 @@ def test_trouble_on_one_rank_is_an_error_on_all_and_harms_nothing(tmp_path):
     assert dict(first["summary"]) == {name: len(rows[0]) for name, rows in given.items()}
     assert [r["waited for"] for r in results] == [21, 21]
     for r in results:
-        assert "make engines after kv.connect" in r["disconnected"]
+        assert "create engines after kv.connect" in r["disconnected"]
     _check_odd_manifests(tmp_path / "two", given)
 
 

@@ -75,7 +75,7 @@ def test_a_fit_with_damaged_checkpoints_ends_like_one_that_resumed_from_the_whol
     assert newest(damaged) == newest(direct)
     for step in (each for each in (9, 12, 14) if each > taken):
         assert (damaged / f"damaged-{name(step)}").exists()
-    assert f"lost are the {14 - taken} steps" in caplog.text
+    assert f"the {14 - taken} steps up to {name(14)} are lost" in caplog.text
 
 
 def test_a_chosen_checkpoint_begins_another_course_and_later_ones_are_abandoned(stopped, tmp_path):
@@ -130,7 +130,7 @@ def test_no_whole_checkpoint_is_an_error_and_nothing_changes(stopped, tmp_path):
     for step in (3, 12):
         damage(folder, step)
     before = sorted(os.listdir(folder))
-    with pytest.raises(DamagedCheckpointError, match="expected a whole checkpoint, got 5 damaged"):
+    with pytest.raises(DamagedCheckpointError, match="expected an intact checkpoint, got 5 damaged"):
         fit(folder)
     assert sorted(os.listdir(folder)) == before
     with pytest.raises(ValueError, match="has checkpoints up to step 14"):
@@ -156,7 +156,7 @@ def test_a_context_goes_back_to_the_newest_whole_checkpoint_of_a_run(tmp_path, c
     assert ctx.step == 4
     train(ctx, loader(), epochs=2)
     assert_same(ctx.model, direct.model)
-    assert "lost are the 8 steps" in caplog.text
+    assert f"the 8 steps up to {name(12)} are lost" in caplog.text
     assert (folder / f"damaged-{name(12)}").exists()
 
 

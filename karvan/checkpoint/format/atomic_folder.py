@@ -1,12 +1,13 @@
 """Folders that appear complete or not at all.
 
-A checkpoint is written into a hidden folder beside its place and renamed once it is complete. Its writer
-holds a lock in the hidden folder, which the system drops when the process ends, however it ends: a hidden
-folder without a held lock was left by a crashed process and may be removed. Making, publishing and removing
-hold this user's lock of the parent for a moment, so that several processes may work in it. Leftovers of
-another user are left to that user. See `karvan/checkpoint/io/folder_locks.py`.
+A checkpoint is written into a hidden folder next to its final path and renamed once it is complete. Its
+writer holds a lock in the hidden folder, which the system releases when the process ends, however it ends: a
+hidden folder without a held lock was left by a crashed process and may be removed. Creating, publishing and
+removing hold this user's lock of the parent for a moment, so that several processes may work in it. Leftovers
+of another user are not removed. See `karvan/checkpoint/io/folder_locks.py`.
 
-What cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries again.
+A folder that cannot be removed is a warning, not an error: it harms no checkpoint, and every save tries
+again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from karvan.outages import is_temporary
 _log = logging.getLogger(__name__)
 
 _HIDDEN = re.compile(r"^\..+\.tmp-\d+-[0-9a-f]{8}$")
-_LOCK = ".lock"  # in a hidden folder, while its writer lives
-DAMAGED, ABANDONED = "damaged", "abandoned"  # what the names of folders that were set aside begin with
+_LOCK = ".lock"  # in a hidden folder, while its writer runs
+DAMAGED, ABANDONED = "damaged", "abandoned"  # prefixes of the names of folders that were set aside
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class HiddenFolder:
-    """A folder in the making, beside `target`; removed unless it was published."""
+    """A folder that is being written, next to `target`; removed unless it was published."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -47,9 +48,9 @@ class HiddenFolder:
             self._lock: FileLock | None = take_lock(self.path / _LOCK)
 
     def publish(self, check: Callable[[], None], replaces: Callable[[Path], bool] = lambda _: True) -> None:
-        """Put the folder in its place, unless `check` raises; what was there is hidden instead.
+        """Rename the folder to `target`, unless `check` raises; a previous folder of that name is hidden.
 
-        replaces: whether what is there may go; otherwise it is set aside.
+        replaces: whether the previous folder may be removed; otherwise it is set aside.
         """
         for folder, _, _ in os.walk(self.path, topdown=False):
             sync_folder(Path(folder))
@@ -59,7 +60,7 @@ class HiddenFolder:
             if os.path.lexists(self.target) and not replaces(self.target):
                 aside = _aside_name(self.target, DAMAGED)
                 self.target.rename(aside)
-                _log.warning("%s is no whole checkpoint; it was renamed to %s.", self.target, aside.name)
+                _log.warning("%s is not an intact checkpoint; it was renamed to %s.", self.target, aside.name)
             if self.target.exists():
                 _exchange(self.path, self.target)
             else:
@@ -67,7 +68,7 @@ class HiddenFolder:
             sync_folder(self.target.parent)
 
     def remove(self) -> None:
-        """Take away what has not been published, or what was replaced."""
+        """Remove the folder if it has not been published, or the one that it replaced."""
         _remove_tree(self.path)
         self._release()
 
@@ -93,17 +94,17 @@ def try_writing(parent: Path) -> None:
         where = f" ({error.filename})" if error.filename and Path(error.filename) != parent else ""
         raise CheckpointError(
             parent,
-            f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be made and "
-            "written to, with room for checkpoints.",
+            f"checkpoints cannot be written here: {reason}{where}. Expected a folder that can be created and "
+            "written to, with space for checkpoints.",
             temporary=is_temporary(error),
-        ) from None  # the text has all of it
+        ) from None  # the text says everything
 
 
 def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]]) -> None:
-    """Remove the folders that `doomed` tells, each with the one it builds on, while nobody else publishes.
+    """Remove the folders that `doomed` returns, each with the one it builds on, while nobody else publishes.
 
-    Each disappears at once, in their order; who is killed in between leaves those that come later. What a
-    folder builds on that cannot be removed stays with it.
+    Each disappears at once, in this order; a process that is killed in between leaves the later ones. The
+    base of a folder that cannot be removed stays, too.
     """
     hidden: list[Path] = []
     stays: set[Path | None] = set()
@@ -119,11 +120,11 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
             for name in hidden:
                 _remove_tree(name)
     except OSError as error:
-        _warn(f"What is old in {parent}", error)
+        _warn(f"Old checkpoints in {parent}", error)
 
 
 def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
-    """Rename folders of one parent to `KIND-…`; returns the new names. One that has to stay is a warning."""
+    """Rename folders of one parent to `KIND-…`; returns the new names, and warns of a failure."""
     asides: dict[Path, Path] = {}
     parent = folders[0].parent
     try:
@@ -143,7 +144,7 @@ def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
 
 
 def _aside_name(folder: Path, kind: str) -> Path:
-    """A name beside a folder that nothing has."""
+    """An unused name next to a folder."""
     name = folder.with_name(f"{kind}-{folder.name}")
     number = 2
     while os.path.lexists(name):
@@ -166,7 +167,7 @@ def _remove_tree(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:
-        pass  # as it should be
+        pass  # it has been removed
     except OSError as error:
         _warn(str(folder), error)
 
@@ -193,7 +194,7 @@ def _remove_leftovers(parent: Path, owner: int) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Swap two folders at once, where the system can."""
+    """Swap two folders, atomically where the system supports it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
         return

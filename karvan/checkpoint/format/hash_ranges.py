@@ -1,6 +1,6 @@
 """Ranges of key hashes, by which tables are divided over ranks and files.
 
-A range goes by the upper 32 bits of hashes, so that its bounds are whole numbers for any number of ranks.
+A range is one of the upper 32 bits of hashes, so that its bounds are integers for any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPACE = 1 << 32
 
 
 class Range(NamedTuple):
-    """The hashes whose upper 32 bits are from `first` on and below `end`."""
+    """The hashes whose upper 32 bits are at least `first` and below `end`."""
 
     first: int
     end: int
@@ -28,7 +28,7 @@ class Range(NamedTuple):
         return self.first < other.end and other.first < self.end
 
     def inside(self, other: Range) -> bool:
-        """Whether the other one has all of it."""
+        """Whether the other range contains all of it."""
         return other.first <= self.first and self.end <= other.end
 
     def has(self, keys: Keys) -> NDArray[np.bool_]:
@@ -42,22 +42,22 @@ WHOLE = Range(0, SPACE)
 
 
 def share_of(rank: int, ranks: int) -> Range:
-    """What a rank owns."""
+    """The range that a rank owns."""
     return Range(first_hash_of(rank, ranks) >> 32, first_hash_of(rank + 1, ranks) >> 32)
 
 
 def equal_cuts(parts: int) -> list[int]:
-    """Where so many equal ranges begin; `parts` is a power of two."""
+    """The starts of so many equal ranges; `parts` is a power of two."""
     return [part * (SPACE // parts) for part in range(parts)]
 
 
 def between(cuts: Sequence[int]) -> list[Range]:
-    """The ranges that begin at these places."""
+    """The ranges that start at these cuts; each ends at the next one."""
     return [Range(first, end) for first, end in zip(cuts, [*cuts[1:], SPACE], strict=True)]
 
 
 def pieces(parts: int, share: Range) -> dict[int, Range]:
-    """Those of so many equal parts that have hashes of a share, and what they have of it."""
+    """Of so many equal parts, those that overlap a share, each with the range they have in common."""
     width = SPACE // parts
     return {
         part: Range(max(part * width, share.first), min((part + 1) * width, share.end))

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, with a checksum of every file and of itself.
+"""`manifest.json`: the contents of a checkpoint, with a checksum of every file and of itself.
 
 The first line of the file carries the checksum of all bytes that follow it, so that anyone can check it:
 `tail -n +2 manifest.json | crc32 /dev/stdin`.
@@ -21,15 +21,15 @@ from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, 
 NAME = "manifest.json"
 FORMAT = "karvan-checkpoint"
 VERSION = 1
-MIX_VERSION = 1  # of the hash that parts go by; see csrc/hash/mix.h
+MIX_VERSION = 1  # of the hash that divides tables into parts; see csrc/hash/mix.h
 _FIRST_LINE = re.compile(rb'\{"checksum": "(crc32:[0-9a-f]{8})",\n')
 
 
 @dataclass(frozen=True)
 class PartEntry(FileEntry):
-    """One part of a table: the rows in a range of key hashes, and in a delta the keys that left it.
+    """One part of a table: the rows in a range of key hashes, and in a delta the keys that were removed.
 
-    first: the upper 32 bits of its least hash; it ends where the next part begins.
+    first: the upper 32 bits of its smallest hash; it ends where the next part starts.
     """
 
     rows: int
@@ -39,7 +39,7 @@ class PartEntry(FileEntry):
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A table: `state` floats of optimizer state in each row, whose meaning `optimizer` says."""
+    """A table: each row has `state` floats of optimizer state, of the kind `optimizer`."""
 
     dim: int
     dtype: str
@@ -51,7 +51,7 @@ class TableEntry:
     seed: int
     rows: int
     parts: list[PartEntry]
-    extras: list[FileEntry | None]  # by the ranks that have saved it; empty if none had any
+    extras: list[FileEntry | None]  # by the ranks that have saved it; empty if there are none
     # By parameter server: how many updates of a run its rows contain; see cluster/update_counts.py.
     updates: list[dict[str, Any] | None] = field(default_factory=list)
 
@@ -164,13 +164,13 @@ def parse(path: Path, data: bytes) -> Manifest:
 def _table(name: str, entry: Mapping[str, Any]) -> TableEntry:
     content = dict(entry)
     parts = [dict(part) for part in content.pop("parts")]
-    if not any("first" in part for part in parts):  # as single processes once wrote it: equal parts
+    if not any("first" in part for part in parts):  # an earlier format of single processes: equal parts
         count = len(parts)
         _require(count > 0 and count & (count - 1) == 0, f"table '{name}' has {count} parts")
         parts = [part | {"first": first} for part, first in zip(parts, equal_cuts(count), strict=True)]
     _require(all("first" in part for part in parts), f"table '{name}' has parts without 'first'")
     extras = content.pop("extras", None)
-    if extras is None:  # as well
+    if extras is None:  # also an earlier format
         only = content.pop("extra")
         extras = [only] if only else []
     return TableEntry(
@@ -199,9 +199,9 @@ def _check(manifest: Manifest) -> None:
     names = [file.name for file in manifest.files]
     _require(len(set(names)) == len(names), "a file is listed twice")
     for name in names:
-        place = PurePosixPath(name)
+        path = PurePosixPath(name)
         # Names come from a file that anyone may have written.
-        _require(not place.is_absolute() and ".." not in place.parts, f"a file lies outside: '{name}'")
+        _require(not path.is_absolute() and ".." not in path.parts, f"a file is outside: '{name}'")
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -1,8 +1,9 @@
 """A file of named arrays in the safetensors layout: written without copies, fully validated when read.
 
-The layout: eight bytes with the header's length, a JSON header padded so that the data begins at a multiple
-of 64, then the arrays one after the other. Written by hand, because the arrays then go from where they are
-straight to the file, and the checksum is taken on the way. Any safetensors reader opens these files.
+The layout: eight bytes with the header's length, a JSON header padded so that the data starts at a multiple
+of 64, then the arrays one after the other. It is written without the safetensors library, so that arrays are
+written from their memory without a copy, and the checksum is computed on the way. Any safetensors reader
+opens these files.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ"), 1),
 }
 _ALIGNMENT = 64
-_PIECE = 4 << 20  # bytes between two calls of the system: still in the cache when the checksum has seen them
+_PIECE = 4 << 20  # bytes of a system call: small enough to be in the cache after the checksum was computed
 _MAX_HEADER = 100_000_000  # as in the safetensors library
-# What the system says of a file that is lost or broken. Other errors, such as a lack of permission or a
-# server that is away, say nothing about the file.
+# The system's errors for a file that is lost or broken. Other errors, such as a lack of permission or a
+# server that cannot be reached, say nothing about the file.
 _LOST = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG),
     errno.ENODATA,
@@ -46,15 +47,15 @@ _LOST = (
 
 
 class Stored(NamedTuple):
-    """An array as it lies in a file."""
+    """An array as it is stored in a file."""
 
-    dtype: str  # in the words of safetensors
+    dtype: str  # its name in safetensors
     shape: tuple[int, ...]
     data: Bytes
 
 
 class FilePosition(NamedTuple):
-    """Where an array lies in a file: `begin` counts from the file's first byte."""
+    """The position of an array in a file: `begin` counts from the file's first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,29 +65,29 @@ class FilePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest knows it."""
+    """A file as the manifest lists it."""
 
-    name: str  # from the checkpoint's folder
+    name: str  # relative to the checkpoint's folder
     bytes: int
     checksum: str
 
 
 def checksum_text(crc: int) -> str:
-    """A checksum as it is written."""
+    """A checksum as text."""
     return f"crc32:{crc:08x}"
 
 
 def stored(array: NDArray[Any], dtype: str | None = None) -> Stored:
-    """An array as it will lie in the file; `dtype` where numpy has no name for it."""
+    """An array as it will be stored in the file; `dtype` if numpy has no name for it."""
     array = np.ascontiguousarray(array)
     name = dtype or f"{'F' if array.dtype.kind == 'f' else array.dtype.kind.upper()}{8 * array.itemsize}"
     if name not in ITEM_BYTES:
-        raise TypeError(f"Expected an array of numbers that safetensors knows, got {array.dtype}.")
+        raise TypeError(f"Expected an array of a dtype that safetensors supports, got {array.dtype}.")
     return Stored(name, array.shape, array.reshape(-1).view(np.uint8))
 
 
 def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:
-    """Write a new file and wait until it is on the disk. The order of the arrays is kept."""
+    """Write a new file and wait until it is on the disk. The arrays are stored in the given order."""
     header: dict[str, Any] = {}
     at = 0
     for key, array in arrays.items():
@@ -141,14 +142,14 @@ def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
 
 
 class FileProblem(NamedTuple):
-    """What is wrong with a file; `unread` if the system did not let us read it, so that it may be whole."""
+    """A file's problem; `unread` if the system did not let us read it, so that it may be intact."""
 
     text: str
     unread: bool = False
 
 
 def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
-    """What is wrong with a file, by its size and checksum; None if nothing is."""
+    """The problem of a file, by its size and checksum; None if it has none."""
     path = folder / entry.name
     try:
         with path.open("rb", buffering=0) as file:
@@ -176,7 +177,7 @@ def unread_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_header(path: Path) -> dict[str, FilePosition]:
-    """Where the arrays of a file lie; everything the header says is checked."""
+    """The positions of a file's arrays; everything in the header is checked."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -200,18 +201,18 @@ def read_header(path: Path) -> dict[str, FilePosition]:
             path, "a header that is an object", f"a {type(header).__name__}"
         )
     header.pop("__metadata__", None)
-    places = {name: _place(path, name, entry, 8 + length) for name, entry in header.items()}
+    positions = {name: _position(path, name, entry, 8 + length) for name, entry in header.items()}
     at = 8 + length
-    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].size)):
-        if place.begin != at:
-            raise DamagedCheckpointError.mismatch(path, f"array '{name}' at byte {at}", place.begin)
-        at += place.size
+    for name, position in sorted(positions.items(), key=lambda item: (item[1].begin, item[1].size)):
+        if position.begin != at:
+            raise DamagedCheckpointError.mismatch(path, f"array '{name}' at byte {at}", position.begin)
+        at += position.size
     if at != size:
         raise DamagedCheckpointError.mismatch(path, f"{at} bytes, as the header says", size)
-    return places
+    return positions
 
 
-def _place(path: Path, name: str, entry: object, data: int) -> FilePosition:
+def _position(path: Path, name: str, entry: object, data: int) -> FilePosition:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             sizes = tuple(n for n in shape if isinstance(n, int) and n >= 0)
@@ -227,18 +228,18 @@ def _place(path: Path, name: str, entry: object, data: int) -> FilePosition:
 
 
 def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
-    """All arrays of a file, in memory of their own, once its checksum is right."""
+    """All arrays of a file, each with its own memory, once the checksum is verified."""
     path = folder / entry.name
-    places = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
+    positions = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
     found: dict[str, Stored] = {}
     try:
         with path.open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            crc = crc32(_read_bytes(path, file, places[0][1].begin if places else size), 0)
-            for name, place in places:
-                data = _read_bytes(path, file, place.size)
+            crc = crc32(_read_bytes(path, file, positions[0][1].begin if positions else size), 0)
+            for name, position in positions:
+                data = _read_bytes(path, file, position.size)
                 crc = crc32(data, crc)
-                found[name] = Stored(place.dtype, place.shape, data)
+                found[name] = Stored(position.dtype, position.shape, data)
     except OSError as error:
         raise unread_error(path, error) from error
     if checksum_text(crc) != entry.checksum:

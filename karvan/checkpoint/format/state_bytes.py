@@ -12,7 +12,7 @@ from karvan.checkpoint.format.state_tree import as_tensor, decode, encode
 
 
 def pack(state: Any) -> bytes:
-    """A tree as bytes: the length of its JSON, its JSON with a list of arrays, and these."""
+    """A tree as bytes: the length of its JSON, its JSON with a list of arrays, and the arrays."""
     tree, arrays = encode(state)
     listed = [[name, array.dtype, list(array.shape), len(array.data)] for name, array in arrays.items()]
     header = json.dumps({"tree": tree, "arrays": listed}).encode()
@@ -22,12 +22,12 @@ def pack(state: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given."""
+    """The tree that `pack` has written."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
-    whole = np.frombuffer(bytearray(data), np.uint8)
+    content = np.frombuffer(bytearray(data), np.uint8)
     tensors = {}
     for name, dtype, shape, size in header["arrays"]:
-        tensors[name] = as_tensor(Stored(dtype, tuple(shape), whole[start : start + size])).clone()
+        tensors[name] = as_tensor(Stored(dtype, tuple(shape), content[start : start + size])).clone()
         start += size
     return decode(header["tree"], tensors)

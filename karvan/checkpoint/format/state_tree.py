@@ -1,8 +1,8 @@
 """State trees as JSON and named tensors, without pickle.
 
-Dicts with text keys, lists, text, numbers, booleans and None are themselves in JSON. The rest is an object
+Dicts with text keys, lists, text, numbers, booleans and None are the same in JSON. The rest is an object
 with one key: `{"$tensor": name}`, `{"$tuple": […]}`, `{"$dict": [[key, value], …]}` for dicts with other
-keys or ones that begin with a dollar sign, `{"$float": "nan"}` for what JSON has no number for.
+keys or ones that start with a dollar sign, `{"$float": "nan"}` for floats that JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         return _encode_dict(value, path, tensors)
     if isinstance(value, list | tuple):
-        items = [_encode(item, _join(path, place), tensors) for place, item in enumerate(value)]
+        items = [_encode(item, _join(path, index), tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     raise TypeError(
         f"State at '{path}': expected a dict, list, tuple, str, int, float, bool, None or Tensor, "
@@ -78,7 +78,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _float_text(value: float) -> str:
-    """inf, -inf and the usual nan by name; others by their bits, as NaN comes in many kinds."""
+    """inf, -inf and the default nan by name; other NaNs by their bits."""
     bits = struct.pack(">d", value)
     return str(value) if bits == struct.pack(">d", float(str(value))) else f"0x{bits.hex()}"
 
@@ -110,7 +110,7 @@ def _copy(name: str, tensor: Tensor) -> Stored:
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given; a KeyError or ValueError says what the tree lacks."""
+    """The state that `encode` was called with; a KeyError or ValueError says what the tree lacks."""
     if isinstance(tree, list):
         return [decode(item, tensors) for item in tree]
     if not isinstance(tree, dict):
@@ -127,7 +127,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
                 return {key: decode(item, tensors) for key, item in items}
     for key in tree:
         if key.startswith("$"):
-            raise ValueError(f"expected a kind of value that is known, got '{key}'")
+            raise ValueError(f"expected a known kind of value, got '{key}'")
     return {key: decode(item, tensors) for key, item in tree.items()}
 
 
@@ -148,6 +148,6 @@ def as_tensor(array: Stored) -> Tensor:
     if not len(array.data):
         return torch.empty(array.shape, dtype=_TORCH[array.dtype])
     data = array.data
-    if data.ctypes.data % 16:  # torch reads elements where numpy would take any address
+    if data.ctypes.data % 16:  # torch needs aligned elements; numpy accepts any address
         data = np.copy(data)
     return torch.from_numpy(data).view(_TORCH[array.dtype]).reshape(array.shape)

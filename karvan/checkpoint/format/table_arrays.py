@@ -1,4 +1,4 @@
-"""Tables in files: which ones a model has, how many parts, and rows to and from a part's arrays."""
+"""Tables in files: the tables of a model, their number of parts, and rows to and from a part's arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def tables_of(model: Model) -> dict[str, TableHandle]:
-    """The tables of all engines in a model, by name; one that engines share is there once."""
+    """The tables of all engines in a model, by name; one that engines share is listed once."""
     modules = [] if model is None else [model] if isinstance(model, nn.Module) else list(model)
     found: dict[str, TableHandle] = {}
     for module in modules:
@@ -37,7 +37,7 @@ def tables_of(model: Model) -> dict[str, TableHandle]:
                 other = found.setdefault(handle.name, handle)
                 if other.store is not engine.store:
                     raise ValueError(
-                        f"Two engines have a table '{handle.name}' in stores of their own: expected names "
+                        f"Two engines have a table '{handle.name}' in different stores: expected names "
                         f"that differ, or one store for both."
                     )
                 if other.optimizer is None:
@@ -48,16 +48,16 @@ def tables_of(model: Model) -> dict[str, TableHandle]:
 def parts_for(handle: TableHandle, part_bytes: int) -> int:
     """How many equal parts of all hashes, a power of two, so that none is much above `part_bytes`.
 
-    A rank that owns one of n shares has a file for each part that meets its own.
+    A rank that owns one of n shares has a file for each part that overlaps its share.
     """
     store = handle.store
     total = store.stats(handle.name)["rows"] * row_bytes(
         handle.dim, handle.spec.dtype, len(handle.initial_state)
     )
-    wanted = -(-total // part_bytes)
-    if wanted > 1:
-        wanted *= store.share[1]
-    return 1 << max(0, wanted - 1).bit_length()
+    parts = -(-total // part_bytes)
+    if parts > 1:
+        parts *= store.share[1]
+    return 1 << max(0, parts - 1).bit_length()
 
 
 def folder_of(table: str) -> str:
@@ -71,12 +71,12 @@ def folder_of(table: str) -> str:
 
 
 def file_name(what: str, rank: int, ranks: int) -> str:
-    """A file of a table; it says whose it is where there are several ranks."""
+    """The name of a table's file; it includes the rank if there are several."""
     return f"{what}.safetensors" if ranks == 1 else f"rank-{rank:05d}-{what}.safetensors"
 
 
 def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
-    """Rows as a part's arrays. Vectors come last: the others then begin where their elements may."""
+    """Rows as a part's arrays. Vectors come last, so that all arrays are aligned to their elements."""
     arrays = {"keys": stored(rows.keys)}
     if erased is not None:
         arrays["erased"] = stored(erased)
@@ -93,7 +93,7 @@ def to_arrays(rows: Rows, erased: Keys | None, dtype: str) -> dict[str, Stored]:
 
 
 def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> tuple[Rows, Keys]:
-    """The rows of a part, and the keys that left."""
+    """The rows of a part, and the keys that were removed."""
     check_part(folder, table, part, delta)
     data = {name: array.data for name, array in read_arrays(folder, part).items()}
     if table.dtype == "bfloat16":
@@ -115,7 +115,7 @@ def read_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> 
 def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) -> None:
     """Raise unless the file's header is that of this part."""
     path = folder / part.name
-    places = read_header(path)
+    arrays = read_header(path)
     expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "keys": ("I64", (part.rows,)),
         "state": ("F32", (part.rows, table.state)),
@@ -126,9 +126,9 @@ def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) ->
     if delta:
         expected["erased"] = ("I64", (part.erased,))
     for name, (dtype, shape) in expected.items():
-        received = places.get(name)
+        received = arrays.get(name)
         if received is None:
-            raise DamagedCheckpointError.mismatch(path, f"an array '{name}'", ", ".join(places) or "no array")
+            raise DamagedCheckpointError.mismatch(path, f"an array '{name}'", ", ".join(arrays) or "no array")
         if (received.dtype, received.shape) != (dtype, shape):
             raise DamagedCheckpointError.mismatch(
                 path, f"'{name}' of {dtype} {shape}", f"{received.dtype} {received.shape}"
@@ -136,7 +136,7 @@ def check_part(folder: Path, table: TableEntry, part: PartEntry, delta: bool) ->
 
 
 def select(rows: Rows, which: NDArray[Any]) -> Rows:
-    """Some of the rows, by a mask or places."""
+    """Some of the rows, by a mask or indices."""
     return Rows(
         rows.keys[which],
         rows.vectors[which],
@@ -147,7 +147,7 @@ def select(rows: Rows, which: NDArray[Any]) -> Rows:
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
-    """The rows of all."""
+    """The rows of all pieces."""
     return Rows(
         np.concatenate([rows.keys for rows in pieces]),
         np.concatenate([rows.vectors for rows in pieces]),
@@ -158,7 +158,7 @@ def join(pieces: Sequence[Rows]) -> Rows:
 
 
 def overlay(rows: Rows, erased: Keys, changed: Rows) -> Rows:
-    """Rows after a delta: erased keys leave, then changed rows come, as a key may have left and come back."""
-    kept = select(rows, ~np.isin(rows.keys, np.concatenate([erased, changed.keys])))
-    both = join([kept, changed])
+    """Rows after a delta: erased keys are removed, then changed rows added; a key may be in both."""
+    unchanged = select(rows, ~np.isin(rows.keys, np.concatenate([erased, changed.keys])))
+    both = join([unchanged, changed])
     return select(both, np.argsort(hashes_of(both.keys)))

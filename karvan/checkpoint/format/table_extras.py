@@ -1,7 +1,7 @@
-"""What tables hold besides rows, in files: counters of an admission filter, a clock.
+"""What tables hold in addition to rows, in files: counters of an admission filter, a clock.
 
-Every rank writes the counters of its own hashes, and rank 0 the clock. Who loads takes the files of those
-ranks whose hashes it owns; where two of them tell a counter, the larger one holds.
+Every rank writes the counters of the hashes it owns, and rank 0 the clock. A process that loads reads the
+files of those ranks whose hashes it owns; if two of them have the same counter, the larger value counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from karvan.store.exchange.key_sharding import counters_of
 
 Extra = dict[str, NDArray[Any]]
 
-_FILTER, _PLACE = "filter_counts", "filter_place"  # the latter: where a piece begins, and of how many it is
+_FILTER = "filter_counts"
+_POSITION = "filter_place"  # the index of a piece's first counter, and the number of all counters
 _NUMPY = {
     "F64": np.float64,
     "F32": np.float32,
@@ -33,7 +34,7 @@ _NUMPY = {
 
 
 def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra:
-    """What a rank writes of what its table holds; all of it if it is alone."""
+    """The part of a table's extra that a rank writes; all of it if there is one rank."""
     share = share_of(rank, ranks)
     if share == WHOLE:
         return dict(extra)
@@ -43,7 +44,7 @@ def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra
         piece = counters_of(share.first, share.end, len(counters))
         made = {
             _FILTER: counters[piece].copy(),
-            _PLACE: np.array([piece.start, len(counters)], np.int64),
+            _POSITION: np.array([piece.start, len(counters)], np.int64),
         }
     if rank == 0:
         made |= {name: array for name, array in extra.items() if name != _FILTER}
@@ -51,24 +52,24 @@ def own_extra(extra: Mapping[str, NDArray[Any]], rank: int, ranks: int) -> Extra
 
 
 def read_extras(folder: Path, files: Sequence[FileEntry | None], share: Range) -> Extra:
-    """What a store with a share of the hashes needs of the ranks' files."""
+    """The extra that a store with a share of the hashes needs, from the ranks' files."""
     made: Extra = {}
     for rank, file in enumerate(files):
         if file is None or not (rank == 0 or share_of(rank, len(files)).overlaps(share)):
             continue
         found = _read(folder, file)
-        counters, place = found.pop(_FILTER, None), found.pop(_PLACE, None)
+        counters, position = found.pop(_FILTER, None), found.pop(_POSITION, None)
         if counters is not None:
-            begin, total = (0, len(counters)) if place is None else place.tolist()
-            whole = made.setdefault(_FILTER, np.zeros(total, counters.dtype))
-            if len(whole) != total or not 0 <= begin <= total - len(counters):
+            begin, total = (0, len(counters)) if position is None else position.tolist()
+            merged = made.setdefault(_FILTER, np.zeros(total, counters.dtype))
+            if len(merged) != total or not 0 <= begin <= total - len(counters):
                 raise DamagedCheckpointError.mismatch(
                     folder / file.name,
-                    f"{len(counters)} out of {len(whole)} counters",
+                    f"{len(counters)} out of {len(merged)} counters",
                     f"those from {begin} on of {total}",
                 )
-            here = whole[begin : begin + len(counters)]
-            np.maximum(here, counters, out=here)
+            piece = merged[begin : begin + len(counters)]
+            np.maximum(piece, counters, out=piece)
         for name, array in found.items():
             made.setdefault(name, array)
     return made

@@ -1,13 +1,13 @@
 """Lock files of a folder, which other users cannot open.
 
-A lock is a `flock` on a file of mode 0600, so that who may only read the folder cannot hold it. The file says
-which process holds the lock, on which host, since when; whoever waits logs that. The system drops the lock
-when its process ends, however it ends, so a file that was left by a killed process holds up nobody: the next
-owner takes it over. A released lock's file is removed; a process that waited for the removed file notices
-that its name is gone, or another's, and starts over.
+A lock is a `flock` on a file of mode 0600, so that users who may only read the folder cannot hold it. The
+file says which process holds the lock, on which host, since when; a process that waits logs that. The system
+releases the lock when its process ends, however it ends, so a file that was left by a killed process blocks
+nobody: the next owner takes it over. A released lock's file is removed; a process that waited for the removed
+file notices that its name does not exist, or is another file's, and starts over.
 
-Every user has a lock of their own in a folder: processes of one user exclude each other. Processes of
-different users do not, since none of them could then keep the others from holding it for ever.
+Every user has a separate lock in a folder: processes of one user exclude each other. Processes of different
+users do not, because otherwise one user could hold the lock for ever and block the others.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def folder_lock(folder: Path) -> Iterator[FileLock]:
 
 
 def take_lock(path: Path, *, wait: bool = True) -> FileLock:
-    """A lock on a file, which is made if it is not there; unless `wait`, a BlockingIOError if it is held."""
+    """A lock on a file, which is created if necessary; unless `wait`, a BlockingIOError if it is held."""
     begin, report, pause = time.monotonic(), _FIRST_REPORT, 0.001
     while True:
         number = _open(path)
@@ -91,7 +91,7 @@ def take_lock(path: Path, *, wait: bool = True) -> FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock of a file, or may hold it; a file that is not there is free."""
+    """Whether a running process holds the lock of a file, or may hold it; a missing file is not held."""
     try:
         number = os.open(path, _FLAGS)
     except FileNotFoundError:
@@ -140,17 +140,19 @@ def _refused(path: Path, error: OSError) -> OSError:
 def _foreign(path: Path, owner: int) -> PermissionError:
     return PermissionError(
         errno.EACCES,
-        f"The lock file belongs to uid {owner}, expected one of uid {os.geteuid()}, which trains here; "
+        f"The lock file belongs to uid {owner}, expected one of uid {os.geteuid()}, which runs this process; "
         "remove it, and let nobody else write to the folder",
         str(path),
     )
 
 
 def _check(path: Path, number: int) -> None:
-    """Raise unless the file is a lock of this user's, which nobody else can open."""
+    """Raise unless the file is a lock of this user, which nobody else can open."""
     found = os.fstat(number)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "Expected a lock file, got something that is no regular file", str(path))
+        raise OSError(
+            errno.EINVAL, "Expected a lock file, got something that is not a regular file", str(path)
+        )
     if found.st_nlink > 1:  # writing to it would damage a file with another name
         raise OSError(errno.EMLINK, "Expected a lock file, got a hard link; remove it", str(path))
     if found.st_uid != os.geteuid() and found.st_uid != _own_uid(path.parent):
@@ -160,7 +162,7 @@ def _check(path: Path, number: int) -> None:
 
 
 def _own_uid(folder: Path) -> int:
-    """The uid of files that this process makes, which a network file system may map to another."""
+    """The uid of files that this process creates, which a network file system may map to another."""
     name = folder / f".karvan-uid-{secrets.token_hex(8)}"
     number = os.open(name, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -171,7 +173,7 @@ def _own_uid(folder: Path) -> int:
 
 
 def _try_lock(number: int) -> bool | None:
-    """Whether there is a lock on the file system; None if another process holds it."""
+    """Lock the file; False if the file system has no locks, None if another process holds it."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -186,11 +188,11 @@ def _try_lock(number: int) -> bool | None:
 def _is_at(path: Path, number: int) -> bool:
     """Whether the file still has its name; its last owner may have removed it."""
     try:
-        there = os.stat(path, follow_symlinks=False)
+        found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
     own = os.fstat(number)
-    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+    return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
 
 def _write_holder(number: int) -> None:
@@ -199,7 +201,7 @@ def _write_holder(number: int) -> None:
         "host": socket.gethostname(),
         "since": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    with suppress(OSError):  # on a full disk a lock without words is better than none
+    with suppress(OSError):  # on a full disk a lock that does not name its holder is better than none
         os.ftruncate(number, 0)
         os.pwrite(number, json.dumps(holder).encode(), 0)
 

@@ -12,22 +12,22 @@ from karvan.checkpoint.io.throttle import Throttle
 
 _log = logging.getLogger(__name__)
 
-Report = Callable[[int, BaseException], None]  # is told the step of a save that has failed, and why
+Report = Callable[[int, BaseException], None]  # called with the step of a save that has failed, and its error
 
 
 def log_failure(step: int, error: BaseException) -> None:
-    """Say at once that a save has failed: whoever waits for it may do so much later."""
+    """Report at once that a save has failed: the program may wait for it only much later."""
     _log.error("The checkpoint of step %d was not saved: %s", step, error)
 
 
 def no_report(step: int, error: BaseException) -> None:
-    """Say nothing: another rank does."""
+    """Report nothing: another rank does."""
 
 
 class Pending:
-    """A save that is under way on threads of its own; the program does not end before it has.
+    """A save in flight on its own threads; the program does not end before it has ended.
 
-    It leaves the machine to training, and takes what it can get once somebody waits for it.
+    It uses little of the machine while training continues, and all it can get once somebody waits for it.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class Pending:
         self._ended = threading.Event()
         self._result: Checkpoint | None = None
         self._error: BaseException | None = None
-        self._told = False  # somebody has seen the error
+        self._error_raised = False  # or acknowledged
         # Not a daemon: the interpreter waits for it at its end.
         threading.Thread(target=self._run, name=f"karvan-save-{step}").start()
 
     @classmethod
     def failed(cls, step: int, error: BaseException) -> Pending:
-        """A save that has failed before there was anything to write."""
+        """A save that has failed before writing started."""
         made = cls.__new__(cls)
         made.step = step
         made._pace = Throttle()
-        made._result, made._error, made._told = None, error, False
+        made._result, made._error, made._error_raised = None, error, False
         made._ended = threading.Event()
         made._ended.set()
         return made
 
     def _run(self) -> None:
-        work, self._work = self._work, _nothing  # what it holds goes when it has ended
+        work, self._work = self._work, _nothing  # releases what it holds when it has ended
         try:
             self._result = work()
         except BaseException as error:
@@ -67,38 +67,38 @@ class Pending:
             self._ended.set()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed; None while it is under way and when it did not."""
+        """Why it failed; None while it is in flight, and if it succeeded."""
         return self._error
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
-        """The checkpoint, once it is complete; raises what went wrong."""
+        """The checkpoint, once it is complete; raises the error of a failed save."""
         self._pace.hurry()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"The checkpoint of step {self.step} is not complete after {timeout} seconds.")
         if self._error is not None:
-            self._told = True
+            self._error_raised = True
             raise self._error
         assert self._result is not None
         return self._result
 
     def join(self) -> None:
-        """Wait until it has ended, well or not."""
+        """Wait until it has ended, successfully or not."""
         self._pace.hurry()
         self._ended.wait()
 
     def acknowledge(self) -> None:
-        """Somebody has seen the error: `settle` does not raise it any more."""
-        self._told = True
+        """The error has been handled: `settle` does not raise it any more."""
+        self._error_raised = True
 
     def settle(self) -> None:
-        """Wait; raise what went wrong unless it has been raised before."""
+        """Wait; raise the error of a failed save unless it has been raised before."""
         self.join()
-        if self._error is not None and not self._told:
+        if self._error is not None and not self._error_raised:
             self.wait()
 
 
@@ -107,9 +107,9 @@ def _nothing() -> Checkpoint:
 
 
 class Writers:
-    """Threads that write files while the next ones are made; few files wait, so that memory stays bounded.
+    """Threads that write files while the next ones are prepared; few files wait, so memory is bounded.
 
-    All start at once: an interpreter that is about to end starts no threads any more.
+    All start at once: an interpreter that is about to end does not start threads any more.
     """
 
     def __init__(self, count: int = 3) -> None:
@@ -129,13 +129,13 @@ class Writers:
             del job
 
     def put(self, job: Callable[[], None]) -> None:
-        """Have it done; raises what an earlier one raised."""
+        """Queue a job; raises the exception of an earlier one."""
         if self._error is not None:
             raise self._error
         self._jobs.put(job)
 
     def end(self) -> None:
-        """Wait for all jobs and let the threads go."""
+        """Wait for all jobs and end the threads."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -143,7 +143,7 @@ class Writers:
         self._threads = []
 
     def finish(self) -> None:
-        """End, and raise what a job raised."""
+        """End, and raise the exception of a failed job."""
         self.end()
         if self._error is not None:
             raise self._error

@@ -1,4 +1,4 @@
-"""Reads the rows of a table from a checkpoint and those it is based on, whatever their parts."""
+"""Reads the rows of a table from a checkpoint and those it builds on, however they are divided into parts."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class TableReader:
         for range_ in full.ranges:
             if not range_.overlaps(share):
                 continue
-            wanted = Range(max(range_.first, share.first), min(range_.end, share.end))
-            _, rows = full.within(wanted)
+            overlap = Range(max(range_.first, share.first), min(range_.end, share.end))
+            _, rows = full.within(overlap)
             for delta in deltas:
-                rows = overlay(rows, *delta.within(wanted))
+                rows = overlay(rows, *delta.within(overlap))
             activity.advance()
             yield rows
 
@@ -70,7 +70,7 @@ class TableReader:
 
 
 class _Files:
-    """The parts of a layer; the last one that was read is kept, as the next range may begin in it."""
+    """The parts of a layer; holds the last one that was read, as the next range may start in it."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -78,24 +78,24 @@ class _Files:
         self._number = -1
         self._last: tuple[Rows, Keys] | None = None
 
-    def within(self, wanted: Range) -> tuple[Keys, Rows]:
-        """Keys that left, and rows, of some hashes."""
-        gone, rows = [], []
-        begin = bisect_right(self.ranges, wanted.first, key=lambda one: one.first) - 1
+    def within(self, hashes: Range) -> tuple[Keys, Rows]:
+        """Keys that were removed, and rows, of some hashes."""
+        erased, rows = [], []
+        begin = bisect_right(self.ranges, hashes.first, key=lambda one: one.first) - 1
         for number in range(begin, len(self.ranges)):
-            if not self.ranges[number].overlaps(wanted):
+            if not self.ranges[number].overlaps(hashes):
                 break
-            its_rows, its_gone = self._read(number)
-            if not self.ranges[number].inside(wanted):
-                its_rows = select(its_rows, wanted.has(its_rows.keys))
-                its_gone = its_gone[wanted.has(its_gone)]
+            its_rows, its_erased = self._read(number)
+            if not self.ranges[number].inside(hashes):
+                its_rows = select(its_rows, hashes.has(its_rows.keys))
+                its_erased = its_erased[hashes.has(its_erased)]
             rows.append(its_rows)
-            gone.append(its_gone)
-        return (gone[0], rows[0]) if len(rows) == 1 else (np.concatenate(gone), join(rows))
+            erased.append(its_erased)
+        return (erased[0], rows[0]) if len(rows) == 1 else (np.concatenate(erased), join(rows))
 
     def _read(self, number: int) -> tuple[Rows, Keys]:
         if self._last is None or number != self._number:
-            self._last = None  # before the next one takes memory
+            self._last = None  # released before the next one is read
             folder, entry, delta = self._layer
             self._last = read_part(folder, entry, entry.parts[number], delta)
             self._number = number

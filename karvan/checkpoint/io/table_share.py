@@ -1,7 +1,7 @@
 """A rank's share of a checkpoint: its files of every table, and the merged shares of all ranks.
 
-A rank cuts all hashes into a power of two of equal parts, as many as its rows want, and writes those that
-meet the hashes it owns. A process that is alone owns all of them.
+A rank divides all hashes into equal parts, a power of two by its number of rows, and writes those that
+overlap the hashes it owns. A single process owns all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from karvan.checkpoint.format.table_extras import Extra
 from karvan.checkpoint.io.throttle import Throttle
 from karvan.store import Capture, Rows, TableSpec
 
-# Has arrays written to a file of that name; the first argument is called with what it is, then.
+# Writes arrays to a file of that name, and calls the first argument with its entry once it is written.
 Put: TypeAlias = Callable[[Callable[[FileEntry], None], str, Mapping[str, Stored]], None]
 
 
 @dataclass(frozen=True)
 class ShareSource:
-    """A table as it was at the call, and how this rank writes it."""
+    """A table as it was when it was captured, and how this rank writes it."""
 
     spec: TableSpec
     optimizer: str | None
@@ -47,12 +47,12 @@ def put_table(
     pace: Throttle,
     working: Callable[[], None] = lambda: None,
 ) -> Callable[[], dict[str, Any]]:
-    """Have this rank's files of a table written; what is returned tells of them once they are, in JSON.
+    """Write this rank's files of a table; the result describes them in JSON, once they are written.
 
-    working is called after each part.
+    working: called after each part.
     """
-    name, place = source.spec.name, folder_of(source.spec.name)
-    (folder / place).mkdir(parents=True, exist_ok=True)
+    name, table_folder = source.spec.name, folder_of(source.spec.name)
+    (folder / table_folder).mkdir(parents=True, exist_ok=True)
     erased = np.unique(source.capture.erased(name)) if source.delta else None
     mine = pieces(source.parts, share_of(source.rank, source.ranks))
     entries: dict[int, PartEntry] = {}
@@ -60,15 +60,15 @@ def put_table(
     state_size = 0
 
     def file(what: str) -> str:
-        return f"{place}/{file_name(what, source.rank, source.ranks)}"
+        return f"{table_folder}/{file_name(what, source.rank, source.ranks)}"
 
     def put_part(part: int, range_: Range, rows: Rows) -> None:
-        gone = None if erased is None else erased[range_.has(erased)]
-        arrays = to_arrays(rows, gone, source.spec.dtype)
-        count, left = len(rows.keys), 0 if gone is None else len(gone)
+        removed = None if erased is None else erased[range_.has(erased)]
+        arrays = to_arrays(rows, removed, source.spec.dtype)
+        count, removed_count = len(rows.keys), 0 if removed is None else len(removed)
 
         def note(made: FileEntry) -> None:
-            entries[part] = PartEntry(**asdict(made), rows=count, erased=left, first=range_.first)
+            entries[part] = PartEntry(**asdict(made), rows=count, erased=removed_count, first=range_.first)
 
         put(note, file(f"part-{part:05d}-of-{source.parts:05d}"), arrays)
 
@@ -91,11 +91,11 @@ def put_table(
 def joined(
     folder: Path, spec: TableSpec, optimizer: str | None, shares: Sequence[Mapping[str, Any]]
 ) -> TableEntry:
-    """The entry of a table whose shares all ranks have told, in their order."""
+    """The entry of a table, from the shares that ranks have reported, in the order of ranks."""
     sizes = {share["state"] for share in shares}
     if len(sizes) > 1:
         raise CheckpointError.mismatch(
-            folder, f"table '{spec.name}' with as much optimizer state on all ranks", sorted(sizes)
+            folder, f"table '{spec.name}' with the same size of optimizer state on all ranks", sorted(sizes)
         )
     parts = [PartEntry(**part) for share in shares for part in share["parts"]]
     extras = [share["extra"] and FileEntry(**share["extra"]) for share in shares]

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from karvan.activity import activity
 from karvan.threads import cores
 
-# Of one core, for each core there is. A step waits for the slowest of its threads, so a save that takes a
-# tenth of one core costs about as much as one that takes a tenth of all.
+# The share of one core that a save may use, for each core of the machine. A step waits for the slowest of its
+# threads, so a save that takes a tenth of one core costs about as much as one that takes a tenth of all.
 _SHARE = 0.06
 
 
 class Throttle:
-    """Work in turns, each with a rest behind it that leaves the cores to training.
+    """Work in turns, each followed by a pause that leaves the cores to training.
 
-    Somebody who waits for the save has nothing else to do with them: `hurry` ends rests and turns.
+    When somebody waits for the save, the cores have nothing else to do: `hurry` ends pauses and turns.
     """
 
     def __init__(self, share: float | None = None) -> None:
@@ -27,7 +27,7 @@ class Throttle:
         self._turn = threading.Lock()
 
     def hurry(self) -> None:
-        """Go on without rests."""
+        """Continue without pauses."""
         self._hurried.set()
 
     @contextmanager
@@ -45,5 +45,5 @@ class Throttle:
                 self._hurried.wait(worked * (1 / self._share - 1))
 
     def _in_a_hurry(self) -> bool:
-        # A program that has come to its end waits as well.
+        # A program whose main thread has ended waits for the save, too.
         return self._share >= 1 or self._hurried.is_set() or not threading.main_thread().is_alive()

@@ -4,10 +4,10 @@ At the call the tables are captured and the dense state is copied. The saving th
 one part after the other; a few writing threads take checksums and write, so that some compute while others
 wait for the disk. The manifest comes last, then the folder's name.
 
-The ranks of a job do this together, on their saving threads. Rank 0 makes the hidden folder and tells its
-name; all write what they own into it; rank 0 hears of their files, adds the dense state and the manifest, and
-publishes. After each of these steps all ranks know whether it went well on all; if not, all fail and nothing
-is published. A rank that dies is a RankError on the others; the folder then stays hidden.
+The ranks of a job do this together, on their saving threads. Rank 0 creates the hidden folder and sends its
+name; all write what they own into it; rank 0 receives a list of their files, adds the dense state and the
+manifest, and publishes. After each of these steps all ranks know whether it succeeded on all; if not, all
+fail and nothing is published. If a rank dies, the others raise a RankError; the folder then stays hidden.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ T = TypeVar("T")
 
 
 class Writing:
-    """Everything of one step that this rank has, held until it is written.
+    """This rank's part of a checkpoint, held until it is written.
 
     since: the tables' versions of an earlier one, to write only what changed after it (a delta on `base`); a
     ValueError says that this is not known any more, and nothing is held then.
-    track: whether tables note what changes, for a delta on this one.
+    track: whether tables record what changes, for a delta on this one.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Writing:
         self.base = base
         self._connection = distributed.current()
         rank, world = self._connection.rank, self._connection.world_size
-        # Dense state is the same everywhere.
+        # Dense state is the same on all ranks.
         self._tree, self._dense = encode(dict(state) if rank == 0 else {})
-        self._metrics, odd = encode(dict(metrics or {}))
-        if odd:
+        self._metrics, tensors = encode(dict(metrics or {}))
+        if tensors:
             raise TypeError(
-                f"Expected metrics that are numbers or text, got a tensor as '{next(iter(odd))}'."
+                f"Expected metrics that are numbers or text, got a tensor as '{next(iter(tensors))}'."
             )
         _check_shares(tables, rank, world)
         self.versions: Versions = {}
@@ -80,11 +80,11 @@ class Writing:
         parts = {name: parts_for(handle, part_bytes) for name, handle in tables.items()}
         try:
             for store, names in _by_store(tables).items():
-                asked = None if since is None else {name: since[name] for name in names}
-                capture = store.capture(names, {name: parts[name] for name in names}, asked, track=track)
+                versions = None if since is None else {name: since[name] for name in names}
+                capture = store.capture(names, {name: parts[name] for name in names}, versions, track=track)
                 self._captures |= dict.fromkeys(names, capture)
                 self.versions |= capture.versions
-            self._away = {
+            self._shared = {
                 name: handle for name, handle in tables.items() if isinstance(handle.store, SharedStore)
             }
             self._parts = parts
@@ -101,14 +101,14 @@ class Writing:
                     world,
                 )
                 for name, handle in tables.items()
-                if name not in self._away
+                if name not in self._shared
             }
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let go of what was captured."""
+        """Release the captures."""
         for capture in self._captures.values():
             capture.close()
 
@@ -123,7 +123,7 @@ class Writing:
         """Write to `target` on threads.
 
         check: runs just before the folder gets its name, on rank 0. after: runs when it has, on all ranks.
-        prune: runs last, on rank 0. report: is told of a failure at once, on rank 0; by default it is logged.
+        prune: runs last, on rank 0. report: called at once after a failure, on rank 0; by default logs it.
         """
         pace = Throttle()
         writers = None
@@ -142,10 +142,10 @@ class Writing:
 
         try:
             if self._connection.running_save is not None:
-                self._connection.running_save.join()  # two saves would mix up what they tell each other
+                self._connection.running_save.join()  # messages of two saves would be mixed up
             writers = Writers()
             pending = Pending(self.step, work, pace, report if self._connection.rank == 0 else no_report)
-        except BaseException:  # no thread to be had
+        except BaseException:  # no thread could be started
             if writers is not None:
                 writers.end()
             self.close()
@@ -196,7 +196,7 @@ class Writing:
         finally:
             if hidden is not None:
                 hidden.remove()
-        # Not read from its place, where another process may have replaced or removed it by now.
+        # Not read from the folder, which another process may have replaced or removed by now.
         return Checkpoint(target, manifests.parse(target / manifests.NAME, text.encode()))
 
     def _put(
@@ -208,12 +208,12 @@ class Writing:
         rounds: RankHeartbeats,
         dense: Callable[[FileEntry], None],
     ) -> dict[str, Any]:
-        """Write this rank's files; returns what there is to tell of its tables."""
+        """Write this rank's files; returns a description of its tables."""
         if not folder.is_dir():
             raise CheckpointError(
                 folder.parent,
-                f"expected to see '{folder.name}', which rank 0 has made, got nothing: checkpoints must lie "
-                "on storage that all ranks share.",
+                f"expected to see '{folder.name}', which rank 0 has created, got nothing: checkpoints must "
+                "be on storage that all ranks share.",
             )
 
         def put(note: Callable[[FileEntry], None], name: str, arrays: Mapping[str, Stored]) -> None:
@@ -224,14 +224,14 @@ class Writing:
         tables = {
             name: put_table(it, folder, put, pace, rounds.still_working) for name, it in self._sources.items()
         }
-        away = self._put_away(folder, rounds) if channel.rank == 0 else {}
+        shared = self._put_shared(folder, rounds) if channel.rank == 0 else {}
         writers.finish()
-        return {**{name: [made()] for name, made in tables.items()}, **away}
+        return {**{name: [made()] for name, made in tables.items()}, **shared}
 
-    def _put_away(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
-        """Have others write the tables that they hold; returns what each of them tells, by table."""
-        told: dict[str, list[Any]] = {}
-        for store, names in _by_store(self._away).items():
+    def _put_shared(self, folder: Path, rounds: RankHeartbeats) -> dict[str, list[Any]]:
+        """Have other processes write the tables that they hold; returns their reports, by table."""
+        reports: dict[str, list[Any]] = {}
+        for store, names in _by_store(self._shared).items():
             assert isinstance(store, SharedStore)
             tables = {
                 name: {
@@ -245,8 +245,8 @@ class Writing:
             shares = store.save_tables(
                 self._captures[names[0]], str(folder.absolute()), tables, rounds.still_working
             )
-            told |= {name: [share[name] for share in shares] for name in names}
-        return told
+            reports |= {name: [share[name] for share in shares] for name in names}
+        return reports
 
     def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> bytes:
         return manifests.to_bytes(
@@ -274,14 +274,14 @@ class Writing:
 
 
 def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
-    """Remove what a parameter server left that died while it wrote its share; another wrote it instead."""
+    """Remove files of a parameter server that died while it wrote its share; another wrote it instead."""
     named = {folder / file.name for file in manifest.files}
     for path in [path for path in folder.rglob("*") if path.is_file() and path not in named]:
         path.unlink(missing_ok=True)
 
 
-def taken(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
-    """What `take` made, if it did on all ranks."""
+def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
+    """The result of `take`, if it succeeded on all ranks."""
     made: list[Writing] = []
     try:
         together(channel, target, lambda: made.append(take()))
@@ -301,7 +301,7 @@ def _is_checkpoint(target: Path) -> bool:
 
 
 def check_target(target: Path) -> None:
-    """Raise if something is there that is no checkpoint, and would be lost."""
+    """Raise if the target exists and is not a checkpoint: it would be lost."""
     if target.exists() and not (target / manifests.NAME).exists():
         raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
 
@@ -312,7 +312,7 @@ def _check_shares(tables: Mapping[str, TableHandle], rank: int, world: int) -> N
         if received != (rank, world):
             raise ValueError(
                 f"Expected table '{name}' to hold the share of rank {rank} of {world}, got that of rank "
-                f"{received[0]} of {received[1]}: make engines after kv.connect, and save while connected."
+                f"{received[0]} of {received[1]}: create engines after kv.connect, and save while connected."
             )
 
 
@@ -328,7 +328,7 @@ def _nothing() -> None:
 
 
 def explaining(target: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """The same work; what the system refuses is a CheckpointError."""
+    """The same work; an OSError becomes a CheckpointError."""
 
     def explained() -> T:
         try:
@@ -343,6 +343,6 @@ def _explained(target: Path, error: OSError) -> CheckpointError:
     where = f" at {error.filename}" if error.filename else ""
     what = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        what += ", so that nothing was kept of it; the checkpoints that were there are untouched"
-    # Whatever the system refuses here: a folder was writable when the fit began.
+        what += ", so it was not saved; earlier checkpoints are untouched"
+    # Any OSError is taken as temporary: the folder was writable when the fit started.
     return CheckpointError(target, f"expected to write a checkpoint, got '{what}'{where}.", temporary=True)
