@@ -9,7 +9,7 @@ from karvan.exit_codes import DAMAGED, FAILED, INTERRUPTED, OK, TEMPORARY, TERMI
 
 __all__ = ["DAMAGED", "FAILED", "INTERRUPTED", "OK", "STOPPED", "TEMPORARY", "TERMINATED", "USAGE"]
 
-STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by what a fit says of itself
+STOPPED = {"interrupt": INTERRUPTED, "terminate": TERMINATED}  # by `FitResult.stopped`
 
 
 class CommandError(Exception):
@@ -26,19 +26,19 @@ def code_of(error: BaseException) -> int:
 
 
 def text_of(error: BaseException) -> str:
-    """One or two lines for a person: what was expected, what was received, and where, if that helps."""
+    """One or two lines: what was expected, what was received, and where, if that helps."""
     return str(error).strip() if isinstance(error, CommandError) else exit_codes.text_of(error)
 
 
 def show(error: BaseException, *, debug: bool) -> None:
-    """Put an error on stderr."""
+    """Print an error to stderr."""
     if debug:
         traceback.print_exception(error)
-    tell(text_of(error))
+    print_error(text_of(error))
 
 
-def tell(text: str) -> None:
-    """`error: …` on stderr, the word in red where there are colours."""
+def print_error(text: str) -> None:
+    """Print `error: …` to stderr, the word in red if there are colours."""
     from rich.console import Console
     from rich.text import Text
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from karvan.cli.errors import CommandError
-from karvan.cli.output import Watched, console, progress
+from karvan.cli.output import CountedBatches, console, progress
 
 if TYPE_CHECKING:
     import karvan as kv
@@ -44,6 +44,6 @@ def _fit(engine: kv.FeatureEngine, batches: Iterable[Any], quiet: bool) -> None:
     names = ", ".join(engine.unfitted)
     quiet = quiet or distributed.current().rank != 0
     with progress("Fitting features", "samples", quiet=quiet) as steps:
-        engine.fit(Watched(batches, steps))
+        engine.fit(CountedBatches(batches, steps))
     if not quiet:
         console(stderr=True).print(f"Fitted {names} to the training data.", markup=False)

@@ -20,7 +20,7 @@ from karvan.cli.commands import (
     train,
     version,
 )
-from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, show, tell
+from karvan.cli.errors import FAILED, INTERRUPTED, OK, USAGE, code_of, print_error, show
 
 app = typer.Typer(
     name="karvan",
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    debug: bool = typer.Option(False, "--debug", help="Show where an error comes from; may stand anywhere."),
+    debug: bool = typer.Option(False, "--debug", help="Show where an error comes from; allowed anywhere."),
 ) -> None:
     """Train recommendation models whose embedding tables outgrow a machine.
 
@@ -44,10 +44,10 @@ def options(
     Examples:
       karvan demo                                 # learn a synthetic click log
       karvan train --example > my.yaml            # a config to start from
-      karvan train my.yaml --folder out/run       # again: goes on
+      karvan train my.yaml --folder out/run       # run again: it resumes
       karvan evaluate my.yaml --checkpoint out/run
-      karvan inspect out/run                      # what is in it
-      karvan plot out/run                         # its loss and metrics as a page
+      karvan inspect out/run                      # its contents
+      karvan plot out/run                         # its loss and metrics as charts
       karvan launch job.yaml                      # a job of several roles
     """
 
@@ -58,23 +58,23 @@ for command in (demo, train, evaluate, predict, inspect, plot, launch, role, ben
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see `errors.py`."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [argument for argument in words if argument != "--debug"]
     try:
-        code = app(given or ["--help"], standalone_mode=False, prog_name="karvan")
+        code = app(words or ["--help"], standalone_mode=False, prog_name="karvan")
         return code if isinstance(code, int) else OK
     except typer.Exit as end:
         return end.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        tell("Interrupted.")
+        print_error("Interrupted.")
         return INTERRUPTED
-    except BrokenPipeError:  # who read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         return FAILED
     except Exception as error:
         if hasattr(error, "format_message"):  # click's own, which is not a public name of typer
-            tell(_usage(error))
+            print_error(_usage(error))
             return USAGE
         show(error, debug=debug)
         return code_of(error)

@@ -14,7 +14,7 @@ _BLOCK = 8 << 20
 
 
 def disk_rate(folder: Path, size: int = 64 << 20) -> float:
-    """Bytes a second that reach the disk: written to a file in the folder, flushed, and removed."""
+    """Bytes per second that reach the disk: written to a temporary file in the folder, and flushed."""
     block = os.urandom(_BLOCK)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".karvan-disk-") as file:
         begin = time.perf_counter()
@@ -38,17 +38,17 @@ def steps_per_second(step: Callable[[int], None], *, seconds: float, least: int 
             end = now + seconds
         if len(times) >= least + 2 and now > end:
             return 1 / median(times[2:])
-    raise AssertionError("endless")
+    raise AssertionError("unreachable: the loop does not end")
 
 
 def seconds_to(run: Callable[[], object]) -> float:
-    """How long something takes."""
+    """How many seconds a call takes."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def exhaust(data: Iterable[object]) -> None:
-    """Take everything."""
+    """Iterate over all of the data."""
     for _ in data:
         pass

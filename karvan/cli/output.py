@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where people look. Off a terminal lines are as long as they must be."""
+    """A console on stdout or stderr. If that is not a terminal, lines are not wrapped."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -32,7 +32,7 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
 ) -> None:
-    """A table on stdout; `right` names the columns of numbers."""
+    """Print a table to stdout; `right` names the columns of numbers."""
     from rich import box
     from rich.table import Table
 
@@ -54,10 +54,10 @@ def help_of(command: Callable[..., object]) -> str:
     return "\n\n".join(each if each.startswith("\b") else " ".join(each.split()) for each in paragraphs)
 
 
-def _json_path(given: str | None) -> str | None:
-    if given not in (None, "-") and not Path(given).parent.is_dir():
-        raise CommandError(f"--json expects - or a path in a folder that exists, got '{given}'.")
-    return given
+def _json_path(path: str | None) -> str | None:
+    if path not in (None, "-") and not Path(path).parent.is_dir():
+        raise CommandError(f"--json expects - or a path in a folder that exists, got '{path}'.")
+    return path
 
 
 JSON_PATH = typer.Option(
@@ -71,7 +71,7 @@ JSON_PATH = typer.Option(
 
 
 def write_json(path: str | None, value: Any) -> bool:
-    """Write a result to the path of --json; whether that was stdout, where nothing else goes then."""
+    """Write a result to the path of --json; whether that was stdout, which then gets nothing else."""
     if path is None:
         return False
     text = json.dumps(plain(value), indent=2) + "\n"
@@ -83,7 +83,7 @@ def write_json(path: str | None, value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can say; NaN and infinity become null."""
+    """As values that JSON can express; NaN and infinity become null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -98,7 +98,7 @@ def plain(value: Any) -> Any:
 
 
 def bytes_text(count: float) -> str:
-    """1.5 MiB and the like."""
+    """A size such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -111,29 +111,29 @@ def number_text(value: float) -> str:
     return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3g}"
 
 
-class StepList:
-    """Tells how far something is; does nothing off a terminal."""
+class ProgressSteps:
+    """Shows progress; does nothing without a terminal."""
 
     def __init__(self, bar: Progress | None, unit: str) -> None:
         self._bar = bar
         self._task = None if bar is None else bar.add_task("", total=None, unit=unit)
 
     def expect(self, total: float) -> None:
-        """It will be this much."""
+        """Set the total."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total)
 
     def add(self, amount: float) -> None:
-        """So much more is done."""
+        """Advance by an amount."""
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, amount)
 
 
 @contextmanager
-def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[StepList]:
-    """A bar on stderr, where that is a terminal."""
+def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[ProgressSteps]:
+    """A progress bar on stderr, if that is a terminal."""
     if quiet or not sys.stderr.isatty():
-        yield StepList(None, unit)
+        yield ProgressSteps(None, unit)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -146,13 +146,13 @@ def progress(text: str, unit: str, *, quiet: bool = False) -> Iterator[StepList]
         transient=True,
     )
     with bar:
-        yield StepList(bar, unit)
+        yield ProgressSteps(bar, unit)
 
 
-class Watched:
-    """Data whose batches are counted as they are taken."""
+class CountedBatches:
+    """Data whose samples are counted as its batches are taken."""
 
-    def __init__(self, data: Iterable[Any], steps: StepList) -> None:
+    def __init__(self, data: Iterable[Any], steps: ProgressSteps) -> None:
         self._data = data
         self._steps = steps
 

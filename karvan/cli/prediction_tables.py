@@ -22,7 +22,7 @@ from karvan.train import Prediction
 
 
 class TableFile:
-    """Takes record batches of one schema; the first one says which."""
+    """Writes record batches of one schema, that of the first one."""
 
     def __init__(self, kind: str, sink: Any) -> None:
         self._kind = kind
@@ -43,15 +43,15 @@ class TableFile:
         self._writer.write_batch(batch)
 
     def close(self) -> None:
-        """All is written."""
+        """Finish the table."""
         if self._writer is None:
-            raise CommandError("There is nothing to predict for: the data has no rows.")
+            raise CommandError("There is nothing to predict: the data has no samples.")
         self._writer.close()
 
 
 @contextmanager
 def open_table(out: str) -> Iterator[TableFile]:
-    """A table to write to; the file is in its place when the block ends without an error, or not at all."""
+    """A table to write to; the file appears when the block ends without an error, or not at all."""
     if out == "-":
         sys.stdout.flush()
         table = TableFile("csv", pa.PythonFile(sys.stdout.buffer, "w"))
@@ -64,30 +64,30 @@ def open_table(out: str) -> Iterator[TableFile]:
         raise CommandError(f"--out expects a .parquet or .csv file, or -, got '{out}'.")
     if not path.parent.is_dir():
         raise CommandError(f"--out expects a folder that exists, got '{path.parent}'.")
-    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             table = TableFile(path.suffix[1:], file)
             yield table
             table.close()
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def record_batch(prediction: Prediction, *, sigmoid: bool = False) -> pa.RecordBatch:
-    """The columns of a batch, and behind them what the model gave."""
+    """The columns of a batch, followed by the model's outputs."""
     output = prediction.output
     outputs = dict(output) if isinstance(output, Mapping) else {"prediction": output}
     if both := outputs.keys() & prediction.columns.keys():
         raise CommandError(
             f"The model has an output '{min(both)}', so there cannot be a column of that name as well."
         )
-    made = {name: _array(name, column) for name, column in prediction.columns.items()}
-    made |= {name: _array(name, _numbers(each, sigmoid)) for name, each in outputs.items()}
-    return pa.RecordBatch.from_arrays(list(made.values()), names=list(made))
+    arrays = {name: _array(name, column) for name, column in prediction.columns.items()}
+    arrays |= {name: _array(name, _numbers(each, sigmoid)) for name, each in outputs.items()}
+    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
 
 
 def _numbers(output: Tensor, sigmoid: bool) -> Tensor:

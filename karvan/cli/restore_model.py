@@ -1,4 +1,4 @@
-"""Fills a job's model, and the transform of its data, from a checkpoint."""
+"""Loads a checkpoint into a job's model and the transform of its data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def restore(job: kv.TrainingJob, path: Path | None) -> kv.checkpoint.Checkpoint:
 
     folder = path if path is not None else job.trainer.saver.folder
     if folder is None:
-        raise CommandError("The job has no folder of checkpoints: --checkpoint says which one to load.")
+        raise CommandError("The job has no folder of checkpoints: name the one to load with --checkpoint.")
     checkpoint = find(folder)
     state = checkpoint.load(job.trainer.model)
     if "model" not in state:
@@ -27,7 +27,7 @@ def restore(job: kv.TrainingJob, path: Path | None) -> kv.checkpoint.Checkpoint:
         )
     try:
         job.trainer.model.load_state_dict(state["model"])
-    except RuntimeError as error:  # torch's text has a line for each tensor; the first ones will do
+    except RuntimeError as error:  # torch's text has a line for each tensor; the first ones are enough
         lines = [line.strip() for line in str(error).splitlines()[1:3]]
         raise CheckpointError(
             checkpoint.path, f"its model is another than the job's: {' '.join(lines)}"

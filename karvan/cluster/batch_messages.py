@@ -12,7 +12,7 @@ from torch import Tensor
 from karvan.ragged import Batch, IdsReference, NestedRagged, OptionalRagged, OptionalText, Padded, Ragged
 from karvan.wire import Array, Message, RefusedError
 
-# The first kind that an entry is an instance of counts, so subclasses come before their bases.
+# The first kind that matches an entry is taken, so subclasses come before their bases.
 _PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
     "optional": (OptionalRagged, ("values", "offsets", "weights")),
     "optional text": (OptionalText, ("values", "inner", "outer")),
@@ -20,42 +20,42 @@ _PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
     "nested": (NestedRagged, ("values", "inner", "outer")),
     "padded": (Padded, ("values", "mask")),
 }
-_AS_BITS = {torch.bfloat16: "bfloat16"}  # dtypes that arrays do not have
+_AS_BITS = {torch.bfloat16: "bfloat16"}  # dtypes that NumPy does not have
 
 
 def pack(batch: Mapping[str, Any]) -> Message:
-    """A batch as a message; what is no tensor must be something that JSON can say."""
-    told: dict[str, Any] = {}
+    """A batch as a message; entries that are not tensors must be values that JSON can express."""
+    entries: dict[str, Any] = {}
     arrays: list[Array] = []
     for name, entry in batch.items():
         kind = next((kind for kind, (type_, _) in _PARTS.items() if isinstance(entry, type_)), "tensor")
         if isinstance(entry, IdsReference):
-            told[name] = ["reference", [entry.worker, entry.name, entry.rows]]
+            entries[name] = ["reference", [entry.worker, entry.name, entry.rows]]
             continue
         if kind == "tensor" and not isinstance(entry, Tensor):
-            told[name] = ["plain", entry]
+            entries[name] = ["plain", entry]
             continue
         parts = [entry] if kind == "tensor" else [getattr(entry, part) for part in _PARTS[kind][1]]
-        told[name] = [kind, [None if part is None else _put(part, arrays) for part in parts]]
-    return Message({"batch": told}, arrays)
+        entries[name] = [kind, [None if part is None else _put(part, arrays) for part in parts]]
+    return Message({"batch": entries}, arrays)
 
 
 def unpack(message: Message) -> Batch:
-    """The batch that was packed; a RefusedError if the message is none."""
-    made: dict[str, Any] = {}
+    """The batch that was packed; a RefusedError if the message is not a batch."""
+    batch: dict[str, Any] = {}
     try:
         for name, (kind, content) in message.head["batch"].items():
             if kind == "plain":
-                made[name] = content
+                batch[name] = content
                 continue
             if kind == "reference":
-                made[name] = IdsReference(*content)
+                batch[name] = IdsReference(*content)
                 continue
-            parts = [None if place is None else _take(place, message.arrays) for place in content]
-            made[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)
+            parts = [None if slot is None else _take(slot, message.arrays) for slot in content]
+            batch[name] = parts[0] if kind == "tensor" else _PARTS[kind][0](*parts)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise RefusedError(f"expected a batch, got a message that is none: {error}") from error
-    return Batch(made)
+        raise RefusedError(f"expected a batch, got a message that is not one: {error}") from error
+    return Batch(batch)
 
 
 def _put(tensor: Tensor, arrays: list[Array]) -> list[Any]:
@@ -65,9 +65,9 @@ def _put(tensor: Tensor, arrays: list[Array]) -> list[Any]:
     return [len(arrays) - 1, bits or ""]
 
 
-def _take(place: Sequence[Any], arrays: Sequence[Array]) -> Tensor:
-    number, bits = place
-    # A copy, because what came over the wire may not be written to, and models may do so.
+def _take(slot: Sequence[Any], arrays: Sequence[Array]) -> Tensor:
+    number, bits = slot
+    # A copy: arrays from the wire are read-only, and a model may write to its inputs.
     array = arrays[number].copy()
     if not bits:
         return torch.from_numpy(array)

@@ -1,14 +1,14 @@
 """The generation of a job, as its registry confirms it.
 
-The launcher begins a generation in the registry, which lives in its process, before it starts the processes
-of that generation. A trainer names its generation when it comes to a service. One that is older than what the
-service knows is refused; one that is newer is asked for at the registry, and refused if the registry has
-another. So a caller that names a generation of its own invention cannot make a service forget its rows and
-refuse the real trainers. While the registry cannot be reached, trainers of the known generation are served as
-before; newer ones wait for it and are refused if it does not come back.
+The launcher starts a generation in the registry, which lives in its process, before it starts the processes
+of that generation. A trainer names its generation when it connects to a service. One that is older than what
+the service knows is refused; for a newer one the service asks the registry, and refuses it if the registry
+has another. So a caller that makes up a generation cannot cause a service to drop its rows and refuse the
+real trainers. While the registry cannot be reached, trainers of the known generation are served as before;
+newer ones wait for it and are refused if it does not come back.
 
-A job without a registry, whose processes know each other's addresses, has nobody to ask: its generation is
-the one that each service was started with, until it is restarted.
+A job without a registry, whose processes know each other's addresses, has no such authority: its generation
+is the one that each service was started with, until the service is restarted.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Generations:
         self._lock = threading.Lock()
         self.newest = own
 
-    def check(self, given: Any) -> int:
+    def check(self, value: Any) -> int:
         """The generation that a trainer names, if it is the job's; a RefusedError otherwise."""
-        generation = GENERATION.check(given, "the generation")
+        generation = GENERATION.check(value, "the generation")
         if not self._registry:
             if generation != self.newest:
                 raise RefusedError(
@@ -54,7 +54,7 @@ class Generations:
                 )
             return generation
         if generation > self.newest:
-            with self._lock:  # one question for all trainers that come at the same time
+            with self._lock:  # one call to the registry for all trainers that connect at the same time
                 if generation > self.newest:
                     self.newest = max(self.newest, self._ask(generation))
         if generation != self.newest:
@@ -64,8 +64,8 @@ class Generations:
     def _ask(self, generation: int) -> int:
         peer = Client("registry", self._registry, self._security, forgetful=True, calls=REGISTRY_CALLS)
         try:
-            told: int = peer.call("generation", deadline=self._patience).head["generation"]
-            return told
+            confirmed: int = peer.call("generation", deadline=self._patience).head["generation"]
+            return confirmed
         except WireError as error:
             raise RefusedError(
                 f"expected the registry at {self._registry} to confirm generation {generation}, got: {error}"
@@ -75,5 +75,5 @@ class Generations:
 
 
 def generations_of(settings: RoleSettings) -> Generations:
-    """For the service of a process."""
+    """The generations of the service of a process."""
     return Generations(settings.registry, settings.security, settings.generation)

@@ -1,8 +1,8 @@
 """What all serving roles do: listen, register, answer calls until they are stopped.
 
-`RoleSettings` come from the environment, by which an engine says what a process is (`JobEnvironment`).
+`RoleSettings` come from the environment, in which an engine describes each process (`JobEnvironment`).
 
-SIGTERM and SIGINT end a role: it leaves the registry, so that nobody looks for it, and closes its port.
+SIGTERM and SIGINT end a role: it leaves the registry, so that nobody looks it up, and closes its port.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RoleSettings:
 
     @classmethod
     def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
-        """As the variables say; an error names the variable."""
+        """Read the variables; an error names the variable."""
         job = JobEnvironment.read(environment)
         return cls(
             role=role,
@@ -90,18 +90,18 @@ class RoleSettings:
 
 
 def factory_of(role: str) -> Callable[[RoleSettings], Service]:
-    """What makes the service of a role; a ValueError lists the roles there are."""
+    """The function that makes the service of a role; a ValueError lists the known roles."""
     if role not in FACTORIES:
         raise ValueError(f"Expected a role of {', '.join(FACTORIES)}, got {role!r}.")
     module, _, function = FACTORIES[role].partition(":")
-    made: Callable[[RoleSettings], Service] = getattr(importlib.import_module(module), function)
-    return made
+    factory: Callable[[RoleSettings], Service] = getattr(importlib.import_module(module), function)
+    return factory
 
 
 def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> None:
-    """Serve until SIGTERM or SIGINT; what keeps it from beginning is raised.
+    """Serve until SIGTERM or SIGINT; an error that prevents the start is raised.
 
-    Signals are this function's while it runs, so it belongs on a process's main thread.
+    Sets signal handlers while it runs, so it must be called on the process's main thread.
     """
     ended = threading.Event()
     before = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
@@ -112,7 +112,7 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
             set_num_threads(settings.threads)
         service = make(settings)
         with listening(service, settings, ended):
-            while not ended.wait(1.0):  # without a limit, signals would wait as well on some systems
+            while not ended.wait(1.0):  # without a timeout, some systems would not deliver signals
                 pass
             _log.info("%s ends", settings.name)
     finally:
@@ -124,7 +124,7 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
 def listening(
     service: Service, settings: RoleSettings, ended: threading.Event
 ) -> Iterator[Membership | None]:
-    """Answer calls, and be in the registry, while inside; after `ended` a registry is not waited for."""
+    """Answer calls and be registered while inside; once `ended` is set, stop waiting for a registry."""
     try:
         with Server(service, settings.host, settings.port, settings.security) as server:
             address = reachable(server.address, settings.advertise)
@@ -140,7 +140,7 @@ def listening(
 
 
 def end(code: int) -> None:
-    """End the process at once, whatever streams are still open."""
+    """End the process at once, even if streams are still open."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -148,7 +148,7 @@ def end(code: int) -> None:
 
 
 def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membership | None:
-    """Register; a registry that is not there yet is waited for, but not after a signal."""
+    """Register; waits for a registry that is not up yet, but not after a signal."""
     due = clock.now() + _REGISTRY_WITHIN
     while not ended.is_set():
         try:

@@ -1,1 +1,1 @@
-"""Jobs of several roles: what a job says, the supervisor that keeps it going, the engines that run it."""
+"""Jobs of several roles: the job's specification, the supervisor that keeps it running, the engines."""

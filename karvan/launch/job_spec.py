@@ -17,14 +17,14 @@ from karvan.job.sync_modes import MODES, SYNC
 from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
 
 
-def _as_text(given: Any) -> Any:
-    if isinstance(given, bool):
-        return str(given).lower()
-    return str(given) if isinstance(given, int | float | datetime.date) else given
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, int | float | datetime.date) else value
 
 
-def _as_replicas(given: Any) -> Any:
-    return {"replicas": given} if isinstance(given, int) and not isinstance(given, bool) else given
+def _as_replicas(value: Any) -> Any:
+    return {"replicas": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
@@ -41,12 +41,14 @@ class Replicas(Section):
 
     @field_validator("env")
     @classmethod
-    def _leaves_ours_alone(cls, env: dict[str, str]) -> dict[str, str]:
+    def _sets_no_variable_of_the_launcher(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
             if name in LAUNCHED or name in TORCH_NAMES:
                 raise ValueError(f"the launcher sets {name}, so it cannot be set here")
             if name in NOT_PASSED_ON:
-                raise ValueError(f"trainers meet at the job's registry, so {name} has no use here")
+                raise ValueError(
+                    f"trainers find each other at the job's registry, so {name} has no effect here"
+                )
         return env
 
 
@@ -63,7 +65,7 @@ class Serving(Replicas):
 
 
 class OptionalServing(Serving):
-    """One that a job may do without."""
+    """A listening role that is optional."""
 
     replicas: CountOrZero = 0
 
@@ -78,7 +80,7 @@ class Roles(Section):
 
 
 class TLS(Section):
-    """Files in PEM; with `mutual`, clients show a certificate as well."""
+    """Files in PEM; with `mutual`, clients present a certificate as well."""
 
     cert: Path
     key: Path
@@ -93,7 +95,7 @@ class TLS(Section):
 
 
 class Dense(Section):
-    """When pushed dense gradients are a step, in mode async; see `karvan.job.sync_modes`."""
+    """When pushed dense gradients make a step, in mode async; see `karvan.job.sync_modes`."""
 
     lr_staleness: bool = False
     grads_to_wait: Count | None = None
@@ -109,7 +111,7 @@ class Dense(Section):
 
 
 class JobSpec(Section):
-    """A whole job."""
+    """A complete job."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     entry: Path
@@ -134,10 +136,10 @@ class JobSpec(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sync_waits_for_every_batch(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("mode") == SYNC.name:
-            return {"staleness": SYNC.default_staleness, **given}
-        return given
+    def _sync_waits_for_every_batch(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("mode") == SYNC.name:
+            return {"staleness": SYNC.default_staleness, **value}
+        return value
 
     @field_validator("entry", "loader_entry")
     @classmethod
@@ -152,14 +154,14 @@ class JobSpec(Section):
         mode.check_staleness(self.staleness)
         mode.check_dense(() if self.dense is None else ("dense",))
         if self.loader_entry is not None and self.roles.loaders.replicas == 0:
-            raise ValueError("loader_entry is given, but roles.loaders has no replicas")
+            raise ValueError("loader_entry is set, but roles.loaders has no replicas")
         mode.check_server_loss(self.on_server_loss)
         if self.on_server_loss is ServerLoss.RELOAD and self.checkpoints is None:
-            raise ValueError("on_server_loss reload needs checkpoints, from which rows are taken")
+            raise ValueError("on_server_loss reload needs checkpoints, from which rows are restored")
         if self.tls is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, which needs tls, since the job's "
-                "token would be readable on its way; "
+                "token could be read in transit; "
                 "without it only loopback hosts are allowed, such as 127.0.0.1"
             )
         return self
@@ -175,7 +177,7 @@ class JobSpec(Section):
         return sections[role]
 
     def files(self) -> list[Path]:
-        """Files that must be there before anything starts."""
+        """Files that must exist before anything starts."""
         found = [self.entry, self.loader_entry, self.token_file]
         if self.tls is not None:
             found += [self.tls.cert, self.tls.key, self.tls.ca]
@@ -183,5 +185,5 @@ class JobSpec(Section):
 
 
 def read_spec(path: Path, changes: Mapping[str, str]) -> JobSpec:
-    """Read a job.yaml, with some values set to others: {"roles.trainers": "2"}."""
+    """Read a job.yaml, with changed values such as {"roles.trainers": "2"}."""
     return read_settings(JobSpec, path, changes)

@@ -1,4 +1,4 @@
-"""The output of all processes as one: whole lines, each with the name of its process."""
+"""Merges the output of all processes: complete lines, each with the name of its process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 LAUNCHER = "launcher"
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 _TAIL = 10
-_ERROR = "error: "  # how commands and programs of a job begin the line that says why they end
+_ERROR = "error: "  # the prefix of the line in which a command or program says why it ends
 
 
 class Reason(NamedTuple):
-    """Lines that say why a process has ended; is_error: they are its error message and nothing else."""
+    """Lines that say why a process has ended; is_error: they are exactly its error message."""
 
     lines: list[str]
     is_error: bool
@@ -35,7 +35,7 @@ class Reason(NamedTuple):
 class MergedLogs:
     """Writes lines to a stream, coloured on a terminal, and to a file for each process in a folder, if any.
 
-    Threads may call at the same time. A stream that nobody reads any more does not end the job.
+    Thread-safe. A stream that is not read any more does not end the job.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class MergedLogs:
         self._folder = folder
         self._stream = sys.stdout if stream is None else stream
         if isinstance(self._stream, io.TextIOWrapper):
-            self._stream.reconfigure(errors="replace")  # a locale without a character must not stop a process
+            self._stream.reconfigure(
+                errors="replace"
+            )  # a character that the locale lacks must not stop a process
         self._console = self._terminal()
         for name in names:
             self._colour(name)
@@ -57,8 +59,8 @@ class MergedLogs:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def tell(self, text: str) -> None:
-        """Write what the launcher itself has to say."""
+    def say(self, text: str) -> None:
+        """Write a line of the launcher itself."""
         self.write(LAUNCHER, text)
 
     def write(self, name: str, line: str) -> None:
@@ -69,17 +71,17 @@ class MergedLogs:
             if self._folder is not None:
                 try:
                     self._file(self._folder, name).write(f"{line}\n")
-                except OSError as error:  # a full disk must not hold up those who write
+                except OSError as error:  # a full disk must not block the processes that write
                     line = f"{line}\n{LAUNCHER} | logs are no longer written to {self._folder}: {error}"
                     self._folder = None
             try:
                 self._show(name, line)
             except OSError:
-                self._leave_stream()
+                self._discard_stream()
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Inside of it warnings of Karvan's own parts in this process are lines of the launcher."""
+        """While inside, warnings that Karvan logs in this process become lines of the launcher."""
         handler, logger = _Handler(self), logging.getLogger("karvan")
         logger.addHandler(handler)
         try:
@@ -93,7 +95,7 @@ class MergedLogs:
             return self._counts.get(name, 0)
 
     def begin(self, name: str) -> None:
-        """A process of that name is started: the last lines are its own from now on."""
+        """A process of that name is started: drop the last lines of the one before."""
         with self._lock:
             self._tails.pop(name, None)
 
@@ -103,7 +105,7 @@ class MergedLogs:
             return list(self._tails.get(name, ()))
 
     def reason(self, name: str) -> Reason:
-        """What the last lines of a process say of its end: its `error: …` if it has one, or all of them."""
+        """Why a process has ended: its `error: …` if it has one, otherwise its last lines."""
         lines = self.tail(name)
         found = [number for number, line in enumerate(lines) if line.startswith(_ERROR)]
         return Reason(lines[found[-1] :], True) if found else Reason(lines, False)
@@ -113,7 +115,7 @@ class MergedLogs:
         with self._lock:
             self._folder = None
             for file in self._files.values():
-                with suppress(OSError):  # a full disk, which was reported
+                with suppress(OSError):  # a full disk, which was reported before
                     file.close()
 
     def _show(self, name: str, line: str) -> None:
@@ -138,12 +140,12 @@ class MergedLogs:
 
     def _file(self, folder: Path, name: str) -> TextIO:
         if name not in self._files:
-            # Closed by `close`. Processes that are started again go on in the same file.
+            # Closed by `close`. Restarted processes continue in the same file.
             self._files[name] = (folder / f"{name}.log").open("a", buffering=1, encoding="utf-8")
         return self._files[name]
 
-    def _leave_stream(self) -> None:
-        # What is still in the buffer would be an error once more, when Python flushes it at exit.
+    def _discard_stream(self) -> None:
+        # Python flushes the buffer at exit, which would fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -158,4 +160,4 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         for line in self.format(record).splitlines():
-            self._logs.tell(line)
+            self._logs.say(line)

@@ -1,8 +1,8 @@
-"""Finds the network interface of a host, so that torch's ports listen there and nowhere else.
+"""Finds the network interface of a host, so that torch's ports listen only there.
 
-gloo and NCCL choose an interface by themselves, such as that of the machine's name, whatever host a job has.
-Two variables tell them. A host that means all interfaces (0.0.0.0), or one that is not of this machine, names
-none: gloo then listens at the address of the machine's name.
+gloo and NCCL choose an interface by themselves, such as that of the machine's name, regardless of the job's
+host. Two variables override this. A host that means all interfaces (0.0.0.0), or that is not an address of
+this machine, names none: gloo then listens at the address of the machine's name.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MOST = 1024  # entries
 def interface_settings(host: str) -> dict[str, str]:
     """Environment variables that keep gloo and NCCL on the interface of a host."""
     name = interface_of(host)
-    # "=" asks NCCL for exactly this name; without it, "eth1" would mean "eth10" as well.
+    # "=" asks NCCL for exactly this name; otherwise "eth1" would match "eth10" as well.
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def interface_of(host: str) -> str | None:
     """The interface of this machine that has an address of this host; None if there is no single one."""
-    wanted = _addresses(host)
-    if any(address.is_unspecified for address in wanted):
+    addresses = _addresses(host)
+    if any(address.is_unspecified for address in addresses):
         return None
-    named = [*_ipv4(), *_ipv6()]
-    for address in wanted:
-        for name, has in named:
+    interfaces = [*_ipv4(), *_ipv6()]
+    for address in addresses:
+        for name, has in interfaces:
             if address == has or (address.is_loopback and has.is_loopback):
                 return name
     return None
@@ -53,10 +53,10 @@ def _addresses(host: str) -> list[_Address]:
 
 def _ipv4() -> list[tuple[str, _Address]]:
     space = array.array("B", bytes(_MOST * _ENTRY.size))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(space), space.buffer_info()[0])
         try:
-            size, _ = struct.unpack("iL", fcntl.ioctl(asked, _SIOCGIFCONF, request))
+            size, _ = struct.unpack("iL", fcntl.ioctl(probe, _SIOCGIFCONF, request))
         except OSError:  # not Linux
             return []
     found: list[tuple[str, _Address]] = []

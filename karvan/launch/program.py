@@ -1,11 +1,11 @@
 """Run a program of a job: `python -m karvan.launch.program FILE.py ARGUMENTS…`.
 
 The program sees what `python FILE.py ARGUMENTS…` would show it: `sys.argv`, its folder first in `sys.path`,
-and itself as `__main__`. What differs is how an error that nobody catches ends it:
+and itself as `__main__`. The difference is how an uncaught error ends it:
 
-- An error of Karvan is one line, `error: …`, as commands have it; KARVAN_DEBUG=1 shows the traceback as well.
+- An error of Karvan is one line, `error: …`, as in commands; KARVAN_DEBUG=1 shows the traceback as well.
 - Any other error shows its traceback, without the frames of this module.
-- The exit code says whether it is worth trying again; see `karvan/exit_codes.py`.
+- The exit code says whether a retry may help; see `karvan/exit_codes.py`.
 
 A rank that fails because another one has failed gets a RankError, whose line names the other; its code says
 temporary, so that the launcher waits for the code of the rank that failed first
@@ -23,11 +23,11 @@ import types
 from karvan import exit_codes
 from karvan.job.environment import variable
 
-_DEBUG = variable("debug")  # read by itself: an error may be about another variable
+_DEBUG = variable("debug")  # read separately: an error may be about another variable
 
 
 def main() -> int:
-    """Run the program that the command line names; its exit code unless it calls sys.exit itself."""
+    """Run the program of the command line; returns its exit code unless it calls sys.exit itself."""
     if len(sys.argv) < 2:
         print("error: Expected a FILE.py to run, got nothing.", file=sys.stderr)
         return exit_codes.USAGE
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def run(path: str, source: bytes) -> None:
-    """Run source as `__main__`."""
+    """Run a program's source as `__main__`."""
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     path = os.path.abspath(path)
@@ -60,12 +60,12 @@ def run(path: str, source: bytes) -> None:
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     module.__dict__["__cached__"] = None
     module.__dict__["__builtins__"] = sys.modules["builtins"]
-    sys.modules["__main__"] = module  # it stays, for atexit, pickles and processes that are spawned
+    sys.modules["__main__"] = module  # not restored: atexit, pickle and spawned processes need it
     exec(compile(source, path, "exec"), module.__dict__)
 
 
 def show(error: BaseException) -> None:
-    """Put an error on stderr, unless the program has a hook of its own for that."""
+    """Print an error to stderr, unless the program has set its own hook for that."""
     # torch.distributed sets one that shows the traceback of each rank.
     of_torch = str(getattr(sys.excepthook, "__module__", "")).startswith("torch.")
     if sys.excepthook is not sys.__excepthook__ and not of_torch:
@@ -79,7 +79,7 @@ def show(error: BaseException) -> None:
 
 
 def show_traceback(error: BaseException) -> None:
-    """As Python shows it, from the program's first frame on."""
+    """Print a traceback as Python does, starting at the program's first frame."""
     own = error.__traceback__
     while own is not None and own.tb_frame.f_code.co_filename == __file__:
         own = own.tb_next

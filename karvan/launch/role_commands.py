@@ -14,9 +14,9 @@ Commands = dict[Role, tuple[str, ...]]
 
 
 def commands_of(spec: JobSpec) -> Commands:
-    """Programs of the job for trainers, and for loaders if it has one; Karvan's own for all others."""
+    """The job's programs for trainers, and for loaders if it has one; Karvan's own for all others."""
     programs = {Role.TRAINER: spec.entry, Role.LOADER: spec.loader_entry}
-    made: Commands = {}
+    commands: Commands = {}
     for role in START_ORDER:
         section = spec.of_role(role)
         program = programs.get(role)
@@ -26,5 +26,5 @@ def commands_of(spec: JobSpec) -> Commands:
             else ("-m", "karvan.launch.program", str(program))
         )
         if section.replicas:
-            made[role] = (sys.executable, *own, *section.args)
-    return made
+            commands[role] = (sys.executable, *own, *section.args)
+    return commands

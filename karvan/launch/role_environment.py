@@ -28,7 +28,7 @@ def environment_of(
     """The environment of one process; owner: the id of the launcher's lease."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
-    made = JobEnvironment(
+    variables = JobEnvironment(
         job=spec.name,
         role=role,
         index=index,
@@ -55,26 +55,26 @@ def environment_of(
         **_security(spec),
     ).variables()
     if section.threads is not None:
-        made["OMP_NUM_THREADS"] = str(section.threads)
+        variables["OMP_NUM_THREADS"] = str(section.threads)
     if role == Role.TRAINER:
         numbers = (index, section.replicas, index, section.replicas)
-        made |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
-        return {**interface_settings(spec.host), **section.env, **made}
-    return {**section.env, **made}
+        variables |= {name: str(value) for name, value in zip(TORCH_NAMES, numbers, strict=True)}
+        return {**interface_settings(spec.host), **section.env, **variables}
+    return {**section.env, **variables}
 
 
 def security_of(spec: JobSpec) -> dict[str, str]:
-    """What all processes of a job know of its token and TLS; see `karvan.wire.Security`."""
+    """The variables of the token and TLS, for all processes of a job; see `karvan.wire.Security`."""
     return JobEnvironment(**_security(spec)).variables()
 
 
 def _security(spec: JobSpec) -> dict[str, Any]:
-    made: dict[str, Any] = {"token_file": "" if spec.token_file is None else str(spec.token_file)}
+    variables: dict[str, Any] = {"token_file": "" if spec.token_file is None else str(spec.token_file)}
     if spec.tls is not None:
-        made |= {
+        variables |= {
             "tls_cert": str(spec.tls.cert),
             "tls_key": str(spec.tls.key),
             "tls_ca": "" if spec.tls.ca is None else str(spec.tls.ca),
             "tls_mutual": spec.tls.mutual,
         }
-    return made
+    return variables

@@ -1,4 +1,4 @@
-"""Which charts the history of runs makes, and the numbers in them, as JSON for the page."""
+"""The charts for the history of runs, and the numbers in them, as JSON for the page."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _WORDS = {"train": "training", "eval": "evaluation"}
 
 
 def page_data(runs: Sequence[RunHistory]) -> dict[str, Any]:
-    """All that the page draws."""
+    """All data that the page draws."""
     return {"runs": [_run(run) for run in runs], "charts": make_charts(runs)}
 
 
 def make_charts(runs: Sequence[RunHistory]) -> list[dict[str, Any]]:
     """The charts, in the order of the page.
 
-    A chart has one or more views, of which the reader chooses one; a view has lines, which every run draws
+    A chart has one or more views, of which the reader selects one; a view has lines, which every run draws
     as far as it has the numbers. `reference` is a value that a horizontal line marks.
     """
     quality = [name for name in value_names(runs) if is_quality(name)]
@@ -65,14 +65,14 @@ def value_names(runs: Iterable[RunHistory]) -> list[str]:
 
 
 def title_of(name: str) -> str:
-    """A number's name for a reader."""
+    """The title of a number."""
     if name.startswith("loss/"):
         return f"Loss: {name.removeprefix('loss/')}"
     return _TITLES.get(name, name)
 
 
 def is_quality(name: str) -> bool:
-    """Whether it tells how good the model is: a loss or a metric."""
+    """Whether it measures how good the model is: a loss or a metric."""
     return name not in _SPEED and not name.startswith(("lr/", "rows/"))
 
 
@@ -103,13 +103,13 @@ def _chart(title: str, unit: str, form: str, views: Sequence[dict[str, Any]], se
         "form": form,
         "views": list(views),
         "section": section,
-        # Smoothing would make the rest lag: metrics are means since the epoch began, sizes are exact.
+        # Smoothing would delay the rest: metrics are means since the start of the epoch, sizes are exact.
         "noisy": title.startswith("Loss") or title == "Throughput",
     }
 
 
 def _view(label: str, lines: Sequence[dict[str, Any]], by_line: bool = False) -> dict[str, Any]:
-    """`by_line`: lines have colours of their own, instead of those of their runs."""
+    """`by_line`: each line has its own colour, instead of that of its run."""
     return {"label": label, "lines": list(lines), "byLine": by_line}
 
 
@@ -118,21 +118,21 @@ def _line(kind: str, name: str, label: str) -> dict[str, Any]:
 
 
 def _run(run: RunHistory) -> dict[str, Any]:
-    began = next((entry.time for entry in run.entries if entry.time is not None), None)
+    start = next((entry.time for entry in run.entries if entry.time is not None), None)
     return {
         "name": run.name,
         "path": str(run.path),
-        **{kind: _columns(run.of(kind), began) for kind in KINDS},
+        **{kind: _columns(run.of(kind), start) for kind in KINDS},
     }
 
 
-def _columns(entries: Sequence[Entry], began: float | None) -> dict[str, Any]:
+def _columns(entries: Sequence[Entry], start: float | None) -> dict[str, Any]:
     names = dict.fromkeys(name for entry in entries for name in entry.values)
     return {
         "step": [entry.step for entry in entries],
         "samples": [entry.samples for entry in entries],
         "seconds": [
-            None if entry.time is None or began is None else round(entry.time - began, 3) for entry in entries
+            None if entry.time is None or start is None else round(entry.time - start, 3) for entry in entries
         ],
         "values": {name: [entry.values.get(name) for entry in entries] for name in names},
     }

@@ -6,8 +6,8 @@
 | a checkpoint in it | the same |
 | a file | what `JSONLinesLogger` or `CSVLogger` wrote |
 
-Damaged lines, such as a last one that a crash cut off, are left out. This module imports neither torch nor
-numpy, so that the command line stays quick.
+Damaged lines, such as a last one that a crash cut off, are skipped. This module imports neither torch nor
+numpy, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class RunHistory:
 
 
 def read_runs(paths: Iterable[Path]) -> list[RunHistory]:
-    """The runs at these paths, each once, named by the end of their paths that tells them apart."""
-    given = {path.resolve(): path for path in paths}
-    names = short_names(list(given))
+    """The runs at these paths, each once, named by the shortest ends of their paths that differ."""
+    by_path = {path.resolve(): path for path in paths}
+    names = short_names(list(by_path))
     return [
-        RunHistory(name, path, read_entries(path)) for name, path in zip(names, given.values(), strict=True)
+        RunHistory(name, path, read_entries(path)) for name, path in zip(names, by_path.values(), strict=True)
     ]
 
 
@@ -115,8 +115,8 @@ def _json_rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _csv_rows(text: str) -> Iterator[dict[str, Any]]:
-    whole = text[: text.rfind("\n") + 1].replace("\0", "")
-    for row in csv.DictReader(whole.splitlines()):
+    complete = text[: text.rfind("\n") + 1].replace("\0", "")
+    for row in csv.DictReader(complete.splitlines()):
         yield {name: value for name, value in row.items() if name and value}
 
 

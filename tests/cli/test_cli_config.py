@@ -6,7 +6,7 @@ import pytest
 
 import karvan as kv
 from karvan.cli.config.build_job import make_features, make_job, make_model
-from karvan.cli.config.schema import Config, Model, converted, read_config
+from karvan.cli.config.schema import Config, Model, convert, read_config
 from karvan.cli.errors import CommandError
 from karvan.settings import SettingsError, parse
 
@@ -98,13 +98,13 @@ def test_yaml_reads_as_people_expect():
     ],
 )
 def test_text_becomes_what_a_parameter_wants(text, kind, value):
-    assert converted("x", text, kind) == value
+    assert convert("x", text, kind) == value
 
 
 @pytest.mark.parametrize("kind", [int, float, int | None])
 def test_text_that_is_a_bool_is_no_number(kind):
     with pytest.raises(CommandError, match=r"x must be .*, got 'true'"):
-        converted("x", "true", kind)
+        convert("x", "true", kind)
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,9 @@ def test_a_claim_of_what_nobody_sent_is_an_error_that_says_so(job):
     kv.distributed.current().workers.resend = None
     engine = kv.EmbeddingEngine({"user": kv.Table(4)})
     batch = {kv.ragged.REFERENCE: kv.ragged.IdsReference(0, "nothing", 3)}
-    with pytest.raises(RuntimeError, match=r"worker 0: expected the ids of reference 'nothing'.*never came"):
+    with pytest.raises(
+        RuntimeError, match=r"worker 0: expected the ids of reference 'nothing'.*never arrived"
+    ):
         engine(batch)
     with pytest.raises(ValueError, match="one of 1 embedding workers"):
         engine({kv.ragged.REFERENCE: kv.ragged.IdsReference(1, "elsewhere", 3)})

@@ -8,7 +8,7 @@ import torch
 
 from karvan.cluster.batch_messages import pack, unpack
 from karvan.cluster.embedding_worker.client import WorkerClient
-from karvan.cluster.embedding_worker.id_cache import KeptIds
+from karvan.cluster.embedding_worker.id_cache import IdCache
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.ragged import REFERENCE, Batch, IdsReference, Ragged
 from karvan.wire import Client, RefusedError, Server, WireError
@@ -58,15 +58,15 @@ def test_batches_that_nobody_claims_expire_and_are_counted(start):
 
 
 def test_who_claims_what_is_not_there_learns_why():
-    ids = KeptIds(expire=1e-9, most=1)
+    ids = IdCache(expire=1e-9, most=1)
     assert ids.put("late", Batch(IDS))
     assert ids.claim("late") is None
     assert "nobody claimed it within 1e-09 s" in ids.why_missing("late")
-    assert "never came" in ids.why_missing("other")
+    assert "never arrived" in ids.why_missing("other")
 
 
 def test_what_was_claimed_in_vain_finds_room():
-    ids = KeptIds(expire=1000, most=1)
+    ids = IdCache(expire=1000, most=1)
     assert ids.put("a", Batch(IDS))
     assert not ids.put("b", Batch(IDS))
     assert ids.claim("b") is None

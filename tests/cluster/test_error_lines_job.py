@@ -43,7 +43,7 @@ def test_an_error_of_karvan_is_one_line_and_ends_the_job_at_once(tmp_path, how, 
 def test_an_error_of_the_program_shows_its_traceback_once_for_each_attempt(tmp_path):
     done = launch(tmp_path, "own")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "trainer-0 ended with code 1, once more without a newer checkpoint." in done.stderr
+    assert "trainer-0 ended with code 1, again without a newer checkpoint." in done.stderr
     assert done.stdout.count("Started trainer-0") == 3
     assert done.stdout.count("trainer-0 | Traceback (most recent call last)") == 3
     assert "trainer-1 | Traceback" not in done.stdout

@@ -254,7 +254,7 @@ def test_trainers_end_with_the_code_of_what_a_loader_could_not_read(error, code)
     with Server(service) as server:
         one = kv.data.from_loaders(loaders=[server.address])
         service.fail(error)
-        with pytest.raises(RuntimeError, match="could not read on") as raised:
+        with pytest.raises(RuntimeError, match="could not continue reading") as raised:
             next(iter(one))
         assert code_of(raised.value) == code
         one.close()

@@ -195,7 +195,7 @@ def test_a_loader_that_is_replaced_by_one_with_other_statistics_is_an_error(days
         loaders.leave()
         monkeypatch.setenv("FIT_TO", days[1])
         loaders.start(0)
-        with pytest.raises(ValueError, match="loader 0 transforms batches by other statistics than when"):
+        with pytest.raises(ValueError, match="loader 0 transforms batches with other statistics than when"):
             list(batches)
         stream.close()
 

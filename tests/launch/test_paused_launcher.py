@@ -48,7 +48,7 @@ def test_ctrl_z_stops_all_processes_and_continuing_continues_them(tmp_path):
         os.kill(job.process.pid, signal.SIGCONT)
         wait_until(lambda: "T" not in {state_of(pid) for pid in everybody}, "all to continue")
         job.order("end-trainer", 0)
-        assert "launcher | Resumed: all processes continue, and everybody has new time." in job.output()
+        assert "launcher | Resumed: all processes continue, and all timeouts start again." in job.output()
     assert job.process.returncode == 0
     assert len(job.events("start")) == COUNT
 

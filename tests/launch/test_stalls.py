@@ -98,7 +98,7 @@ def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tm
         job.wait_for("start", "parameter-server", 2)
         assert len(job.events("start", "loader")) == 1
         job.registry.reports = {("trainer", 0): waiting, ("loader", 0): ActivityReport(1, 9.0)}
-        wait_until(lambda: "launcher | loader-0 was killed by SIGKILL; it is started again." in job.lines)
+        wait_until(lambda: "launcher | loader-0 was killed by SIGKILL; it is restarted." in job.lines)
         job.registry.reports = {}
         job.wait_for("start", "loader", 2)
         job.order("end-trainer", 0)

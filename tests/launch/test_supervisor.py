@@ -85,7 +85,7 @@ def test_a_loader_or_worker_that_dies_is_started_again_alone(tmp_path, name):
     assert len(job.events("start")) == COUNT + 1
     assert again["pid"] != before[name]
     assert again["env"]["KARVAN_GENERATION"] == "0"
-    assert f"launcher | {name} was killed by SIGKILL; it is started again." in job.lines
+    assert f"launcher | {name} was killed by SIGKILL; it is restarted." in job.lines
 
 
 @pytest.mark.parametrize("name", ["trainer-1", "parameter-server-1"])
@@ -149,7 +149,7 @@ def test_a_trainer_that_fails_from_the_same_checkpoint_is_given_up(tmp_path):
         outcome = job.outcome()
     assert outcome.code == 1
     assert outcome.failure.splitlines() == [
-        "trainer-0 ended with code 1, once more without a newer checkpoint. Its last lines:",
+        "trainer-0 ended with code 1, again without a newer checkpoint. Its last lines:",
         "trainer-0 was here",
     ]
     assert len(job.events("start", "trainer")) == 3
@@ -213,7 +213,7 @@ def test_wrong_usage_and_missing_data_are_not_tried_again(tmp_path, role, code):
         job.order(f"end-{role}", code)
         outcome = job.outcome()
     assert outcome.code == code
-    assert f"{role}-0 ended with code {code}, which is not tried again" in outcome.failure
+    assert f"{role}-0 ended with code {code}, which is not retried" in outcome.failure
     assert len(job.events("start", role)) == 1
 
 

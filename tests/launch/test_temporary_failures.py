@@ -40,7 +40,7 @@ def test_temporary_failures_between_failures_of_the_program_do_not_excuse_them(t
     with Ordered(tmp_path, [[{"code": code} for code in codes]]) as job:
         outcome = job.outcome()
     assert outcome.code == 1
-    assert "once more without a newer checkpoint" in outcome.failure
+    assert "again without a newer checkpoint" in outcome.failure
     assert job.starts("trainer-0") == len(codes)
 
 

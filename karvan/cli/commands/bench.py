@@ -36,7 +36,7 @@ def bench(
         False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
     ),
     folder: Path | None = typer.Option(
-        None, help="Where files are read and written; a temporary folder unless given."
+        None, help="Where files are read and written; by default a temporary folder."
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:
@@ -52,8 +52,8 @@ def bench(
     """
     if folder is not None and not folder.is_dir():
         raise CommandError(f"--folder expects a folder that exists, got '{folder}'.")
-    with tempfile.TemporaryDirectory(prefix=".karvan-bench-", dir=folder) as place:
-        results = measure_all(Path(place), quick=quick)
+    with tempfile.TemporaryDirectory(prefix=".karvan-bench-", dir=folder) as scratch:
+        results = measure_all(Path(scratch), quick=quick)
     training = [each for each in results if each.unit == "samples/s"]
     slowest = min(training, key=lambda each: each.rate)
     numbers = {"quick": quick, "limited_by": slowest.part, "parts": results}
@@ -86,7 +86,7 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
 
     engine = kv.EmbeddingEngine({name: kv.Table(_DIM) for name in names})
     optimizer = kv.optim.Adagrad(engine, lr=0.05)
-    spread = 0x9E3779B97F4A7C15 - (1 << 64)  # any odd number: neighbours become strangers
+    spread = 0x9E3779B97F4A7C15 - (1 << 64)  # any odd number: spreads neighbouring keys
     for first in range(0, rows, 1 << 16):
         keys = torch.arange(first, min(first + (1 << 16), rows)) * spread
         engine(kv.Batch(dict.fromkeys(names, keys)))
@@ -104,7 +104,7 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
     fixed = [torch.randn(_BATCH, _DIM, generator=random).requires_grad_() for _ in names]
 
     def dense(number: int) -> None:
-        # The net alone: its vectors come from nowhere, and gradients go as far as these.
+        # The net alone: its vectors are constant, and gradients end at them.
         batch = batches[number % len(batches)]
         first = model.bottom(model.numbers(batch)) if model.bottom is not None else fixed[0]
         pairs = kv.models.pairwise_dots([first, *fixed], first)
@@ -143,15 +143,15 @@ def measure_all(folder: Path, *, quick: bool) -> list[Measured]:
     )
     size = sum(table.bytes for table in engine.tables())
     target = folder / "checkpoint"
-    taken = seconds_to(lambda: kv.checkpoint.save(target, {}, engine))
+    duration = seconds_to(lambda: kv.checkpoint.save(target, {}, engine))
     written = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     disk = disk_rate(folder, min(max(written, 16 << 20), 256 << 20))
     results.append(
         Measured(
             "checkpoint",
-            written / taken / 1e6,
+            written / duration / 1e6,
             "MB/s",
-            f"{bytes_text(written)} of {bytes_text(size)} tables; training goes on",
+            f"{bytes_text(written)} of {bytes_text(size)} tables; training continues",
         )
     )
     results.append(Measured("disk", disk / 1e6, "MB/s", "written and flushed: what a checkpoint can reach"))
@@ -169,7 +169,7 @@ def _batch(names: list[str], numbers: list[str], rows: int, random: Any) -> Any:
         name: (torch.rand(_BATCH, generator=random) * torch.tensor(float(rows)).log()).exp().long()
         for name in names
     }
-    made: dict[str, Any] = {name: ids.clamp(max=rows - 1) * spread for name, ids in drawn.items()}
-    made |= {name: torch.randn(_BATCH, generator=random) for name in numbers}
-    made["label"] = (torch.rand(_BATCH, generator=random) < 0.2).float()
-    return kv.Batch(made)
+    columns: dict[str, Any] = {name: ids.clamp(max=rows - 1) * spread for name, ids in drawn.items()}
+    columns |= {name: torch.randn(_BATCH, generator=random) for name in numbers}
+    columns["label"] = (torch.rand(_BATCH, generator=random) < 0.2).float()
+    return kv.Batch(columns)

@@ -30,7 +30,7 @@ class Clicks:
     train: list[str]
     held_out: list[str]
     rows: int
-    best_auc: float  # that the hidden probabilities themselves have on the held-out rows
+    best_auc: float  # of the hidden probabilities themselves on the held-out samples
 
 
 def add_to(app: typer.Typer) -> None:
@@ -39,10 +39,10 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(
-    rows: int = typer.Option(1_000_000, min=10_000, help="Rows of the click log."),
-    epochs: int = typer.Option(2, min=1, help="How often it is trained on."),
+    rows: int = typer.Option(1_000_000, min=10_000, help="Samples in the click log."),
+    epochs: int = typer.Option(2, min=1, help="How often to train on the log."),
     folder: Path | None = typer.Option(
-        None, help="Where to put log and checkpoint; a temporary folder unless given."
+        None, help="Where to put log and checkpoint; by default a temporary folder."
     ),
     keep: bool = typer.Option(False, "--keep", help="Keep the temporary folder."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
@@ -51,9 +51,9 @@ def demo(
     """Learn a synthetic click log with DLRM and compare with the best that any model can reach.
 
     The log's clicks are drawn from hidden probabilities, so the best AUC is known. The model is trained on
-    nine tenths of the log and evaluated on the last, saved, loaded into a fresh model, evaluated again and
-    looked into. With a million rows it takes half a minute on two cores and ends within 0.005 of the best.
-    The exit code is 1 if the fresh model's AUC is another.
+    nine tenths of the log and evaluated on the last, saved, loaded into a new model, evaluated again and
+    inspected. With a million samples it takes half a minute on two cores and ends within 0.005 of the best.
+    The exit code is 1 if the new model's AUC differs.
 
     \b
     Examples:
@@ -64,33 +64,33 @@ def demo(
     begin = time.perf_counter()
     with ExitStack() as stack:
         if folder is None:
-            place = Path(
+            root = Path(
                 tempfile.mkdtemp(prefix="karvan-demo-")
                 if keep
                 else stack.enter_context(tempfile.TemporaryDirectory(prefix="karvan-demo-"))
             )
         else:
-            place = folder
-            if (place / "run").exists():
-                raise CommandError(f"--folder expects a folder without a run, but there is {place / 'run'}.")
+            root = folder
+            if (root / "run").exists():
+                raise CommandError(f"--folder expects a folder without a run, but there is {root / 'run'}.")
         stack.enter_context(_one_torch_thread())
-        result = run_demo(place, rows, epochs, quiet=quiet or json_path == "-", shown=json_path != "-")
+        result = run_demo(root, rows, epochs, quiet=quiet or json_path == "-", shown=json_path != "-")
     result["seconds"] = time.perf_counter() - begin
-    kept = folder is not None or keep
-    result["folder"] = str(place) if kept else None
+    remains = folder is not None or keep
+    result["folder"] = str(root) if remains else None
     if not write_json(json_path, result):
         gap = result["best_auc"] - result["auc"]
         console().print(
             f"AUC [bold]{result['auc']:.4f}[/bold] of {result['best_auc']:.4f} reachable (gap {gap:.4f}), "
             f"{result['reloaded_auc']:.4f} after reloading; {result['seconds']:.0f} s in all."
-            + (f" Kept in {place}." if kept else "")
+            + (f" Saved in {root}." if remains else "")
         )
     return OK if result["reloaded_auc"] == result["auc"] else FAILED
 
 
 @contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """The nets are too small to gain by a second one, and on a busy machine waiting for it costs much."""
+    """The nets are too small to gain from a second one, and on a busy machine waiting for it is slow."""
     import torch
 
     before = torch.get_num_threads()
@@ -104,7 +104,7 @@ def _one_torch_thread() -> Iterator[None]:
 def run_demo(
     folder: Path, rows: int, epochs: int, *, quiet: bool = False, shown: bool = True
 ) -> dict[str, Any]:
-    """All of it; returns the AUCs."""
+    """Run the demo; returns the AUCs."""
     import karvan as kv
     from karvan.cli.commands.inspect import show_summary
 
@@ -112,9 +112,9 @@ def run_demo(
         if shown:
             console(stderr=True).print(text)
 
-    say(f"Writing a click log of {rows:,} rows")
+    say(f"Writing a click log of {rows:,} samples")
     clicks = write_clicks(folder / "clicks", rows)
-    say(f"Training DLRM for {epochs} epochs; the best AUC there can be is {clicks.best_auc:.4f}")
+    say(f"Training DLRM for {epochs} epochs; the best possible AUC is {clicks.best_auc:.4f}")
     steps = epochs * -(-(rows * (_PARTS - 1) // _PARTS) // _BATCH)
     trainer = make_trainer(steps, folder / "run", quiet=quiet)
     result = trainer.fit(
@@ -129,7 +129,7 @@ def run_demo(
             STOPPED.get(result.stopped, FAILED),
         )
     assert result.checkpoint is not None
-    say("Loading the checkpoint into a fresh model")
+    say("Loading the checkpoint into a new model")
     fresh = make_trainer(steps, None, quiet=True)
     fresh.model.load_state_dict(kv.checkpoint.find(result.checkpoint).load(fresh.model)["model"])
     reloaded = fresh.evaluate(read(clicks.held_out))
@@ -149,7 +149,7 @@ _BATCH = 2048
 
 
 def write_clicks(folder: Path, rows: int) -> Clicks:
-    """Write the log, and see what AUC its hidden probabilities have on the rows that are held out."""
+    """Write the log, and compute the AUC of its hidden probabilities on the held-out samples."""
     import torch
 
     from karvan.data import synthetic
@@ -165,7 +165,7 @@ def write_clicks(folder: Path, rows: int) -> Clicks:
 
 
 def read(paths: list[str], shuffle: int = 0) -> kv.data.Loader:
-    """The log's batches: numbers as logarithms, and of the history the categories of its items."""
+    """The log's batches: numbers as logarithms, the history as the categories of its items."""
     import karvan as kv
 
     features = kv.FeatureEngine(
@@ -174,7 +174,7 @@ def read(paths: list[str], shuffle: int = 0) -> kv.data.Loader:
             kv.Feature("recency").log1p(),
             kv.Feature("liked")
             .select("history")
-            .mod(_CATEGORIES),  # an item's category is its id modulo theirs
+            .mod(_CATEGORIES),  # an item's category is its id modulo their number
         ]
     )
     return kv.data.read(paths, _BATCH, shuffle=shuffle, seed=1, transform=features)

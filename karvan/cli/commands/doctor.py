@@ -1,4 +1,4 @@
-"""`karvan doctor`: what is installed, what this machine has, what is slow here and what to do about it."""
+"""`karvan doctor`: what is installed, what this machine has, what is slow on it and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from karvan.system_limits import limits
 
 _COLOURS = {"ok": "green", "slow": "yellow", "missing": "red", "optional": "dim"}
 
-# Package → what it is for, and how one gets it.
+# Package → its purpose, and how to install it.
 _NEEDED = ("torch", "numpy", "pyarrow", "fsspec", "rich", "typer", "pydantic", "PyYAML")
 _EXTRAS = {
     "tensorboard": ("logs for TensorBoard", "pip install 'karvan[monitor]'"),
@@ -27,7 +27,7 @@ _EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about this machine: ok, slow, missing, or optional and not there; and what to do about it."""
+    """One fact about this machine: ok, slow, missing, or optional and absent; and what to do about it."""
 
     what: str
     state: str
@@ -44,7 +44,7 @@ def doctor(
     folder: Path = typer.Option(Path(), help="Where runs are written: its disk is measured."),
     json_path: str | None = JSON_PATH,
 ) -> int:
-    """Look at this machine: what is installed, what is slow and why, what is missing and how to get it.
+    """Check this machine: what is installed, what is slow and why, what is missing and how to get it.
 
     The exit code is 1 if something that Karvan needs is missing.
 
@@ -92,12 +92,12 @@ def _native(folder: Path) -> Iterator[Finding]:
         from karvan import _native
     except ImportError as error:
         yield Finding(
-            "native core", "missing", str(error), "Install Karvan anew: pip install --force-reinstall karvan."
+            "native core", "missing", str(error), "Reinstall Karvan: pip install --force-reinstall karvan."
         )
         return
     used, best = _native.kernels(), _native.kernel_names()[0]
     if used != best:
-        yield Finding("kernels", "slow", used, f"This CPU can run '{best}'; something chose others.")
+        yield Finding("kernels", "slow", used, f"This CPU can run '{best}', but others were selected.")
     elif used == "plain" and platform.machine() == "x86_64":
         yield Finding(
             "kernels", "slow", used, "There are faster kernels for AVX2 and AVX-512, which this CPU lacks."
@@ -111,11 +111,11 @@ def _cores(folder: Path) -> Iterator[Finding]:
 
     from karvan import get_num_threads
 
-    everywhere, here = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    total, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     limit = _cpu_limit()
-    allowed = min(here, max(1, round(limit))) if limit else here
-    text = f"{here} of {everywhere}" + (f", at most {limit:g} at a time" if limit and limit < here else "")
-    advice = "This process may not use all cores (affinity or cgroup limit)." if allowed < everywhere else ""
+    allowed = min(usable, max(1, round(limit))) if limit else usable
+    text = f"{usable} of {total}" + (f", at most {limit:g} at a time" if limit and limit < usable else "")
+    advice = "This process may not use all cores (affinity or cgroup limit)." if allowed < total else ""
     yield Finding("cores", "ok", text, advice)
     for what, count, how in (
         ("torch threads", torch.get_num_threads(), "torch.set_num_threads or OMP_NUM_THREADS"),
@@ -132,7 +132,7 @@ def _cores(folder: Path) -> Iterator[Finding]:
 
 
 def _cpu_limit() -> float | None:
-    """Cores' worth of time that a container may use."""
+    """The number of cores whose time a container may use."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -144,13 +144,13 @@ def _bf16(folder: Path) -> Iterator[Finding]:
     from karvan.train.step.precision import fast_bf16
 
     if fast_bf16():
-        yield Finding("bf16 on the CPU", "ok", "by instructions")
+        yield Finding("bf16 on the CPU", "ok", "native instructions")
     else:
         yield Finding(
             "bf16 on the CPU",
             "slow",
-            "no instructions",
-            "precision='bf16' is not faster here than fp32; use fp32.",
+            "no native instructions",
+            "precision='bf16' is not faster usable than fp32; use fp32.",
         )
 
 
@@ -205,7 +205,10 @@ def _memory(folder: Path) -> Iterator[Finding]:
     text = f"{bytes_text(free)} of {bytes_text(total)} free"
     if free < 2**30:
         yield Finding(
-            "memory", "slow", text, "Little is left; tables that do not fit make the system swap or kill."
+            "memory",
+            "slow",
+            text,
+            "Little memory is left; tables that do not fit make the system swap or kill processes.",
         )
     else:
         yield Finding("memory", "ok", f"{text}: about {free // row / 1e6:,.0f} M rows of dim 16 with Adagrad")
@@ -228,7 +231,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
             f"disk at {folder}",
             "slow",
             text,
-            "Checkpoints take long; keep runs on a faster disk, or save deltas.",
+            "Checkpoints are slow; put runs on a faster disk, or save deltas.",
         )
     else:
         yield Finding(f"disk at {folder}", "ok", text)

@@ -8,7 +8,15 @@ import typer
 
 from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, CommandError
-from karvan.cli.output import JSON_PATH, Watched, help_of, number_text, print_table, progress, write_json
+from karvan.cli.output import (
+    JSON_PATH,
+    CountedBatches,
+    help_of,
+    number_text,
+    print_table,
+    progress,
+    write_json,
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -21,7 +29,7 @@ def evaluate(
         metavar="FILE.py|CONFIG.yaml", help="What was trained.", show_default=False
     ),
     checkpoint: Path | None = typer.Option(
-        None, help="A checkpoint, or a run's folder: its newest. The job's own folder unless given."
+        None, help="A checkpoint, or a run's folder: its newest. By default the job's own folder."
     ),
     data: str | None = typer.Option(
         None, help="Other files to evaluate on: data.eval of a config, the parameter eval_data of a job()."
@@ -40,17 +48,17 @@ def evaluate(
     """
     from karvan.cli.restore_model import restore
 
-    given = {"eval_data": data, "device": device}
-    job = Target(target, pairs(settings), {n: text for n, text in given.items() if text is not None}).job(
+    options = {"eval_data": data, "device": device}
+    job = Target(target, pairs(settings), {n: text for n, text in options.items() if text is not None}).job(
         training=False
     )
     if job.eval_data is None:
         raise CommandError(
-            f"{target} has no data to evaluate on: expected eval_data, or data.eval; --data gives some."
+            f"{target} has no data to evaluate on: expected eval_data, or data.eval; or pass --data."
         )
     found = restore(job, checkpoint)
     with progress("Evaluating", "samples") as steps:
-        metrics = job.trainer.evaluate(Watched(job.eval_data, steps))
+        metrics = job.trainer.evaluate(CountedBatches(job.eval_data, steps))
     if not write_json(json_path, {"checkpoint": found.path, "step": found.step, "metrics": metrics}):
         rows = [[name, number_text(value)] for name, value in metrics.items()]
         print_table(f"{found.path}, step {found.step:,}", ["metric", "value"], rows, right=["value"])

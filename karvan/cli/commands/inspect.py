@@ -110,7 +110,7 @@ def show_summary(seen: Summary) -> None:
     out.print(f"dense: {seen.dense_tensors} tensors, {bytes_text(seen.dense_bytes)}")
     if seen.not_whole:
         print_table(
-            "Not whole, or set aside",
+            "Incomplete, damaged or set aside",
             ["folder", "step", "condition", "problem"],
             [[each.path.name, f"{each.step:,}", each.condition, each.problem] for each in seen.not_whole],
             right=["step"],

@@ -33,19 +33,19 @@ def add_to(app: typer.Typer) -> None:
 
 def launch(
     target: Path | None = typer.Argument(
-        None, metavar="JOB.yaml", help="What the job is; see --example.", show_default=False
+        None, metavar="JOB.yaml", help="The description of the job; see --example.", show_default=False
     ),
     settings: list[str] = typer.Option(
-        [], "--set", metavar="NAME=VALUE", help="Another value of a key: roles.trainers=4."
+        [], "--set", metavar="NAME=VALUE", help="Override a key: roles.trainers=4."
     ),
     check: bool = typer.Option(False, "--check", help="Show the roles and their commands; start nothing."),
     example: bool = typer.Option(False, "--example", help="Print a job to start from."),
 ) -> int:
     """Run a job of trainers, parameter servers, embedding workers and loaders on this machine.
 
-    What dies is started again; after the death of a trainer or a parameter server the job goes on from the
-    newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a second
-    Ctrl-C kills them. The same command goes on. Ctrl-Z suspends all roles, `fg` resumes them.
+    A process that dies is restarted; after the death of a trainer or a parameter server the job resumes from
+    the newest checkpoint. Ctrl-C and SIGTERM stop all roles, trainers first, which save a checkpoint; a
+    second Ctrl-C kills them. The same command resumes the job. Ctrl-Z suspends all roles, `fg` resumes them.
 
     \b
     Examples:
@@ -97,7 +97,7 @@ def supervise(
     timing: jobs.Timing | None = None,
     owner: Ownership | None = None,
 ) -> int:
-    """Run a job with the local engine until it ends or a signal stops it; its exit code."""
+    """Run a job with the local engine until it ends or a signal stops it; returns its exit code."""
     from karvan.launch.engines.base import name_of
     from karvan.launch.engines.local import LocalEngine
     from karvan.launch.merged_logs import MergedLogs
@@ -111,7 +111,7 @@ def supervise(
             owner.on_lost(lambda: job.interrupt(signal.SIGTERM))
         with logs.warnings(), _signals_to(job):
             if spec.token_file is not None:
-                logs.tell(f"Registry at {registry.address}, token file {spec.token_file}.")
+                logs.say(f"Registry at {registry.address}, token file {spec.token_file}.")
             outcome = job.run()
     if owner is not None:
         owner.check()
@@ -140,7 +140,7 @@ def _owned(spec: JobSpec) -> Iterator[Ownership | None]:
 
 
 def _check_token_file(spec: JobSpec) -> None:
-    """What is wrong with the token is wrong before anything starts, and named by the job's own key."""
+    """Report a bad token before anything starts, by the job's own key."""
     if spec.token_file is None:
         return
     from karvan.wire.security.token_file import MOST_CHARACTERS, check_token

@@ -26,7 +26,7 @@ def plot(
         "--output",
         "-o",
         metavar="FILE",
-        help="The page to write; plot.html in the first run's folder unless given.",
+        help="The page to write; by default plot.html in the first run's folder.",
         show_default=False,
     ),
     open_page: bool = typer.Option(False, "--open", help="Open the page in a browser."),
@@ -34,8 +34,8 @@ def plot(
     """Plot loss, metrics, learning rate, throughput and table sizes of runs, in one HTML file.
 
     A Trainer with checkpoints writes its numbers to history.jsonl in its run folder. The page overlays all
-    runs given. It works without a network, and while the run is still training: run the command again for
-    newer numbers.
+    runs. It works without a network, and while the run is still training: run the command again for newer
+    numbers.
 
     \b
     Examples:
@@ -67,10 +67,10 @@ def _beside(run: Path) -> Path:
 
 def _write(target: Path, page: str) -> None:
     """Replace the file at once, so that a browser never reads half a page."""
-    aside = target.with_name(f".{target.name}.new")
+    temporary = target.with_name(f".{target.name}.new")
     try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, target)
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, target)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise CommandError(f"{target} cannot be written: {error.strerror}.") from error

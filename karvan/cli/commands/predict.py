@@ -22,7 +22,7 @@ def predict(
     ),
     out: str = typer.Option(..., help="A .parquet or .csv file, or - for CSV on stdout.", show_default=False),
     checkpoint: Path | None = typer.Option(
-        None, help="A checkpoint, or a run's folder: its newest. The job's own folder unless given."
+        None, help="A checkpoint, or a run's folder: its newest. By default the job's own folder."
     ),
     data: str | None = typer.Option(
         None, help="Other files to predict for: data.eval of a config, the parameter eval_data of a job()."
@@ -32,11 +32,11 @@ def predict(
     settings: list[str] = typer.Option([], "--set", metavar="NAME=VALUE", help="As for train."),
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
 ) -> int:
-    """Write what a checkpoint predicts for the job's evaluation data, or for other files.
+    """Write the predictions of a checkpoint for the job's evaluation data, or for other files.
 
-    The file gets the columns asked for, then `prediction`, or a column for each output of a model with
-    several: what the model gives, which for clicks are logits; --sigmoid makes probabilities of them. It
-    appears when it is complete.
+    The file gets the requested columns, then `prediction`, or a column for each output of a model with
+    several. These are the model's outputs, for clicks logits; --sigmoid converts them to probabilities. The
+    file appears when it is complete.
 
     \b
     Examples:
@@ -47,15 +47,15 @@ def predict(
     from karvan.cli.prediction_tables import open_table, record_batch
     from karvan.cli.restore_model import restore
 
-    given = {"eval_data": data, "device": device}
-    target_of = Target(target, pairs(settings), {n: text for n, text in given.items() if text is not None})
-    with open_table(out) as table:  # a wrong --out is told before anything is read
+    options = {"eval_data": data, "device": device}
+    target_of = Target(target, pairs(settings), {n: text for n, text in options.items() if text is not None})
+    with open_table(out) as table:  # a wrong --out is an error before anything is read
         job = target_of.job(training=False)
         if job.eval_data is None:
             raise CommandError(
-                f"{target} has no data to predict for: expected eval_data, or data.eval; --data gives some."
+                f"{target} has no data to predict for: expected eval_data, or data.eval; or pass --data."
             )
-        wanted = (
+        column_names = (
             list(job.predict_columns)
             if columns is None
             else [c.strip() for c in columns.split(",") if c.strip()]
@@ -63,7 +63,7 @@ def predict(
         restore(job, checkpoint)
         rows = 0
         with progress("Predicting", "rows", quiet=out == "-") as steps:
-            for prediction in job.trainer.predict(job.eval_data, wanted):
+            for prediction in job.trainer.predict(job.eval_data, column_names):
                 batch = record_batch(prediction, sigmoid=sigmoid)
                 table.write(batch)
                 rows += batch.num_rows

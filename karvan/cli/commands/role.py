@@ -20,42 +20,48 @@ def add_to(app: typer.Typer) -> None:
 
 def role(
     name: str = typer.Argument(..., metavar="NAME", help="parameter-server, embedding-worker or loader."),
-    index: int | None = typer.Option(None, help="Which of them this is, from 0.", show_default=False),
-    count: int | None = typer.Option(None, help="How many of them the job has.", show_default=False),
+    index: int | None = typer.Option(None, help="The index of this process, from 0.", show_default=False),
+    count: int | None = typer.Option(
+        None, help="How many processes of this role the job has.", show_default=False
+    ),
     host: str | None = typer.Option(
         None,
-        help="Where it listens: 127.0.0.1; others need TLS and a token.",
+        help="The address to listen on, by default 127.0.0.1; others need TLS and a token.",
         show_default=False,
     ),
     port: int | None = typer.Option(None, help="The port; 0, the default, is any.", show_default=False),
     advertise: str | None = typer.Option(
-        None, metavar="HOST", help="The host by which others reach it.", show_default=False
+        None, metavar="HOST", help="The host at which others reach it.", show_default=False
     ),
     registry: str | None = typer.Option(
         None, metavar="HOST:PORT", help="The job's registry.", show_default=False
     ),
-    threads: int | None = typer.Option(None, help="Of lookups and updates; all cores.", show_default=False),
-    generation: int | None = typer.Option(None, help="Of the job; 0.", show_default=False),
+    threads: int | None = typer.Option(
+        None, help="Threads for lookups and updates; by default all cores.", show_default=False
+    ),
+    generation: int | None = typer.Option(
+        None, help="The generation of the job; by default 0.", show_default=False
+    ),
     checkpoints: Path | None = typer.Option(
         None,
         metavar="FOLDER",
-        help="Where a parameter server may save; without it, it does not.",
+        help="Where a parameter server may save; without it, it saves nothing.",
         show_default=False,
     ),
     token_file: Path | None = typer.Option(
-        None, help="A file with the token that callers show.", show_default=False
+        None, help="A file with the token that callers must present.", show_default=False
     ),
     tls_cert: Path | None = typer.Option(None, help="The certificate, in PEM.", show_default=False),
     tls_key: Path | None = typer.Option(None, help="Its key.", show_default=False),
     tls_ca: Path | None = typer.Option(None, help="The authority that signed it.", show_default=False),
     tls_mutual: bool | None = typer.Option(
-        None, "--tls-mutual", help="Callers need a certificate, too.", show_default=False
+        None, "--tls-mutual", help="Callers need a certificate as well.", show_default=False
     ),
 ) -> int:
     """Run one process of a job until SIGTERM or Ctrl-C.
 
-    Engines start roles with environment variables (KARVAN_INDEX, KARVAN_REGISTRY, …); an option comes before
-    the variable of its name.
+    Engines start roles with environment variables (KARVAN_INDEX, KARVAN_REGISTRY, …); an option takes
+    precedence over the variable of its name.
 
     \b
     Examples:
@@ -80,8 +86,8 @@ def role(
         "tls_ca": tls_ca,
         "tls_mutual": tls_mutual,
     }
-    set_variables(os.environ, options)  # so that all parts of the role see the same
-    require_limits(2)  # with whom it talks is not known yet
+    set_variables(os.environ, options)  # so that all parts of the role see the same settings
+    require_limits(2)  # the number of its peers is not known yet
     return _run(name)
 
 

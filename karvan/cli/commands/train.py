@@ -40,14 +40,14 @@ def train(
         metavar="NAME=VALUE",
         help="A parameter of job(), or a key of the config: train.clip_norm=1.",
     ),
-    epochs: int | None = typer.Option(None, min=1, help="Train so many epochs."),
-    max_steps: int | None = typer.Option(None, min=1, help="Train so many optimizer steps at most."),
-    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every so many steps."),
+    epochs: int | None = typer.Option(None, min=1, help="Train for this many epochs."),
+    max_steps: int | None = typer.Option(None, min=1, help="Train for at most this many optimizer steps."),
+    eval_every: int | None = typer.Option(None, min=1, help="Evaluate every this many steps."),
     folder: str | None = typer.Option(None, help="The run's folder, for checkpoints."),
     precision: str | None = typer.Option(None, help="fp32, bf16, fp16 or auto."),
     device: str | None = typer.Option(None, help="cpu, cuda, cuda:1, …"),
     resume: bool = typer.Option(
-        True, "--resume/--no-resume", help="Go on from the folder's newest checkpoint."
+        True, "--resume/--no-resume", help="Resume from the folder's newest checkpoint."
     ),
     resume_from: str | None = typer.Option(
         None,
@@ -57,19 +57,21 @@ def train(
         show_default=False,
     ),
     drop_unfinished: bool = typer.Option(
-        False, "--drop-unfinished", help="Take new data although the data before was not trained to its end."
+        False, "--drop-unfinished", help="Use new data although the previous data was not finished."
     ),
     new_settings: bool = typer.Option(
-        False, "--new-settings", help="Optimizers continue with the learning rates and settings given now."
+        False,
+        "--new-settings",
+        help="Optimizers continue with the learning rates and settings of this command.",
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),
     json_path: str | None = JSON_PATH,
     example: bool = typer.Option(False, "--example", help="Print a config to start from."),
 ) -> int:
-    """Train a model, or go on where the last run stopped.
+    """Train a model, or continue where the last run stopped.
 
-    A job is made by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
-    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command goes on
+    A job is defined by a FILE.py with a function job(), whose parameters --set, --folder, --precision and
+    --device set by name, or by a CONFIG.yaml. Ctrl-C and SIGTERM save a checkpoint; the same command resumes
     from it. With other data, such as tomorrow's, a finished run continues on that.
 
     \b
@@ -89,10 +91,10 @@ def train(
     require_limits()
     from karvan.train import reset_termination
 
-    reset_termination()  # a command is a program of its own, even if several run in one process
-    given = {"folder": folder, "precision": precision, "device": device}
+    reset_termination()  # each command starts afresh, even if several run in one process
+    options = {"folder": folder, "precision": precision, "device": device}
     job = Target(
-        target, pairs(settings), {name: text for name, text in given.items() if text is not None}
+        target, pairs(settings), {name: text for name, text in options.items() if text is not None}
     ).job()
     changes: dict[str, Any] = {"epochs": epochs, "max_steps": max_steps, "eval_every": eval_every}
     job = replace(job, **{name: value for name, value in changes.items() if value is not None})
@@ -104,7 +106,7 @@ def train(
         quiet=quiet,
     )
     if not quiet and job.trainer.saver.folder is not None:
-        tell_how_to_plot(job.trainer.saver.folder)
+        say_how_to_plot(job.trainer.saver.folder)
     if not write_json(json_path, result):
         _show(result)
     return STOPPED.get(result.stopped or "", OK)
@@ -145,7 +147,7 @@ def _fit(
         job.trainer.progress = NoProgress()
     elif saver.folder is None:
         console(stderr=True).print(
-            "[yellow]note:[/yellow] nothing will be saved; --folder says where checkpoints go."
+            "[yellow]note:[/yellow] nothing will be saved; set a folder for checkpoints with --folder."
         )
     try:
         return job.fit(
@@ -158,7 +160,7 @@ def _fit(
         raise CommandError(str(error)) from error
 
 
-def tell_how_to_plot(folder: Path) -> None:
+def say_how_to_plot(folder: Path) -> None:
     """Say how to look at the run."""
     console(stderr=True).print(f"To look at the run: karvan plot {shlex.quote(str(folder))}", markup=False)
 

@@ -21,7 +21,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def version(json_path: str | None = JSON_PATH) -> int:
-    """Show the version, and those of what Karvan stands on.
+    """Show the versions of Karvan and of the packages it is built on.
 
     \b
     Examples:
@@ -39,7 +39,7 @@ def version(json_path: str | None = JSON_PATH) -> int:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, if it is there."""
+    """The version of a package, if it is installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ import torch
 
 import karvan as kv
 from karvan.cli.config import schema as configs
-from karvan.cli.config.class_lookup import check_arguments, classes_of, found, made_by_name, tried
+from karvan.cli.config.class_lookup import build, check_arguments, classes_of, find_class, make_by_name
 from karvan.cli.errors import CommandError
 from karvan.data.columns.from_settings import column_from_settings
 from karvan.former_names import new_name
@@ -35,12 +35,12 @@ _EVICTIONS = {
 
 
 def make_job(config: configs.Config, *, training: bool = True, progress: Any = "auto") -> kv.TrainingJob:
-    """A job by a config; without `training` its training data is not opened."""
+    """The job of a config; without `training` its training data is not opened."""
     torch.manual_seed(config.train.seed)
     transform = make_features(config.features)
     model = make_model(config.model)
     train, saved = config.train, config.checkpoints
-    trainer: kv.Trainer = tried(
+    trainer: kv.Trainer = build(
         "train",
         kv.Trainer,
         model,
@@ -76,7 +76,7 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         _read(data, data.train, data.batch_size, transform, data.labels, shuffle=data.shuffle)
         if training
         else (),
-        # Predictions are for data whose labels may not be known; an evaluation asks for those of its loss.
+        # Data to predict may lack labels; an evaluation asks for those of its loss.
         eval_data=_read(
             data,
             data.eval,
@@ -109,7 +109,7 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
                 raise CommandError(f"{where}: there is no step '{kind}'; there are: {', '.join(known)}.")
             args, kwargs = _step_arguments(known[kind], given)
             check_arguments(known[kind], f"{where}.{kind}", (feature, *args), kwargs, ("self",))
-            feature = tried(where, getattr(feature, kind), *args, **kwargs)
+            feature = build(where, getattr(feature, kind), *args, **kwargs)
         made.append(feature)
     return kv.FeatureEngine(made) if made else None
 
@@ -117,7 +117,7 @@ def make_features(chains: Mapping[str, Sequence[str | Mapping[str, Any]]]) -> kv
 def make_model(config: configs.Model) -> torch.nn.Module:
     """A model of kv.models."""
     known = classes_of(kv.models, torch.nn.Module)
-    kind = found("model", known, config.name)
+    kind = find_class("model", known, config.name)
     arguments = config.arguments
     dim = arguments.get("dim", inspect.signature(kind).parameters["dim"].default)
     like = _table(config.table or configs.Table(), dim, "model.table")
@@ -125,7 +125,7 @@ def make_model(config: configs.Model) -> torch.nn.Module:
         names = arguments.get("ids", ())
         tables = dict.fromkeys(names, like)
         for name, table in config.tables.items():
-            # What a table does not say is as for all.
+            # Options that a table does not set are those of `model.table`.
             merged = {**dict(config.table or {}), **table.model_dump(exclude_unset=True)}
             tables[name] = _table(configs.Table.model_validate(merged), dim, f"model.tables.{name}")
         arguments["table"] = tables
@@ -135,20 +135,20 @@ def make_model(config: configs.Model) -> torch.nn.Module:
             wide if config.wide_table.init else replace(wide, init=kv.init.Constant(0.0))
         )
     check_arguments(kind, "model", (), arguments, ())
-    model: torch.nn.Module = tried("model", kind, **arguments)
+    model: torch.nn.Module = build("model", kind, **arguments)
     return model
 
 
 def make_loss(given: configs.Named | Mapping[str, configs.Named]) -> Any:
     """A loss of kv.losses, or several by name, each with an optional `times`."""
     if isinstance(given, configs.Named):
-        return made_by_name("loss", _losses(), given, "loss")
+        return make_by_name("loss", _losses(), given, "loss")
     losses, weights = {}, {}
     for name, each in given.items():
         arguments = each.arguments
         if "times" in arguments:
             weights[name] = float(arguments.pop("times"))
-        losses[name] = made_by_name(
+        losses[name] = make_by_name(
             "loss", _losses(), configs.Named(name=each.name, **arguments), f"loss.{name}"
         )
     return kv.losses.Sum(losses, weights)
@@ -159,14 +159,14 @@ def _losses() -> dict[str, Any]:
 
 
 def make_metrics(given: Sequence[str] | Mapping[str, configs.Named]) -> dict[str, Any]:
-    """Metrics of kv.metrics: a list of names, or by names of their own."""
+    """Metrics of kv.metrics: a list of class names, or a mapping from a name to a metric."""
     known = classes_of(kv.metrics, kv.metrics.Metric)
     for name in given if not isinstance(given, Mapping) else [each.name for each in given.values()]:
         if name not in known and (new := new_name("karvan.metrics", name)) is not None:
             raise CommandError(f"There is no metric '{name}': it is {new.rpartition('.')[2]} now.")
     if not isinstance(given, Mapping):
-        given = {found("metric", known, name).short_name: configs.Named(name=name) for name in given}
-    return {name: made_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
+        given = {find_class("metric", known, name).short_name: configs.Named(name=name) for name in given}
+    return {name: make_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
 
 
 def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
@@ -174,15 +174,15 @@ def _table(config: configs.Table, dim: int, where: str) -> kv.Table:
     parts: dict[str, Any] = {
         "init": usual
         if config.init is None
-        else made_by_name("init", classes_of(kv.init, kv.init.Initialiser), config.init, f"{where}.init"),
+        else make_by_name("init", classes_of(kv.init, kv.init.Initialiser), config.init, f"{where}.init"),
         "admit": kv.admission.Always()
         if config.admit is None
-        else made_by_name("admission", _ADMISSIONS, config.admit, f"{where}.admit"),
+        else make_by_name("admission", _ADMISSIONS, config.admit, f"{where}.admit"),
         "evict": kv.eviction.Never()
         if config.evict is None
-        else made_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
+        else make_by_name("eviction", _EVICTIONS, config.evict, f"{where}.evict"),
     }
-    made: kv.Table = tried(
+    made: kv.Table = build(
         where,
         kv.Table,
         dim,
@@ -198,7 +198,7 @@ def _sparse(config: configs.Named | None) -> kv.optim.SparseOptimizer | None:
     if config is None:
         return None
     known = classes_of(kv.optim, kv.optim.SparseOptimizer)
-    made: kv.optim.SparseOptimizer = made_by_name(
+    made: kv.optim.SparseOptimizer = make_by_name(
         "sparse optimizer", known, config, "optimizers.sparse", ("params",)
     )
     return made
@@ -208,10 +208,10 @@ def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimize
     if config is None:
         return None
     known = classes_of(torch.optim, torch.optim.Optimizer)
-    kind = found("dense optimizer", known, config.name)
+    kind = find_class("dense optimizer", known, config.name)
     arguments = config.arguments
     check_arguments(kind, "optimizers.dense", ([],), arguments, ("params",))
-    return lambda parameters: tried("optimizers.dense", kind, parameters, **arguments)
+    return lambda parameters: build("optimizers.dense", kind, parameters, **arguments)
 
 
 def _schedule(config: configs.Named | None) -> Any:
@@ -219,10 +219,10 @@ def _schedule(config: configs.Named | None) -> Any:
         return None
     schedulers = torch.optim.lr_scheduler
     known = classes_of(schedulers, schedulers.LRScheduler)
-    kind = found("schedule", known, config.name)
+    kind = find_class("schedule", known, config.name)
     arguments = config.arguments
     check_arguments(kind, "optimizers.schedule", (None,), arguments, ("optimizer",))
-    return lambda optimizer: tried("optimizers.schedule", kind, optimizer, **arguments)
+    return lambda optimizer: build("optimizers.schedule", kind, optimizer, **arguments)
 
 
 def _checkpoints(config: configs.Saved) -> kv.Checkpoints | None:

@@ -19,20 +19,20 @@ def classes_of(module: Any, base: type) -> dict[str, Any]:
     }
 
 
-def found(what: str, known: Mapping[str, Any], name: str) -> Any:
-    """The one of that name."""
+def find_class(what: str, known: Mapping[str, Any], name: str) -> Any:
+    """The class of that name."""
     if name not in known:
         raise CommandError(f"There is no {what} '{name}'; there are: {', '.join(sorted(known))}.")
     return known[name]
 
 
-def made_by_name(
-    what: str, known: Mapping[str, Any], given: Named, where: str, hidden: Sequence[str] = ()
+def make_by_name(
+    what: str, known: Mapping[str, Any], choice: Named, where: str, hidden: Sequence[str] = ()
 ) -> Any:
-    """One of the known classes, made with the arguments given; `hidden` are arguments of others to give."""
-    kind = found(what, known, given.name)
-    check_arguments(kind, where, (), given.arguments, hidden)
-    return tried(where, kind, **given.arguments)
+    """Create one of the known classes with its arguments; `hidden` are arguments that the caller adds."""
+    kind = find_class(what, known, choice.name)
+    check_arguments(kind, where, (), choice.arguments, hidden)
+    return build(where, kind, **choice.arguments)
 
 
 def check_arguments(
@@ -42,7 +42,7 @@ def check_arguments(
     kwargs: Mapping[str, Any],
     hidden: Sequence[str],
 ) -> None:
-    """Raise if something cannot be called with these arguments; says which it has."""
+    """Raise unless `kind` can be called with these arguments; the error lists those it has."""
     signature = inspect.signature(kind)
     allowed = [name for name in signature.parameters if name not in hidden]
     for name in kwargs:
@@ -54,8 +54,8 @@ def check_arguments(
         raise CommandError(f"{where}: {error}; it takes: {', '.join(allowed) or 'nothing'}.") from error
 
 
-def tried(where: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Errors of what a config asks for name the place in it."""
+def build(where: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `make`; its errors name the key of the config."""
     try:
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """The keys of a config: `karvan train my.yaml`. Unknown keys, and wrong values, are errors that name them.
 
 Values that name one of Karvan's or torch's classes (a model, a loss, an optimizer, …) are a name alone, or a
-mapping with `name` and arguments, which are checked against the class's own when it is made, in
+mapping with `name` and arguments, which are checked against the class's parameters when it is created, in
 `build_job.py`.
 """
 
@@ -42,7 +42,7 @@ class Named(BaseModel):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All but the name."""
+        """The arguments, without the name."""
         return dict(self.model_extra or {})
 
 
@@ -55,7 +55,7 @@ def _listed(given: Any) -> Any:
 
 
 def _named_or(default: str) -> BeforeValidator:
-    """A class by name; arguments alone are those of the default class."""
+    """A class by name; arguments without a name are for the default class."""
 
     def complete(given: Any) -> Any:
         given = _named(given)
@@ -70,7 +70,7 @@ Names = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class Column(Section):
-    """A column that is to be read otherwise than its type suggests; see docs/data.md."""
+    """A column that is read differently from what its type suggests; see docs/data.md."""
 
     name: str
     kind: Literal["fixed", "varlen", "raw"] = "fixed"
@@ -118,7 +118,7 @@ class Model(Named):
 
 
 class Optimizers(Section):
-    """One of torch.optim for the net, and one of kv.optim for the tables; null if all of that is frozen."""
+    """One of torch.optim for the net, and one of kv.optim for the tables; null if all of them are frozen."""
 
     dense: Annotated[Named | None, _named_or("Adam")] = Named(name="Adam")
     sparse: Annotated[Named | None, _named_or("Adagrad")] = Named.model_validate(
@@ -129,7 +129,7 @@ class Optimizers(Section):
 
 
 class Early(Section):
-    """Stop when a metric does not become better any more."""
+    """Stop when a metric does not improve any more."""
 
     metric: str
     patience: Count = 1
@@ -138,7 +138,7 @@ class Early(Section):
 
 
 class WarmStartSection(Section):
-    """The checkpoint that a new run begins with; the options of `kv.checkpoint.warm_start`."""
+    """The checkpoint that a new run starts from; the options of `kv.checkpoint.warm_start`."""
 
     path: Path
     tables: Paths = Field(default=["*"])
@@ -149,7 +149,7 @@ class WarmStartSection(Section):
 
 
 class Train(Section):
-    """How long, and how a step is made."""
+    """How long to train, and how a step is made."""
 
     former: ClassVar = {
         "steps": "max_steps",
@@ -175,7 +175,7 @@ class Train(Section):
 
 
 class Best(Section):
-    """The metric whose best checkpoint is kept."""
+    """The metric whose best checkpoint is not deleted."""
 
     metric: str
     mode: Literal["max", "min"] = "max"
@@ -195,7 +195,7 @@ class Saved(Section):
 
 
 class LogSection(Section):
-    """Files that get the numbers of training, every so many steps."""
+    """Files to which the numbers of training are logged, every `every` steps."""
 
     csv: Path | None = None
     jsonl: Path | None = None
@@ -204,20 +204,20 @@ class LogSection(Section):
 
 
 class Predict(Section):
-    """Columns that go beside the predictions."""
+    """Columns to write with the predictions."""
 
     columns: list[str] = Field(default_factory=list)
 
 
 class Config(Section):
-    """A whole config."""
+    """A complete config."""
 
     former: ClassVar = {"logs": "loggers"}
 
     data: Data
     features: dict[str, list[str | dict[str, Any]]] = Field(default_factory=dict)
     model: Annotated[Model, BeforeValidator(_named)]
-    # What has a `name` is one loss; otherwise they are several by name.
+    # A mapping with `name` is one loss; otherwise it is several losses by name.
     loss: Annotated[Named | dict[str, Choice], Field(union_mode="left_to_right"), BeforeValidator(_named)] = (
         Named(name="BinaryCrossEntropy")
     )
@@ -230,12 +230,12 @@ class Config(Section):
 
 
 def read_config(path: Path, settings: Mapping[str, str]) -> Config:
-    """Read a config, with some values set to others: {"train.epochs": "3"}."""
+    """Read a config, with changed values such as {"train.epochs": "3"}."""
     return read_settings(Config, path, settings)
 
 
-def converted(name: str, text: str, kind: Any) -> Any:
-    """Text of the command line as a value of an annotated kind."""
+def convert(name: str, text: str, kind: Any) -> Any:
+    """Convert text of the command line to a value of an annotated type."""
     adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     try:
         return adapter.validate_python(text)
@@ -247,6 +247,8 @@ def converted(name: str, text: str, kind: Any) -> Any:
                 raise ValueError(f"{parsed} is not a number")
             return value
         except (ValueError, yaml.YAMLError):
-            wanted = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
+            expected = getattr(kind, "__name__", None) if isinstance(kind, type) else str(kind)
             problem = first.errors()[0]["msg"]
-            raise CommandError(f"{name} must be {wanted}, got '{text}': {problem_text(problem)}.") from first
+            raise CommandError(
+                f"{name} must be {expected}, got '{text}': {problem_text(problem)}."
+            ) from first

@@ -15,7 +15,7 @@ from karvan.cli.errors import DAMAGED, FAILED, CommandError
 if TYPE_CHECKING:
     import karvan as kv
 
-# What an option of the command line is in a config.
+# The key of a config for an option of the command line.
 _IN_CONFIG = {
     "folder": "checkpoints.folder",
     "precision": "train.precision",
@@ -26,10 +26,10 @@ _IN_CONFIG = {
 
 @dataclass(frozen=True)
 class Target:
-    """What to run, and what is set otherwise than it says itself.
+    """What to run, and the values that the command line overrides.
 
-    `settings` are those of --set, `options` those of options with names of their own, such as --folder: of a
-    config they are keys, and of a file parameters of its job().
+    `settings` are those of --set, `options` those of separate options, such as --folder: for a config they
+    are keys, for a file parameters of its job().
     """
 
     path: Path
@@ -48,8 +48,8 @@ class Target:
             from karvan.cli.config.build_job import make_job
             from karvan.cli.config.schema import read_config
 
-            given = {_IN_CONFIG[name]: text for name, text in self.options.items()}
-            return make_job(read_config(self.path, {**self.settings, **given}), training=training)
+            overrides = {_IN_CONFIG[name]: text for name, text in self.options.items()}
+            return make_job(read_config(self.path, {**self.settings, **overrides}), training=training)
         raise CommandError(
             f"{self.path}: expected a FILE.py or a CONFIG.yaml, got '{self.path.suffix or 'no ending'}'."
         )
@@ -59,16 +59,16 @@ class Target:
 
         function = _job_function(self.path)
         arguments = _arguments(self.path, function, self.settings, self.options)
-        made = function(**arguments)
-        if not isinstance(made, kv.TrainingJob):
+        job = function(**arguments)
+        if not isinstance(job, kv.TrainingJob):
             raise CommandError(
-                f"job() of {self.path} must return a kv.TrainingJob, got {type(made).__name__}."
+                f"job() of {self.path} must return a kv.TrainingJob, got {type(job).__name__}."
             )
-        return made
+        return job
 
 
 def pairs(settings: Sequence[str]) -> dict[str, str]:
-    """name=value of each --set."""
+    """The name and value of each --set."""
     found = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -83,7 +83,7 @@ def _job_function(path: Path) -> Callable[..., Any]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` would
     try:
         spec.loader.exec_module(module)
@@ -100,12 +100,12 @@ def _job_function(path: Path) -> Callable[..., Any]:
 def _arguments(
     path: Path, function: Callable[..., Any], settings: Mapping[str, str], options: Mapping[str, str]
 ) -> dict[str, Any]:
-    from karvan.cli.config.schema import converted
+    from karvan.cli.config.schema import convert
 
     signature = inspect.signature(function)
     try:
         hints = get_type_hints(function)
-    except NameError:  # names that are there for type checkers only
+    except NameError:  # names that exist for type checkers only
         hints = {}
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     known = {
@@ -121,16 +121,16 @@ def _arguments(
     for name in settings:
         if name not in known and not open_ended:
             raise CommandError(f"--set {name}: job() of {path} has no such parameter; it has: {listed}.")
-    made = {}
+    arguments = {}
     for name, text in {**settings, **options}.items():
         default = known[name].default if name in known else None
         usual = Any if default in (None, inspect.Parameter.empty) else type(default)
         kind = hints.get(name, usual)
-        made[name] = converted(f"Parameter '{name}' of job()", text, kind)
+        arguments[name] = convert(f"Parameter '{name}' of job()", text, kind)
     for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in made:
+        if parameter.default is parameter.empty and name not in arguments:
             raise CommandError(f"job() of {path} needs '{name}': --set {name}=…")
-    return made
+    return arguments
 
 
 def _option(name: str) -> str:

@@ -18,12 +18,12 @@ from karvan.protocol.embedding_worker import WORKER_CALLS
 from karvan.ragged import Ragged
 from karvan.wire import Client, Security, WireError
 
-_FOUND_WITHIN = 5.0  # seconds; who does not find a worker tries again until the call's deadline
-_PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full, at first and at last
+_FOUND_WITHIN = 5.0  # seconds; a caller that finds no worker tries again until its deadline
+_PAUSES = 0.01, 0.5  # seconds between attempts at a worker that is full: the first and the longest
 
 
 class WorkerClient:
-    """One worker, at an address or where a function finds it; one that was replaced is found again."""
+    """One worker, by address or by a function that finds it; its replacement is found again."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class WorkerClient:
     ) -> None:
         self.index = index
         self._deadline = deadline
-        self._peer = Client(
+        self._client = Client(
             f"embedding worker {index}",
             find,
             security,
@@ -46,40 +46,40 @@ class WorkerClient:
         )
 
     def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
-        """Have the worker keep id features; returns when it does. Harmless if it has them already.
+        """Store id features in the worker; returns when it has them. Harmless if it has them already.
 
-        A worker with too many batches that nobody has claimed is asked again, for so many seconds.
+        A worker that is full of unclaimed batches is asked again, for up to `within` seconds.
         """
         message = pack(ids)
         within = self._deadline if within is None else within
         due = clock.now() + within
         pause, longest = _PAUSES
-        while not self._peer.call("put", {**message.head, "reference": reference}, message.arrays).head[
+        while not self._client.call("put", {**message.head, "reference": reference}, message.arrays).head[
             "kept"
         ]:
             if clock.now() > due:
                 raise WireError(
                     f"embedding worker {self.index} expected to have room for a batch within "
-                    f"{within:g} s, got too few claims of those it keeps."
+                    f"{within:g} s, got too few claims of those it holds."
                 )
             time.sleep(pause)
             pause = min(longest, 2 * pause)
 
     def forget(self, references: Sequence[str]) -> None:
-        """Batches that nobody will claim."""
-        self._peer.call("forget", {"references": list(references)})
+        """Drop batches that nobody will claim."""
+        self._client.call("forget", {"references": list(references)})
 
     def describe(self) -> dict[str, Any]:
         """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
-        return self._peer.call("describe").head
+        return self._client.call("describe").head
 
     def close(self) -> None:
-        """Leave it."""
-        self._peer.close()
+        """Disconnect."""
+        self._client.close()
 
 
 def workers_from_environment() -> list[WorkerClient]:
-    """The embedding workers of this process's job, none if it has none."""
+    """The embedding workers of this process's job; an empty list if it has none."""
     count = JobEnvironment.read().embedding_worker_count or 0
     if not count:
         return []

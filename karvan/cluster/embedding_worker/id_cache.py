@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from karvan.clock import clock
 from karvan.ragged import Batch
 
-_REMEMBERED = 4096  # names of batches that expired, to tell why they are not there
+_REMEMBERED = 4096  # names of expired batches, to explain why they are missing
 
 
 @dataclass
 class _Entry:
     ids: Batch
-    came: float
+    arrived: float
     claimed: bool = False
 
 
-class KeptIds:
+class IdCache:
     """Batches by name. One that nobody claims within `expire` seconds is dropped; up to `most` may wait."""
 
     def __init__(self, expire: float, most: int) -> None:
@@ -32,9 +32,9 @@ class KeptIds:
         self._most = most
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}  # the oldest first
-        self._waiting = 0  # those of them that were not claimed
-        self._wanted: set[str] = set()  # asked for while they were not there
-        self._late: deque[str] = deque(maxlen=_REMEMBERED)
+        self._waiting = 0  # entries that were not claimed
+        self._requested: set[str] = set()  # claimed before they arrived
+        self._dropped: deque[str] = deque(maxlen=_REMEMBERED)
         self.expired = 0
         self.received = 0
 
@@ -49,27 +49,27 @@ class KeptIds:
         return len(self._entries)
 
     def put(self, name: str, ids: Batch) -> bool:
-        """Keep a batch, in place of one of that name; False if there is no room now."""
+        """Store a batch, replacing one of that name; False if there is no room now."""
         with self._lock:
             self._drop_old()
             if name in self._entries:
                 self._entries[name].ids = ids
                 return True
-            if self._waiting >= self._most and name not in self._wanted:
+            if self._waiting >= self._most and name not in self._requested:
                 return False
-            self._wanted.discard(name)
+            self._requested.discard(name)
             self._entries[name] = _Entry(ids, clock.now())
             self._waiting += 1
             self.received += 1
             return True
 
     def claim(self, name: str) -> Batch | None:
-        """The batch, which stays until it is forgotten; None if it is not there."""
+        """The batch, which stays until `forget`; None if it is not here."""
         with self._lock:
             self._drop_old()
             entry = self._entries.get(name)
             if entry is None:
-                self._wanted.add(name)
+                self._requested.add(name)
                 return None
             if not entry.claimed:
                 entry.claimed = True
@@ -77,37 +77,37 @@ class KeptIds:
             return entry.ids
 
     def why_missing(self, name: str) -> str:
-        """For people."""
+        """The reason, for an error message."""
         with self._lock:
-            if name in self._late:
+            if name in self._dropped:
                 return f"nobody claimed it within {self.expire:g} s, so it was dropped"
-        return "it never came, or was forgotten"
+        return "it never arrived, or was dropped"
 
     def forget(self, names: Iterable[str]) -> None:
-        """Nobody needs these any more."""
+        """Drop batches that nobody needs any more."""
         with self._lock:
             for name in names:
-                self._wanted.discard(name)
+                self._requested.discard(name)
                 entry = self._entries.pop(name, None)
                 if entry is not None and not entry.claimed:
                     self._waiting -= 1
 
     def forget_claimed(self) -> None:
-        """Those who have claimed batches are gone."""
+        """Drop claimed batches: their trainers are gone."""
         with self._lock:
             self._entries = {name: entry for name, entry in self._entries.items() if not entry.claimed}
-            self._wanted.clear()
+            self._requested.clear()
 
     def _drop_old(self) -> None:
         before = clock.now() - self.expire
         old = []
         for name, entry in self._entries.items():
-            if entry.came > before:
+            if entry.arrived > before:
                 break
             if not entry.claimed:
                 old.append(name)
         for name in old:
             del self._entries[name]
-        self._late.extend(old)
+        self._dropped.extend(old)
         self._waiting -= len(old)
         self.expired += len(old)

@@ -1,16 +1,16 @@
-"""The embedding worker: keeps the id features of batches, and embeds them for trainers.
+"""The embedding worker: holds the id features of batches, and embeds them for trainers.
 
-A loader sends ids under a name (`put`) and the name, as a `Reference`, to a trainer. The trainer claims the
-batch: the worker groups the ids by key, looks the keys up at the parameter servers in the trainer's name, and
-answers with the outputs of all features. The gradients of these outputs come back by the same name; the
-worker sums them by key, pushes the sums, and answers once all servers have applied them.
+A loader sends ids under a name (`put`), and sends the name to a trainer (`IdsReference`). The trainer claims
+the batch: the worker groups the ids by key, looks the keys up at the parameter servers on the trainer's
+behalf, and answers with the outputs of all features. The gradients of these outputs come back under the same
+name; the worker sums them by key, pushes the sums, and answers once all servers have applied them.
 
-A worker holds nothing that cannot be had again. One that replaces a dead one knows neither engines nor ids:
-it says so (`needs`), is told, and does what the dead one may have done already. That is no harm, because the
-numbers of lookups and pushes are the trainer's, and servers do each once.
+A worker holds nothing that cannot be sent again. One that replaces a dead worker knows neither engines nor
+ids: it asks for them (`needs`), and repeats what the dead one may have done already. This is harmless,
+because the trainer numbers its lookups and pushes, and servers do each number once.
 
-A parameter server that has restarted, and may take its rows as they were saved, is told to do so by whoever
-meets it first; workers tell their trainers of it.
+A parameter server that has restarted, and may restore its saved rows, is asked to do so by whoever connects
+to it first; workers report the restart to their trainers.
 
 | variable | meaning | default |
 |---|---|---|
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.embedding_worker.id_cache import KeptIds
+from karvan.cluster.embedding_worker.id_cache import IdCache
 from karvan.cluster.embedding_worker.trainer_session import Embedded, Embedding, TrainerSession
 from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.role_process import RoleSettings
@@ -43,7 +43,7 @@ _SERVER_WITHIN = 300.0  # seconds for a call of a parameter server
 
 
 class EmbeddingWorker(Service):
-    """Worker number `index`; expire and most: see `KeptIds`."""
+    """Worker number `index`; expire and most: see `IdCache`."""
 
     hello = WORKER_HELLO
 
@@ -57,12 +57,12 @@ class EmbeddingWorker(Service):
     ) -> None:
         self.name = f"embedding worker {index}"
         self._index = index
-        self._ids = KeptIds(expire, most)
+        self._ids = IdCache(expire, most)
         self._lock = threading.Lock()
         self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
-        self._speakers: dict[int, TrainerSession] = {}  # by trainer
+        self._sessions: dict[int, TrainerSession] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
         self.endpoints = endpoints(
@@ -78,13 +78,13 @@ class EmbeddingWorker(Service):
         )
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
-        """See `Service.welcome`: loaders may say anything, a trainer says what a parameter server wants."""
+        """See `Service.welcome`; a trainer says what it would say to a parameter server, a loader nothing."""
         hello = caller.hello
         if "run" not in hello:
             return {"worker": self._index}
-        given, run, trainer, place = hello["generation"], hello["run"], hello["trainer"], hello["worker"]
-        if place != self._index:
-            raise RefusedError(f"expected to be asked for as worker {self._index}, got {place}.")
+        given, run, trainer, worker = hello["generation"], hello["run"], hello["trainer"], hello["worker"]
+        if worker != self._index:
+            raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
         if trainer >= hello["trainers"]:
             raise RefusedError(f"expected a trainer from 0 to {hello['trainers'] - 1}, got {trainer}.")
         generation = self._generations.check(given)
@@ -96,30 +96,30 @@ class EmbeddingWorker(Service):
             if run != self._run:
                 self._leave()
                 self._generation, self._run = generation, run
-            if trainer not in self._speakers:
-                self._speakers[trainer] = TrainerSession(_servers_for(hello), hello)
+            if trainer not in self._sessions:
+                self._sessions[trainer] = TrainerSession(_servers_for(hello), hello)
         return {"worker": self._index}
 
     def _leave(self) -> None:
         """Forget the trainers of a run that is over."""
-        for speaker in self._speakers.values():  # which may take a while, and nobody need wait for it
-            threading.Thread(target=speaker.close, name="karvan-leave", daemon=True).start()
-        self._speakers = {}
+        for session in self._sessions.values():  # in the background, as closing may take a while
+            threading.Thread(target=session.close, name="karvan-leave", daemon=True).start()
+        self._sessions = {}
         self._ids.forget_claimed()
 
-    def _speaker(self, caller: Caller) -> TrainerSession:
+    def _session(self, caller: Caller) -> TrainerSession:
         with self._lock:
             hello = caller.hello
             if "run" not in hello or hello["run"] != self._run:
-                raise RefusedError("expected a trainer of the job's newest run, got somebody else.")
-            return self._speakers[hello["trainer"]]
+                raise RefusedError("expected a trainer of the job's newest run, got another caller.")
+            return self._sessions[hello["trainer"]]
 
     def _put(self, call: Request) -> Message:
         ids = unpack(Message(call.head, call.arrays))
         for feature, entry in ids.items():
             values = entry.values if isinstance(entry, Ragged) else entry
             if not isinstance(values, torch.Tensor) or values.dtype not in (torch.int64, torch.uint64):
-                raise RefusedError(f"expected ids of 64 bits for '{feature}', got something else.")
+                raise RefusedError(f"expected ids of 64 bits for '{feature}', got another type.")
             if isinstance(entry, Ragged):
                 entry.validate()
                 if values.dim() != 1:
@@ -135,16 +135,16 @@ class EmbeddingWorker(Service):
         return Message({})
 
     def _engine(self, call: Request) -> Message:
-        head, speaker = call.head, self._speaker(call.caller)
-        made = Embedding(speaker, head["features"], head["wire"])
-        speaker.declare(head["tables"], head["declarations"])
-        speaker.engines[head["engine"]] = made
+        head, session = call.head, self._session(call.caller)
+        engine = Embedding(session, head["features"], head["wire"])
+        session.declare(head["tables"], head["declarations"])
+        session.engines[head["engine"]] = engine
         return Message({})
 
     def _claim(self, call: Request) -> Message:
-        head, speaker = call.head, self._speaker(call.caller)
-        self._let_go(head, speaker)
-        engine = _engine_of(head, speaker)
+        head, session = call.head, self._session(call.caller)
+        self._release(head, session)
+        engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
         name = head["reference"]
@@ -154,49 +154,49 @@ class EmbeddingWorker(Service):
         embedded = engine.begin(ids, head["store"], head["batch"], head)
         outs = embedded.finish()
         if head["training"]:
-            speaker.keep(head["store"], head["batch"], embedded)
+            session.add(head["store"], head["batch"], embedded)
         self.claims += 1
-        laid, offsets = [], [np.empty(0, np.int64)]
+        layouts, offsets = [], [np.empty(0, np.int64)]
         for one in embedded.inputs:
             out = one.layout()
-            laid.append([out.samples, out.ids, out.length, out.offsets is not None])
+            layouts.append([out.samples, out.ids, out.length, out.offsets is not None])
             if out.offsets is not None:
                 offsets.append(out.offsets.numpy())
         vectors = torch.cat([out.reshape(-1) for out in outs])
-        told = {"laid": laid, "begun_anew": speaker.take_begun_anew()}
-        return Message(told, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
+        answer = {"laid": layouts, "begun_anew": session.take_restarted()}
+        return Message(answer, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
 
     def _backward(self, call: Request) -> Message:
-        head, speaker = call.head, self._speaker(call.caller)
-        engine = _engine_of(head, speaker)
+        head, session = call.head, self._session(call.caller)
+        engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
         if head["wire"] != engine.wire:
             raise RefusedError(f"expected gradients as {engine.wire}, like its vectors, got {head['wire']}.")
         store = head["store"]
-        batches = [head["batches"][place] for place in head["mine"]]
+        batches = [head["batches"][index] for index in head["mine"]]
         passes: list[Embedded] = []
-        for batch, told in zip(batches, head["passes"], strict=True):
-            embedded = speaker.kept(store, batch)
+        for batch, described in zip(batches, head["passes"], strict=True):
+            embedded = session.find(store, batch)
             if embedded is None:
-                name = told["reference"]
+                name = described["reference"]
                 ids = self._ids.claim(name)
                 if ids is None:
                     return self._needs_ids(name)
                 embedded = engine.group(ids)
-                speaker.keep(store, batch, embedded)
+                session.add(store, batch, embedded)
             passes.append(embedded)
         sums = [
-            embedded.sum(array, told["given"], head["complete"])
-            for embedded, told, array in zip(passes, head["passes"], call.arrays, strict=True)
+            embedded.sum(array, described["given"], head["complete"])
+            for embedded, described, array in zip(passes, head["passes"], call.arrays, strict=True)
         ]
         engine.push(head, sums)
-        self._let_go(head, speaker)
+        self._release(head, session)
         self.backwards += 1
-        return Message({"begun_anew": speaker.take_begun_anew()})
+        return Message({"begun_anew": session.take_restarted()})
 
-    def _let_go(self, head: Mapping[str, Any], speaker: TrainerSession) -> None:
-        speaker.forget(head["store"], head["done"])
+    def _release(self, head: Mapping[str, Any], session: TrainerSession) -> None:
+        session.forget(head["store"], head["done"])
         self._ids.forget(head["gone"])
 
     def _needs_ids(self, name: str) -> Message:
@@ -204,7 +204,7 @@ class EmbeddingWorker(Service):
         return Message({"needs": "ids", "reference": name, "text": text})
 
     def _describe(self, call: Request) -> Message:
-        """What it holds and has done, for people and tests."""
+        """What it holds and has done, for monitoring and tests."""
         return Message(
             {
                 "waiting": self._ids.waiting,
@@ -213,7 +213,7 @@ class EmbeddingWorker(Service):
                 "expired": self._ids.expired,
                 "claims": self.claims,
                 "backwards": self.backwards,
-                "plans": sum(len(speaker) for speaker in list(self._speakers.values())),
+                "plans": sum(len(session) for session in list(self._sessions.values())),
             }
         )
 
@@ -224,10 +224,10 @@ class EmbeddingWorker(Service):
 
 
 def _servers_for(hello: Mapping[str, Any]) -> Servers:
-    """The parameter servers, as a trainer would talk to them."""
-    told = {name: value for name, value in hello.items() if name not in ("worker", "line")}
+    """The parameter servers, connected as the trainer would connect to them."""
+    own = {name: value for name, value in hello.items() if name not in ("worker", "line")}
     try:
-        servers = find_servers(None, told, _SERVER_WITHIN, hello.get("reload", False))
+        servers = find_servers(None, own, _SERVER_WITHIN, hello.get("reload", False))
     except (RuntimeError, ValueError) as error:
         raise RefusedError(f"expected parameter servers in the environment, got none: {error}") from error
     if len(servers) != hello["servers"]:
@@ -237,10 +237,10 @@ def _servers_for(hello: Mapping[str, Any]) -> Servers:
     return servers
 
 
-def _engine_of(head: Mapping[str, Any], speaker: TrainerSession) -> Embedding | None:
-    """The engine, unless the trainer has more to tell of it."""
-    known = speaker.declarations >= head["declarations"]
-    return speaker.engines.get(head["engine"]) if known else None
+def _engine_of(head: Mapping[str, Any], session: TrainerSession) -> Embedding | None:
+    """The engine; None if the trainer has to send it or newer declarations of its tables first."""
+    known = session.declarations >= head["declarations"]
+    return session.engines.get(head["engine"]) if known else None
 
 
 def _needs_engine() -> Message:

@@ -1,6 +1,6 @@
-"""Embeds batches for a trainer, in its name and with its own code.
+"""Embeds batches on behalf of a trainer, with the trainer's own code.
 
-A `TrainerSession` speaks for one trainer and has its engines, each an `Embedding`; a batch of it is an
+A `TrainerSession` acts for one trainer and has its engines, each an `Embedding`; one of its batches is an
 `Embedded`.
 """
 
@@ -24,66 +24,66 @@ from karvan.wire import Array, RefusedError, Reply
 
 
 class TrainerSession:
-    """Speaks to the parameter servers for one trainer."""
+    """Calls the parameter servers on behalf of one trainer."""
 
     def __init__(self, servers: Servers, hello: Mapping[str, Any]) -> None:
         self.servers = servers
         self.scale = 1.0 / int(hello["divisor"])
         self.engines: dict[str, Embedding] = {}
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, int], Embedded] = {}  # by store and batch
-        self._done: dict[int, list[int]] = {}  # by store: batches that servers need not keep
-        self._begun_anew: list[tuple[int, str]] = []  # servers, and their new lives
-        self.declarations = 0  # of tables, that the trainer has told of
-        servers.on_restart(lambda server, life: self._begun_anew.append((server, life)))
+        self._batches: dict[tuple[int, int], Embedded] = {}  # by store and batch
+        self._done: dict[int, list[int]] = {}  # by store: batches that servers may release
+        self._restarted: list[tuple[int, str]] = []  # servers, and their new lives
+        self.declarations = 0  # of tables, that the trainer has sent
+        servers.on_restart(lambda server, life: self._restarted.append((server, life)))
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._batches)
 
-    def keep(self, store: int, batch: int, embedded: Embedded) -> None:
-        """Until it is forgotten."""
+    def add(self, store: int, batch: int, embedded: Embedded) -> None:
+        """Hold a batch until `forget`."""
         with self._lock:
-            self._kept[store, batch] = embedded
+            self._batches[store, batch] = embedded
 
-    def kept(self, store: int, batch: int) -> Embedded | None:
-        """What was kept."""
+    def find(self, store: int, batch: int) -> Embedded | None:
+        """The batch, if it is held."""
         with self._lock:
-            return self._kept.get((store, batch))
+            return self._batches.get((store, batch))
 
     def forget(self, store: int, batches: Iterable[int]) -> None:
-        """The trainer is done with these; servers hear of it with the next call."""
+        """The trainer is done with these; the next call to the servers reports it."""
         with self._lock:
             for batch in batches:
-                self._kept.pop((store, batch), None)
+                self._batches.pop((store, batch), None)
                 self._done.setdefault(store, []).append(batch)
 
     def take_done(self, store: int) -> list[int]:
-        """What servers have not heard of."""
+        """Finished batches that were not reported to the servers yet."""
         with self._lock:
             return self._done.pop(store, [])
 
     def declare(self, tables: Mapping[str, Mapping[str, Any]], declarations: int) -> None:
-        """What servers that begin anew must know of tables."""
-        for name, told in tables.items():
-            self.servers.declare(name, **told)
+        """Remember the tables, for servers that restart."""
+        for name, declaration in tables.items():
+            self.servers.declare(name, **declaration)
         self.declarations = max(self.declarations, declarations)
 
-    def take_begun_anew(self) -> list[tuple[int, str]]:
-        """The servers that have begun anew, of which the trainer has not heard."""
-        taken, self._begun_anew = self._begun_anew, []
+    def take_restarted(self) -> list[tuple[int, str]]:
+        """The servers that have restarted, as far as the trainer does not know yet."""
+        taken, self._restarted = self._restarted, []
         return taken
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Disconnect from the servers."""
         self.servers.close()
 
 
 class Embedding:
     """An engine of a trainer: features in their layouts, without rows."""
 
-    def __init__(self, speaker: TrainerSession, features: Mapping[str, Any], wire: str) -> None:
-        self._speaker = speaker
-        self.count = len(speaker.servers)
+    def __init__(self, session: TrainerSession, features: Mapping[str, Any], wire: str) -> None:
+        self._session = session
+        self.count = len(session.servers)
         self.wire = wire
         self.features = features_from_json(features)
         self.program = make_program(self.features)
@@ -96,34 +96,37 @@ class Embedding:
 
     def begin(self, ids: Mapping[str, Any], store: int, batch: int, head: Mapping[str, Any]) -> Embedded:
         """Group a batch by key, and ask the servers."""
-        made = Embedded(self, ids, {**head, "store": store})
-        made.pull.begin(batch)
-        return made
+        embedded = Embedded(self, ids, {**head, "store": store})
+        embedded.pull.begin(batch)
+        return embedded
 
     def send_pull(self, store: int, lookup: ServerLookup) -> list[Reply]:
         """Ask the servers for one of the trainer's stores."""
-        done = self._speaker.take_done(store)
-        return begin_pull(self._speaker.servers, lookup, store=store, done=done)
+        done = self._session.take_done(store)
+        return begin_pull(self._session.servers, lookup, store=store, done=done)
 
     def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
         """Send sums by key, by pass and server, and wait until they have been applied.
 
-        They are not by servers that have restarted since the lookup, which count what they contain.
+        Servers that have restarted since the lookup do not apply them; they count the updates they contain.
         """
         names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
-        told = {**{name: head[name] for name in names}, "done": self._speaker.take_done(int(head["store"]))}
+        request = {
+            **{name: head[name] for name in names},
+            "done": self._session.take_done(int(head["store"])),
+        }
         replies = []
         for server in range(self.count):
             arrays = [to_wire(pieces[server], self.wire) for pieces in sums]
-            # Not behind lookups, which wait for those of other trainers, who may wait for this push.
-            replies.append(self._speaker.servers.peer(server, "push").begin("push", told, arrays))
+            # Not queued behind lookups: they wait for those of other trainers, which may wait for this push.
+            replies.append(self._session.servers.peer(server, "push").begin("push", request, arrays))
         for reply in replies:
             reply.wait()
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied with."""
-        return self._speaker.scale
+        """The factor by which gradients are multiplied."""
+        return self._session.scale
 
 
 class Embedded:
@@ -159,30 +162,32 @@ class Embedded:
         self.pull.finish()
         return [one.take_out() for one in self.inputs]
 
-    def sum(self, array: Array, given: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
+    def sum(self, array: Array, positions: Sequence[int], complete: bool) -> tuple[Tensor, ...]:
         """Sum gradients of outputs by key: for each server, those of its keys.
 
-        array: the gradients of the features whose places are given, one behind the other.
+        array: the gradients of the features at these positions, one after the other.
         """
-        if any(type(place) is not int or not 0 <= place < len(self._sizes) for place in given):
-            raise RefusedError(f"expected gradients of {len(self._sizes)} features, got some of {given}.")
-        expected = sum(self._sizes[place] for place in given)
+        if any(type(position) is not int or not 0 <= position < len(self._sizes) for position in positions):
+            raise RefusedError(f"expected gradients of {len(self._sizes)} features, got some of {positions}.")
+        expected = sum(self._sizes[position] for position in positions)
         kind = np.float32 if self._engine.wire == "float32" else np.uint16
-        if array.shape != (expected,) or array.dtype != kind or len(set(given)) != len(given):
+        if array.shape != (expected,) or array.dtype != kind or len(set(positions)) != len(positions):
             raise RefusedError(
                 f"expected {expected} gradients of {np.dtype(kind)}, got {array.dtype} {array.shape}."
             )
-        if complete and len(given) < len(self._sizes):
-            raise RefusedError(f"expected gradients of all {len(self._sizes)} features, got {len(given)}.")
+        if complete and len(positions) < len(self._sizes):
+            raise RefusedError(
+                f"expected gradients of all {len(self._sizes)} features, got {len(positions)}."
+            )
         flat = from_wire(array, self._engine.wire)
         addresses, strides = [0] * len(self._sizes), [0] * len(self._sizes)
         at = 0
-        for place in given:
-            # An address of 0 would mean that there is no gradient; that of nothing at all is never read.
-            addresses[place] = (
-                flat.ctypes.data + 4 * at if self._sizes[place] else self.pull.sent[0].ctypes.data
+        for position in positions:
+            # An address of 0 means no gradient; the address of an empty gradient is never read.
+            addresses[position] = (
+                flat.ctypes.data + 4 * at if self._sizes[position] else self.pull.sent[0].ctypes.data
             )
-            strides[place] = self.inputs[place].table.dim
-            at += self._sizes[place]
-        made = self.pull.plan.reduce(addresses, strides)
-        return self.pull.pack(made, self._engine.scale, complete)
+            strides[position] = self.inputs[position].table.dim
+            at += self._sizes[position]
+        sums = self.pull.plan.reduce(addresses, strides)
+        return self.pull.pack(sums, self._engine.scale, complete)

@@ -4,7 +4,7 @@
 |---|---|---|
 | files, or train | paths, folders, globs, URLs | required |
 | batch_size | | 4096 |
-| columns | names, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
+| columns | file_keys, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
 | others of `kv.data.read` | format, options, shuffle, seed, drop_remainder, workers, prefetch, … | |
 
 Keys that begin with `eval` are for trainers.
@@ -37,7 +37,7 @@ _OWN = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transform", 
 def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
     source = read_share(_data(), settings.index, settings.count)
-    source.identity()  # reads a little of the files; a file that cannot be read is then an error at once
+    source.identity()  # reads a little of each file, so that an unreadable one is an error at once
     service = LoaderService(
         settings.index,
         settings.count,
@@ -51,9 +51,9 @@ def make(settings: RoleSettings) -> Service:
                 serve(service, source)
             except Exception as error:
                 if code_of(error) in (DAMAGED, TEMPORARY):
-                    _log.error("%s could not read on: %s", service.name, text_of(error))
+                    _log.error("%s could not continue reading: %s", service.name, text_of(error))
                 else:
-                    _log.exception("%s could not read on", service.name)
+                    _log.exception("%s could not continue reading", service.name)
                 service.fail(error)
 
     threading.Thread(target=run, name="karvan-reading", daemon=True).start()
@@ -61,15 +61,15 @@ def make(settings: RoleSettings) -> Service:
 
 
 def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
-    """What loader `index` of `count` reads; a ValueError names what is wrong with `data`."""
-    given = {name: value for name, value in data.items() if not name.startswith("eval")}
-    names = [name for name in ("files", "train") if name in given]
-    if len(names) != 1:
+    """What loader `index` of `count` reads; a ValueError file_keys what is wrong with `data`."""
+    options = {name: value for name, value in data.items() if not name.startswith("eval")}
+    file_keys = [name for name in ("files", "train") if name in options]
+    if len(file_keys) != 1:
         raise ValueError(f"data of a job with loaders expects files, or train, got: {', '.join(data)}.")
-    files = given.pop(names[0])
-    batch_size = given.pop("batch_size", 4096)
+    files = options.pop(file_keys[0])
+    batch_size = options.pop("batch_size", 4096)
     allowed = [name for name in inspect.signature(read).parameters if name not in _OWN]
-    for name in given:
+    for name in options:
         if name in ("features", "transform"):
             raise ValueError(
                 f"data of a job has no '{name}': features are a part of the model, or of a loader's own "
@@ -77,10 +77,10 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
             )
         if name not in allowed:
             raise ValueError(f"data expects keys of files, {', '.join(allowed)}, got '{name}'.")
-    if given.get("columns") is not None:
-        given["columns"] = [column_from_settings(each) for each in given["columns"]]
+    if options.get("columns") is not None:
+        options["columns"] = [column_from_settings(each) for each in options["columns"]]
     try:
-        return read(files, batch_size, rank=index, world_size=count, **given)
+        return read(files, batch_size, rank=index, world_size=count, **options)
     except TypeError as error:
         raise ValueError(f"data: {error}") from error
 

@@ -35,15 +35,15 @@ from karvan.data import Loader, read
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
-_TOLD_WITHIN = 30.0  # seconds for trainers to hear of an error
+_REPORT_WITHIN = 30.0  # seconds for trainers to receive an error
 
 
 class LoaderContext:
-    """This process as loader number `index` of `count`, at work from here on until `close`.
+    """This process as loader number `index` of `count`; it serves until `close`.
 
-    queue: how many batches wait for each trainer; reading waits while there are as many. Where it listens
+    queue: how many batches may wait for each trainer; reading pauses while a queue is full. The address
     comes from `settings`, or from the environment (see `karvan.cluster.role_process`), as in a launched job.
-    workers: those that ids go to, without it the embedding workers of the launched job.
+    workers: those that receive ids; by default the embedding workers of the launched job.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class LoaderContext:
         )
         self._transforms: list[object] = []  # with statistics
         self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
-        self._begun = False
+        self._started = False
         self._once = False  # whether batches are sent outside of `epochs`
-        self._open = False  # whether an epoch has begun and not ended
+        self._open = False  # whether an epoch has started and not ended
         self._ended = threading.Event()
         self._stack = ExitStack()
         if threading.current_thread() is threading.main_thread():
@@ -81,47 +81,49 @@ class LoaderContext:
     def read(self, data: Any, batch_size: int, **options: Any) -> Loader:
         """`kv.data.read` for this loader's share of the data.
 
-        A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has by its
-        name, even if it was fitted to other data: the model knows no others. Trainers save the statistics of
-        the transforms that `read` was given before `serve`, `epochs` or `send`.
+        A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has under its
+        name, even if it was fitted to other data: the model was trained with those. Trainers save the
+        statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
         return read(data, batch_size, rank=self.index, world_size=self.count, **options)
 
     def serve(self, batches: Batches) -> None:
-        """Send all batches of as many epochs as trainers ask for; ends with the process, as a rule.
+        """Send all batches of as many epochs as trainers ask for; usually runs until the process ends.
 
         batches: something that gives an epoch each time it is iterated, or a function from the number of an
-        epoch to its batches. If it has `state_dict` and `load_state_dict`, as `read` gives, a loader that
-        takes over begins where the one before has ended. If not, it must give the same batches every time.
+        epoch to its batches. If it has `state_dict` and `load_state_dict`, as the result of `read` does, a
+        loader that takes over continues where the one before stopped. If not, it must give the same batches
+        every time.
         """
-        self._begun = True
-        with self._telling():
+        self._started = True
+        with self._reporting():
             self._use(getattr(batches, "transform", None))
             serve(self._service, batches, self._statistics())
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs that trainers ask for, each when it is asked for.
+        """The numbers of the epochs that trainers ask for, each as soon as it is requested.
 
         The same number comes again if an epoch has to be sent again, because a loader or a trainer was
-        replaced. Batches that are not needed then are dropped, so an epoch must have the same ones again.
+        replaced. Batches that are not needed then are dropped, so an epoch must repeat the same batches.
         """
         self._service.identify(None, self._statistics())
         while (start := self._service.begin()) is not None:
             if start.index:  # the position is of a program that had positions
                 raise RuntimeError(
-                    f"Epoch {start.epoch} was begun by a loader with positions, "
-                    "which a program that sends batches itself cannot go on from."
+                    f"Epoch {start.epoch} was started by a loader with positions, "
+                    "which a program that sends batches itself cannot continue from."
                 )
-            self._begun = self._open = True
+            self._started = self._open = True
             yield start.epoch
             self.end()
 
     def send(self, batch: Mapping[str, Any], meta: Any = None) -> bool:
         """Send the next batch of the epoch; waits while the queue of its trainer is full.
 
-        It must not be changed afterwards. `meta` is anything that JSON can say; the trainer's batch has it.
-        False: batches from here on are not wanted, because the epoch, or another, has to be sent anew.
+        It must not be changed afterwards. `meta` is any value that JSON can express; it becomes `meta` of the
+        trainer's batch. False: further batches are not needed, because this or another epoch has to be sent
+        again.
         """
         checked = as_batch(batch)
         if not self._open:
@@ -129,7 +131,7 @@ class LoaderContext:
         if self._service.send(checked, None, meta):
             return True
         if self._once:
-            self._go_back()
+            self._require_restart()
         return False
 
     def end(self) -> None:
@@ -139,17 +141,17 @@ class LoaderContext:
         if self._open:
             self._open = False
             if not self._service.end() and self._once:
-                self._go_back()
+                self._require_restart()
 
     def close(self) -> None:
-        """End the epoch, wait until trainers want no more, and leave."""
+        """End the epoch, wait until trainers need no more, and stop serving."""
         try:
-            with self._telling():
-                if self._open or not self._begun:
+            with self._reporting():
+                if self._open or not self._started:
                     self.end()
                 self._service.finish()
                 if not self._service.wait_until_left():
-                    self._go_back()
+                    self._require_restart()
         finally:
             self._leave()
 
@@ -163,11 +165,11 @@ class LoaderContext:
             self.close()
         else:
             if isinstance(error, Exception):
-                self._tell(error)
+                self._report(error)
             self._leave()
 
     def _use(self, transform: object) -> None:
-        """Have the statistics of a transform be those of the checkpoint, and tell trainers of them."""
+        """Load the checkpoint's statistics into a transform, and report them to trainers."""
         if not has_state(transform):
             return
         self._saved.give(transform)
@@ -187,29 +189,29 @@ class LoaderContext:
             self._saved.give(transform)  # the program may have called fit since
         return LoaderStatistics.of(self._transforms)
 
-    def _telling(self) -> ExitStack:
-        """Trainers hear of errors inside of it."""
+    def _reporting(self) -> ExitStack:
+        """Reports errors inside of it to trainers."""
         stack = ExitStack()
-        stack.push(lambda kind, error, trace: self._tell(error))
+        stack.push(lambda kind, error, trace: self._report(error))
         return stack
 
-    def _tell(self, error: BaseException | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, _GoBackError):
+    def _report(self, error: BaseException | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _RestartRequiredError):
             self._service.fail(error)
-            self._service.wait_until_told(_TOLD_WITHIN)
+            self._service.wait_until_reported(_REPORT_WITHIN)
 
     def _begin_once(self) -> None:
         if self._once:
             raise RuntimeError("expected batches of one epoch, got one after its end; see `epochs`.")
-        self._begun = self._once = self._open = True
+        self._started = self._once = self._open = True
         self._service.identify(None, self._statistics())
         self._service.begin_once()
 
-    def _go_back(self) -> None:
+    def _require_restart(self) -> None:
         if not self._ended.is_set():
-            raise _GoBackError(
-                f"{self._service.name} has to send its epoch anew, which takes a new process of its program: "
-                "a launched job starts it. A program with `for epoch in data.epochs()` does without."
+            raise _RestartRequiredError(
+                f"{self._service.name} has to send its epoch again, which takes a new process of its "
+                "program: a launched job starts it. With `for epoch in data.epochs()` no restart is needed."
             )
 
     def _leave(self) -> None:
@@ -221,5 +223,5 @@ class LoaderContext:
         sys.exit(0)
 
 
-class _GoBackError(RuntimeError):
-    """A program has to begin anew."""
+class _RestartRequiredError(RuntimeError):
+    """The program has to be restarted."""

@@ -1,4 +1,4 @@
-"""The batches of an epoch that a loader reads, from a position on."""
+"""The batches of an epoch that a loader reads, starting at a position."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ def serve(service: LoaderService, batches: Batches, statistics: LoaderStatistics
 
     statistics: of the transforms that make the batches.
     """
-    source = _PerEpoch(batches) if callable(batches) else _Whole(batches)
+    source = _PerEpoch(batches) if callable(batches) else _Iterated(batches)
     known = getattr(batches, "identity", lambda: None)()
     service.identify(None if known is None else known.state(), statistics)
     while (start := service.begin()) is not None:
-        taken = source.batches(start)
+        batches_of_epoch = source.batches(start)
         try:
-            for batch in taken:
+            for batch in batches_of_epoch:
                 if not service.send(as_batch(batch), source.position()):
                     break
             else:
                 if service.end(source.end()):
                     source.ended(start.epoch)
         finally:
-            getattr(taken, "close", lambda: None)()
+            getattr(batches_of_epoch, "close", lambda: None)()
 
 
 def as_batch(batch: Any) -> Batch:
-    """The same, with all features checked to have equal numbers of rows."""
+    """The same batch, after a check that all features have the same number of samples."""
     return batch if isinstance(batch, Batch) else Batch(batch)
 
 
-class _Whole:
+class _Iterated:
     """Something that gives an epoch whenever it is iterated."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
         self._begin = self.position()
-        self._next: int | None = 0  # the epoch that the next iteration would give; None: it is in between
+        self._next: int | None = 0  # the epoch that the next iteration gives; None: one is in progress
 
     def batches(self, start: Start) -> Iterator[Any]:
-        """From a place on; without a position all of the epoch."""
+        """Batches from `start`; without a position all of the epoch."""
         moved = False
         if (start.epoch, start.index) != (self._next, 0):
             position = self._begin if start == Start(0, 0, None) else start.position
             if position is not None:
-                assert isinstance(self._source, Positioned)  # it has told the position
+                assert isinstance(self._source, Positioned)  # the position came from it
                 self._source.load_state_dict(position)
                 moved = start.index == 0
             elif hasattr(self._source, "start_epoch"):
@@ -66,18 +66,18 @@ class _Whole:
             empty = False
             yield batch
         if empty and moved and start.epoch:
-            yield from self._source  # it was moved to the end of the epoch before, which had nothing left
+            yield from self._source  # it was moved to the end of the previous epoch, which had nothing left
 
     def position(self) -> Any:
-        """Behind the last batch; None if the source does not know."""
+        """The position after the last batch; None if the source has none."""
         return getattr(self._source, "state_dict", lambda: None)()
 
     def end(self) -> Any:
-        """Where the next epoch begins."""
+        """The position at which the next epoch begins."""
         return self.position()
 
     def ended(self, epoch: int) -> None:
-        """All of an epoch was given."""
+        """An epoch was read to its end."""
         self._next = epoch + 1
 
 
@@ -89,19 +89,19 @@ class _PerEpoch:
         self._source: Any = None
 
     def batches(self, start: Start) -> Iterator[Any]:
-        """See `_Whole.batches`."""
+        """See `_Iterated.batches`."""
         self._source = self._make(start.epoch)
         if start.position is not None:
             self._source.load_state_dict(start.position)
         yield from self._source
 
     def position(self) -> Any:
-        """See `_Whole.position`."""
+        """See `_Iterated.position`."""
         return getattr(self._source, "state_dict", lambda: None)()
 
     def end(self) -> Any:
-        """Each epoch begins by itself."""
+        """Each epoch has a source of its own, so there is no position."""
         return None
 
     def ended(self, epoch: int) -> None:
-        """See `_Whole.ended`."""
+        """See `_Iterated.ended`."""

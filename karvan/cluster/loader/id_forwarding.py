@@ -1,8 +1,8 @@
 """Ids that a loader has sent to embedding workers, held until no trainer can need them again.
 
-A job with embedding workers splits each batch: its id features go to worker number modulo workers, under a
-`BatchName`; the trainer gets the rest, with the reference and the worker. The loader keeps the ids until the
-trainer says that it is done with the batch, so that they can be put again if a worker is replaced.
+A job with embedding workers splits each batch: its id features go to one of W workers, by the batch's number
+modulo W, under a `BatchName`; the trainer gets the rest, with the name and the worker. The loader holds the
+ids until the trainer reports that it is done with the batch, to send them again if a worker is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from karvan.wire import RefusedError
 
 
 class BatchName(NamedTuple):
-    """Names the ids of one batch; numbers begin at 0 again in every epoch."""
+    """Names the ids of one batch; numbers start at 0 in every epoch."""
 
     generation: int
     epoch: int
@@ -37,11 +37,11 @@ class IdReceiver(Protocol):
     """One embedding worker, as a loader sees it."""
 
     def put(self, reference: str, ids: Mapping[str, Any]) -> None:
-        """Give it the ids of a batch, again if it had them before; waits while it has no room."""
+        """Send it the ids of a batch, even if it has them already; waits while it has no room."""
 
 
 class SplitIds(Protocol):
-    """Parts a batch into ids, for an embedding worker, and the rest, for the trainer."""
+    """Splits a batch into ids, for an embedding worker, and the rest, for the trainer."""
 
     def __call__(self, batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """`names` are the features that the trainer looks up."""
@@ -59,53 +59,53 @@ def split_by_name(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Any], d
 
 
 class SentIds:
-    """The ids of batches that trainers are not done with, and the workers that they were put to."""
+    """The ids of batches that trainers are not done with, and the workers that hold them."""
 
     def __init__(self, workers: Sequence[IdReceiver], split: SplitIds = split_by_name) -> None:
         self._workers = workers
         self._split = split
         self._lock = threading.Lock()
-        self._kept: dict[BatchName, tuple[int, dict[str, Any]]] = {}  # with the trainer
+        self._held: dict[BatchName, tuple[int, dict[str, Any]]] = {}  # with the trainer
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._held)
 
     def put(
         self, reference: BatchName, trainer: int, batch: Batch, names: Sequence[str]
     ) -> tuple[Batch, int | None]:
-        """Put a batch's ids to their worker; gives what is left for the trainer, and the worker if any."""
+        """Send a batch's ids to their worker; returns the rest, for the trainer, and the worker if any."""
         if not self._workers or not names:
             return batch, None
         ids, rest = self._split(batch, names)
         worker = reference.number % len(self._workers)
         with self._lock:
-            self._kept[reference] = (trainer, ids)
+            self._held[reference] = (trainer, ids)
         self._workers[worker].put(reference.name, ids)
         return Batch(rest), worker
 
     def resend(self, reference: BatchName, worker: int) -> None:
-        """Put the ids of a batch to a worker again."""
+        """Send the ids of a batch to a worker again."""
         with self._lock:
-            kept = self._kept.get(reference)
-        if kept is None:
+            held = self._held.get(reference)
+        if held is None:
             raise RefusedError(f"expected a batch that its trainer is not done with, got {reference}.")
         if not 0 <= worker < len(self._workers):
             raise RefusedError(f"expected a worker from 0 to {len(self._workers) - 1}, got {worker}.")
-        self._workers[worker].put(reference.name, kept[1])
+        self._workers[worker].put(reference.name, held[1])
 
     def done(self, trainer: int, references: Sequence[Sequence[int]]) -> None:
         """A trainer is done with these batches."""
         with self._lock:
             for each in references:
                 reference = BatchName(*each)
-                if reference in self._kept and self._kept[reference][0] == trainer:
-                    del self._kept[reference]
+                if reference in self._held and self._held[reference][0] == trainer:
+                    del self._held[reference]
 
     def forget(self, trainer: int | None = None) -> None:
-        """Let go of what was kept for a trainer that begins anew, or for all."""
+        """Release the ids held for a trainer that restarts, or for all."""
         with self._lock:
-            self._kept = {
-                reference: kept
-                for reference, kept in self._kept.items()
-                if trainer is not None and kept[0] != trainer
+            self._held = {
+                reference: held
+                for reference, held in self._held.items()
+                if trainer is not None and held[0] != trainer
             }

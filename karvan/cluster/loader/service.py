@@ -5,27 +5,27 @@ j · L + i of the epoch, and belongs to trainer number modulo W.
 
     trainer                                          loader
     hello: from which epoch and index on it          waits until all W trainers have come, begins to read at
-      needs batches, and the positions it knows        the oldest place, drops what its trainer has already
-    stay, always one                                 is answered now and then: a trainer notices by it that
-                                                       its loader was replaced, also without another call
-    next(epoch), several at a time                   gives the next batch of the trainer's queue: index,
-                                                       position behind it, arrays; or "end" with the number
+      needs batches, and the positions it knows        the oldest index, drops what its trainer has already
+    stay, always one                                 is answered now and then, so that a trainer notices that
+                                                       its loader was replaced, even without another call
+    next(epoch), several at a time                   sends the next batch of the trainer's queue: index,
+                                                       position after it, arrays; or "end" with the number
                                                        of its batches; or "wait" after a second
     next(epoch + 1)                                  reads the next epoch once one trainer has asked for it
     resend(reference, worker), done(references)      see `id_forwarding.py`
-    identity                                         what tells its data from other data, once its program
-                                                       has said so; "wait" after a second
+    identity                                         the identity of its data, once its program has set it;
+                                                       "wait" after a second
     statistics(whole)                                see `statistics.py`
-    leave                                            this trainer wants no more
+    leave                                            this trainer needs no more
 
 A queue holds a bounded number of batches, and reading waits while that of the next batch is full.
 
 **A loader dies.** Another takes its index; trainers find it and say hello, with what they need by then.
-Positions of the source tell where to begin; without them the epoch is read from its start, and as many
-batches are dropped, so such a source has to give the same batches every time.
+Reading resumes at a position of the source; without positions the epoch is read from its start, and the
+batches that were sent are dropped, so such a source has to give the same batches every time.
 
-**A trainer comes anew**, in a new session. It may need batches that were handed out before: reading then
-goes back. A newer generation of trainers (`generations.py`) begins with empty queues; older ones are refused.
+**A trainer restarts**, in a new session. It may need batches that were handed out before: reading then
+goes back. A newer generation of trainers (`generations.py`) starts with empty queues; older ones are refused.
 
 **Reading fails.** Batches read before are still handed out, then every trainer gets the error.
 """
@@ -43,7 +43,7 @@ from karvan.cluster.batch_messages import pack
 from karvan.cluster.generations import Generations
 from karvan.cluster.loader.id_forwarding import BatchName, IdReceiver, SentIds, SplitIds, split_by_name
 from karvan.cluster.loader.statistics import LoaderStatistics
-from karvan.cluster.loader.trainer_queue import Item, Known, Place, TrainerQueue
+from karvan.cluster.loader.trainer_queue import EpochIndex, Item, Known, TrainerQueue
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, code_of
 from karvan.outages import mark
 from karvan.protocol.loader import LOADER_CALLS, LOADER_HELLO
@@ -51,13 +51,13 @@ from karvan.ragged import Batch
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
 _STAY = 30.0  # seconds
-_WAIT = 1.0  # seconds until a call is answered, even if there is nothing yet
-_POSITIONS = 64  # of the last batches, from which reading can begin again
+_WAIT = 1.0  # seconds until a call is answered, even if there is nothing to send yet
+_POSITIONS = 64  # of the last batches, from which reading can restart
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where to read on: a position of the source if one is known, otherwise index 0."""
+    """Where to start reading: at a position of the source if one is known, otherwise at index 0."""
 
     epoch: int
     index: int
@@ -65,11 +65,11 @@ class Start:
 
 
 class LoaderService(Service):
-    """Loader number `index` of `count`: trainers call `answer`, one thread that reads calls the rest."""
+    """Loader number `index` of `count`: trainers call its endpoints, one reading thread calls the rest."""
 
     hello = LOADER_HELLO
 
-    progresses = False  # batches are, see `send`
+    progresses = False  # calls are not progress; batches are, see `send`
 
     def __init__(
         self,
@@ -86,20 +86,22 @@ class LoaderService(Service):
         self.name = f"loader {index}"
         self._index = index
         self._count = count
-        # Trainers in step that take what is ready first could wait for each other if queues were shorter.
+        # With shorter queues, synchronous trainers that take what is ready first could wait for each other.
         self._bound = max(queue, count + 2)
         self._changed = threading.Condition()
         self._generations = generations or Generations()
         self._generation = self._generations.newest
         self._world = 0
         self._trainers: dict[int, TrainerQueue] = {}
-        self._gone: set[str] = set()  # runs that others have replaced
+        self._gone: set[str] = set()  # runs that were replaced by newer ones
         self._sent = SentIds(workers, split)
-        self._cursor: Place | None = None  # of the next batch that is read
+        self._cursor: EpochIndex | None = None  # of the next batch that is read
         self._positions: deque[Known] = deque(maxlen=_POSITIONS)
         self._error = ""
         self._error_code = FAILED
-        self._identity: tuple[dict[str, Any] | None] | None = None  # of the data, once the program has begun
+        self._identity: tuple[dict[str, Any] | None] | None = (
+            None  # of the data, once the program has started
+        )
         self._statistics = LoaderStatistics()  # of the transforms; final as soon as there is an identity
         self._over = False  # the program has no more epochs
         self._closed = False
@@ -110,55 +112,55 @@ class LoaderService(Service):
                 "stay": self._stay,
                 "done": self._done,
                 "resend": self._resend,
-                "identity": self._tell_identity,
-                "statistics": self._tell_statistics,
+                "identity": self._answer_identity,
+                "statistics": self._answer_statistics,
                 "leave": self._leave,
             },
         )
 
-    # What trainers call
+    # Called by trainers
 
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
         hello = caller.hello
         given, trainer, world, run = (hello[name] for name in ("generation", "trainer", "trainers", "run"))
-        place = hello["loader"], hello["loaders"]
-        came = TrainerQueue.of(hello) if hello["kind"] != "control" else None
-        if place != (self._index, self._count):
-            mine, asked = (f"{index} of {count}" for index, count in ((self._index, self._count), place))
+        requested = hello["loader"], hello["loaders"]
+        queue = TrainerQueue.of(hello) if hello["kind"] != "control" else None
+        if requested != (self._index, self._count):
+            mine, asked = (f"{index} of {count}" for index, count in ((self._index, self._count), requested))
             raise RefusedError(f"expected to be asked for as loader {mine}, got {asked}.")
         if trainer >= world:
             raise RefusedError(f"expected a trainer from 0 to {world - 1}, got {trainer}.")
         generation = self._generations.check(given)
         with self._changed:
             if generation < self._generation or run in self._gone:
-                raise RefusedError("expected the newest trainers, got one that others have replaced.")
-            if came is not None:
-                self._let_in(trainer, came, (generation, world))
+                raise RefusedError("expected the newest trainers, got one that was replaced by a newer one.")
+            if queue is not None:
+                self._admit(trainer, queue, (generation, world))
         return {"loader": self._index, "generation": generation}
 
-    def _let_in(self, trainer: int, came: TrainerQueue, job: tuple[int, int]) -> None:
+    def _admit(self, trainer: int, queue: TrainerQueue, job: tuple[int, int]) -> None:
         if job != (self._generation, self._world):
-            if self._world:  # otherwise nobody has heard of the error yet
+            if self._world:  # otherwise no trainer has received the error yet
                 self._error = ""
             self._gone |= {each.run for each in self._trainers.values()}
             self._generation, self._world = job
             self._trainers = {}
-            self._cursor = None  # whoever reads begins anew
+            self._cursor = None  # the reading thread starts again
             self._sent.forget()
         known = self._trainers.get(trainer)
-        if known is not None and known.run != came.run:
+        if known is not None and known.run != queue.run:
             self._gone.add(known.run)
             self._sent.forget(trainer)
-        if known is None or known.run != came.run:
-            self._trainers[trainer] = came
+        if known is None or known.run != queue.run:
+            self._trainers[trainer] = queue
         self._changed.notify_all()
 
     def _stay(self, call: Request) -> Message:
         with self._changed:
             trainer = self._of(call.caller)
-            # The first one is answered at once: where loaders are killed one after the other, a call that
-            # waits for one that lives long enough would miss its deadline.
+            # The first one is answered at once: if loaders are killed one after the other, a call that waits
+            # for one that survives long enough would miss its deadline.
             if trainer.watches:
                 self._changed.wait_for(lambda: self._closed or not self._expects(trainer), _STAY)
             trainer.watches = True
@@ -172,13 +174,13 @@ class LoaderService(Service):
         self._sent.resend(BatchName(*call.head["reference"]), call.head["worker"])
         return Message({})
 
-    def _tell_identity(self, call: Request) -> Message:
+    def _answer_identity(self, call: Request) -> Message:
         known = self._wait_for_program()
         return Message({"wait": True} if known is None else {"identity": known[0]})
 
-    def _tell_statistics(self, call: Request) -> Message:
-        begun = self._wait_for_program() is not None
-        return self._statistics.message(call.head["whole"]) if begun else Message({"wait": True})
+    def _answer_statistics(self, call: Request) -> Message:
+        started = self._wait_for_program() is not None
+        return self._statistics.message(call.head["whole"]) if started else Message({"wait": True})
 
     def _leave(self, call: Request) -> Message:
         with self._changed:
@@ -187,7 +189,7 @@ class LoaderService(Service):
         return Message({})
 
     def _wait_for_program(self) -> tuple[dict[str, Any] | None] | None:
-        """The identity of the data in a tuple, as soon as the program begins; None if that takes longer."""
+        """The identity of the data in a tuple, once the program has started; None if that takes longer."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._error or self._identity is not None, _WAIT)
             if self._identity is None and self._error:
@@ -200,12 +202,12 @@ class LoaderService(Service):
             trainer = self._of(caller)
             trainer.asked = max(trainer.asked, epoch)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._reason(trainer, epoch), _WAIT)
+            self._changed.wait_for(lambda: self._can_answer(trainer, epoch), _WAIT)
             self._of(caller)
             item = trainer.first(epoch)
             if item is None:
                 return self._nothing(trainer, epoch)
-            if not item.ends:  # an end stays, for calls that were under way with the first one to get it
+            if not item.ends:  # an end stays, for other calls that are in flight
                 trainer.items.popleft()
                 self._changed.notify_all()
             return item.message
@@ -213,10 +215,10 @@ class LoaderService(Service):
     def _of(self, caller: Caller) -> TrainerQueue:
         trainer = self._trainers.get(caller.hello["trainer"])
         if trainer is None or trainer.run != caller.hello["run"]:
-            raise RefusedError("expected a call of the newest trainers, got one of those before.")
+            raise RefusedError("expected a call of the newest trainers, got one of an earlier run.")
         return trainer
 
-    def _reason(self, trainer: TrainerQueue, epoch: int) -> bool:
+    def _can_answer(self, trainer: TrainerQueue, epoch: int) -> bool:
         """Whether a call need not wait any longer."""
         if self._closed or self._error or not self._expects(trainer):
             return True
@@ -227,7 +229,7 @@ class LoaderService(Service):
         return not trainer.left and trainer in self._trainers.values()
 
     def _failure(self) -> RuntimeError:
-        """What trainers get: an outage of the data, damage, or the fault of the program that reads it."""
+        """The error for trainers: an outage of the data, damage, or a fault of the reading program."""
         error = RuntimeError(self._error)
         if self._error_code in (DAMAGED, TEMPORARY):
             mark(error, self._error_code == TEMPORARY)
@@ -235,7 +237,7 @@ class LoaderService(Service):
 
     def _nothing(self, trainer: TrainerQueue, epoch: int) -> Message:
         if self._error:
-            trainer.told = True
+            trainer.error_sent = True
             self._changed.notify_all()
             raise self._failure()
         if self._beyond(epoch):
@@ -253,79 +255,79 @@ class LoaderService(Service):
     def _beyond(self, epoch: int) -> bool:
         return self._over and self._cursor is not None and epoch > self._last_epoch
 
-    # What the thread that reads calls
+    # Called by the reading thread
 
     @property
     def closed(self) -> bool:
-        """Whether nobody serves it any more."""
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def statistics(self) -> LoaderStatistics | None:
-        """What trainers were told of the transforms; None before the program begins."""
+        """The statistics that trainers receive; None before the program starts."""
         return None if self._identity is None else self._statistics
 
     def identify(self, identity: dict[str, Any] | None, statistics: LoaderStatistics | None = None) -> None:
-        """Say what tells the data from other data, None if nothing does, and the transforms' statistics."""
+        """Set the identity of the data, None if it has none, and the transforms' statistics."""
         with self._changed:
             self._identity = (identity,)
             self._statistics = statistics or LoaderStatistics()
             self._changed.notify_all()
 
     def begin(self) -> Start | None:
-        """Where to begin to read, once all trainers have come and one wants more; None after `close`."""
+        """Where to start reading, once all trainers have connected and one needs more; None after `close`."""
         if self._identity is None:
             self.identify(None)
         with self._changed:
-            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._wanted() is not None)
-            target = self._wanted()
+            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._target() is not None)
+            target = self._target()
             if self._closed or target is None:
                 return None
             epoch = target[0]
-            told = [known for one in self._trainers.values() for known in one.positions]
+            received = [known for one in self._trainers.values() for known in one.positions]
             begins = [
                 known
-                for known in (*told, *self._positions)
-                if (epoch, 0) <= known.place <= target and known.position is not None
+                for known in (*received, *self._positions)
+                if (epoch, 0) <= known.begin <= target and known.position is not None
             ]
-            found = max(begins, key=lambda known: known.place, default=Known((epoch, 0), None))
-            self._cursor = found.place
-            return Start(*found.place, found.position)
+            found = max(begins, key=lambda known: known.begin, default=Known((epoch, 0), None))
+            self._cursor = found.begin
+            return Start(*found.begin, found.position)
 
     def begin_once(self) -> None:
         """As `begin`, for a program that can send epoch 0 only, from its start, and only once."""
         if self._identity is None:
             self.identify(None)
         with self._changed:
-            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._wanted() is not None)
+            activity.wait_for(self._changed, TRAINERS, lambda: self._closed or self._target() is not None)
             self._cursor = (0, 0)
 
     def behind(self) -> bool:
-        """Whether batches are wanted that come before the next one, so that reading has to begin anew."""
+        """Whether trainers need batches before the next one, so that reading has to start again."""
         with self._changed:
             return self._behind()
 
     def send(self, batch: Batch, position: Any = None, meta: Any = None) -> bool:
-        """Hand on the next batch, with the source's position behind it; waits for room.
+        """Queue the next batch, with the source's position after it; waits for room.
 
-        False: it is not wanted, because reading has to begin anew.
+        False: it is not needed, because reading has to start again.
         """
         with self._changed:
             if self._stopped():
                 return False
             assert self._cursor is not None
-            epoch, index = place = self._cursor
+            epoch, index = cursor = self._cursor
             number = index * self._count + self._index
             owner = number % self._world
-            wanted = self._trainers[owner].wants(place)
-            if wanted:
+            needed = self._trainers[owner].wants(cursor)
+            if needed:
                 room = lambda: self._stopped() or len(self._trainers[owner].items) < self._bound  # noqa: E731
                 activity.wait_for(self._changed, TRAINERS, room)
                 if self._stopped():
                     return False
             generation, names = self._generation, self._trainers[owner].ids
         item = None
-        if wanted:  # outside of the lock: a worker may take its time
+        if needed:  # outside of the lock: a worker may be slow
             reference = BatchName(generation, epoch, number)
             rest, worker = self._sent.put(reference, owner, batch, names)
             packed = pack(rest)
@@ -349,7 +351,7 @@ class LoaderService(Service):
         return True
 
     def end(self, position: Any = None) -> bool:
-        """The epoch has no more batches; `position` is where the next one begins. False as from `send`."""
+        """The epoch has no more batches; `position` is where the next one begins. False: see `send`."""
         with self._changed:
             if self._stopped():
                 return False
@@ -369,9 +371,9 @@ class LoaderService(Service):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Reading has failed: trainers are told, until a new generation of them begins."""
+        """Reading has failed: trainers get the error, until a new generation of them starts."""
         with self._changed:
-            self._error = f"it could not read on: {type(error).__name__}: {error}"
+            self._error = f"it could not continue reading: {type(error).__name__}: {error}"
             self._error_code = code_of(error)
             self._changed.notify_all()
 
@@ -381,11 +383,11 @@ class LoaderService(Service):
             self._over = True
             self._changed.notify_all()
 
-    def wait_until_told(self, seconds: float) -> None:
-        """Wait until all trainers know of the error."""
+    def wait_until_reported(self, seconds: float) -> None:
+        """Wait until all trainers have received the error."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or self._all(lambda one: one.told or one.left), seconds
+                lambda: self._closed or self._all(lambda one: one.error_sent or one.left), seconds
             )
 
     def wait_until_left(self) -> bool:
@@ -407,8 +409,8 @@ class LoaderService(Service):
     def _all(self, true_of: Callable[[TrainerQueue], bool]) -> bool:
         return 0 < self._world == len(self._trainers) and all(map(true_of, self._trainers.values()))
 
-    def _wanted(self) -> Place | None:
-        """The oldest place that trainers need something from, if one of them has asked for it."""
+    def _target(self) -> EpochIndex | None:
+        """The oldest batch that trainers need, if one of them has asked for its epoch."""
         if self._error or not self._all(lambda one: True):
             return None
         target = min(each.filled for each in self._trainers.values())

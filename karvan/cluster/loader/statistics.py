@@ -1,17 +1,17 @@
 """Statistics of loaders' fitted transforms: equal in all loaders, and saved by trainers.
 
-A loader transforms batches in a process of its own, but the model of the trainers is of use only together
-with the statistics of that transform.
+A loader transforms batches in its own process, but the trainers' model is useful only together with the
+statistics of that transform.
 
     trainer                                          loader
-    statistics(whole)                                once its program has begun: a digest for each transform,
-                                                       by name, and with `whole` the states as well; "wait"
-                                                       after a second
+    statistics(whole)                                once its program has started: a digest for each
+                                                       transform, by name, and with `whole` the states as
+                                                       well; "wait" after a second
 
 A trainer asks one loader for the states and the others for digests, before it trains. Loaders that differ are
 an error. Each batch has a digest of the statistics that made it, so a loader that is replaced by one with
 other statistics is an error too. Where the job names a folder of checkpoints, a loader takes the statistics
-of the newest one: those of its own fit count only until there is a checkpoint.
+of the newest checkpoint: those of its own fit are used only until there is one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LoaderStatistics:
 
     @classmethod
     def of(cls, transforms: Iterable[object]) -> LoaderStatistics:
-        """Those of transforms that have some; an engine that was not fitted is an error."""
+        """Of the transforms that have statistics; an engine that was not fitted is an error."""
         packed: dict[str, bytes] = {}
         for transform in transforms:
             if not has_state(transform):
@@ -70,18 +70,19 @@ def digest_of(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16] if digests else ""
 
 
-def ask_loaders(lines: Sequence[LoaderChannel], caller: ChannelSettings) -> tuple[dict[str, Any], str]:
+def ask_loaders(channels: Sequence[LoaderChannel], caller: ChannelSettings) -> tuple[dict[str, Any], str]:
     """The states of the loaders' transforms by name, and their digest; an error if loaders differ."""
     answers = [
-        line.ask_program("statistics", caller, {"whole": number == 0}) for number, line in enumerate(lines)
+        channel.ask_program("statistics", caller, {"whole": number == 0})
+        for number, channel in enumerate(channels)
     ]
     first: dict[str, str] = answers[0].head["statistics"]
-    for line, answer in zip(lines, answers, strict=True):
+    for channel, answer in zip(channels, answers, strict=True):
         other: dict[str, str] = answer.head["statistics"]
         if other != first:
             names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
             raise ValueError(
-                f"{lines[0].name} and {line.name} have different statistics of transform '{names[0]}': "
+                f"{channels[0].name} and {channel.name} have different statistics of transform '{names[0]}': "
                 "expected the same in all loaders. In every loader program, fit the engine to all of the "
                 "data, engine.fit(kv.data.read(…)), since data.read(…) of a LoaderContext is only the share "
                 "of one loader; or take the statistics of a checkpoint, "
@@ -92,7 +93,7 @@ def ask_loaders(lines: Sequence[LoaderChannel], caller: ChannelSettings) -> tupl
 
 
 class SavedStatistics:
-    """The statistics of the newest checkpoint of a job's folder, read when they are needed first."""
+    """The statistics of the newest checkpoint of a job's folder, read on first use."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -100,7 +101,7 @@ class SavedStatistics:
         self._states: dict[str, Any] | None = {} if not folder else None
 
     def give(self, transform: object) -> None:
-        """Let a transform have what was saved by its name, if anything."""
+        """Load what was saved under a transform's name into it, if anything."""
         if not has_state(transform):
             return
         if self._states is None:
@@ -114,7 +115,7 @@ class SavedStatistics:
                 raise CheckpointError(self._path, f"its transform '{name}' is another: {error}") from error
 
     def _read(self) -> dict[str, Any]:
-        # Trainers set aside what is damaged when they resume.
+        # Trainers rename damaged checkpoints when they resume.
         found = resume(Path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
         if found is None:
             return {}

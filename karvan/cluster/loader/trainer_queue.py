@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 from karvan.wire import Message
 
-Place = tuple[int, int]  # epoch and index
+EpochIndex = tuple[int, int]  # epoch and index
 
 
 class Known(NamedTuple):
-    """A place from which reading can begin, and the source's position before it."""
+    """A batch at which reading can start, and the source's position before it."""
 
-    place: Place
+    begin: EpochIndex
     position: Any
 
 
 class Item(NamedTuple):
-    """What a trainer is given: a batch, or the end of an epoch."""
+    """What a trainer receives: a batch, or the end of an epoch."""
 
     epoch: int
     message: Message
@@ -31,27 +31,27 @@ class Item(NamedTuple):
 class TrainerQueue:
     """What waits for one trainer of a run.
 
-    filled: all batches before it are in the queue, or not wanted. taken: batches behind it that trainers of
-    an earlier run have had. asked: the newest epoch that it has asked for. told: whether it knows of an
-    error. watches: whether it has asked to stay.
+    filled: all batches before it are in the queue, or not needed. taken: later batches that trainers of an
+    earlier run have had. asked: the newest epoch that it has asked for. error_sent: whether it has received
+    the error. watches: whether it has called `stay`.
     """
 
     run: str
     ids: list[str]
-    filled: Place
-    taken: frozenset[Place]
+    filled: EpochIndex
+    taken: frozenset[EpochIndex]
     positions: list[Known]
     asked: int = -1
     items: deque[Item] = field(default_factory=deque)
-    told: bool = False
+    error_sent: bool = False
     watches: bool = False
     left: bool = False
 
     @classmethod
     def of(cls, hello: Mapping[str, Any]) -> TrainerQueue:
-        """That of a trainer which says what it needs."""
+        """The queue of a trainer, from what its hello asks for."""
         epoch, end = hello["epoch"], hello["end"]
-        made = cls(
+        queue = cls(
             hello["run"],
             hello["ids"],
             (epoch, hello["next"]),
@@ -59,22 +59,22 @@ class TrainerQueue:
             [Known((epoch, index), position) for index, position in hello["positions"]],
         )
         if end is not None:
-            made.end(epoch, *end)
-            made.positions.append(Known(made.filled, end[1]))
-        return made
+            queue.end(epoch, *end)
+            queue.positions.append(Known(queue.filled, end[1]))
+        return queue
 
-    def wants(self, place: Place) -> bool:
-        """Whether a batch is one that it has not had yet."""
-        return place >= self.filled and place not in self.taken
+    def wants(self, begin: EpochIndex) -> bool:
+        """Whether the trainer has not had this batch yet."""
+        return begin >= self.filled and begin not in self.taken
 
     def first(self, epoch: int) -> Item | None:
-        """What it gets next of an epoch; all of those before are not wanted any more."""
+        """The next item of an epoch; drops those of earlier epochs."""
         while self.items and self.items[0].epoch < epoch:
             self.items.popleft()
         return self.items[0] if self.items and self.items[0].epoch == epoch else None
 
     def end(self, epoch: int, total: int, position: Any) -> None:
-        """The epoch has so many batches, and the source this position behind them."""
-        told = Message({"epoch": epoch, "end": total, "position": position})
-        self.items.append(Item(epoch, told, ends=True))
+        """The epoch has `total` batches, and the source is at `position` after them."""
+        message = Message({"epoch": epoch, "end": total, "position": position})
+        self.items.append(Item(epoch, message, ends=True))
         self.filled = (epoch + 1, 0)

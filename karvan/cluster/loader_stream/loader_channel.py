@@ -17,12 +17,12 @@ from karvan.protocol.loader import LOADER_CALLS
 from karvan.wire import Client, Message, RefusedError, Reply, Security, WireError
 
 _LEAVE_WITHIN = 2.0  # seconds
-_POSITIONS = 8  # of batches handed out, so that trainers that differ as much can begin where the last one is
+_POSITIONS = 8  # of batches handed out: reading can restart where the slowest trainer is, that many behind
 
 
 @dataclass(frozen=True)
 class ChannelSettings:
-    """What all lines of a trainer have in common."""
+    """What all channels of a trainer have in common."""
 
     rank: int
     world_size: int
@@ -36,7 +36,7 @@ class ChannelSettings:
 
 
 class LoaderChannel:
-    """Batches of loader number `loader`; all but calls happens under the stream's condition `changed`."""
+    """Batches of loader number `loader`; all but the calls happens under the stream's lock `changed`."""
 
     def __init__(
         self,
@@ -51,19 +51,19 @@ class LoaderChannel:
         self.name = f"loader {loader}"
         self.epoch = epoch
         self.waiting: deque[Message] = deque()
-        self.end: Known | None = None  # of its epoch: how many batches, and the position behind
+        self.end: Known | None = None  # of its epoch: how many batches, and the position after them
         self.missing: list[int] = []  # trainers that the loader waits for
         self.error: Exception | None = None
         self._changed = changed
         self._base = base or StreamBase()
-        self._next = next_index  # behind the last batch that was handed out
+        self._next = next_index  # the index after the last batch that was handed out
         self._received = next_index
         self._positions: deque[Known] = deque(positions, maxlen=_POSITIONS)
         self._run = secrets.token_hex(8)
         self._asked = 0
         self._left = False
         self._caller: ChannelSettings | None = None
-        self._peers: dict[str, Client] = {}
+        self._clients: dict[str, Client] = {}
 
     @classmethod
     def of(
@@ -72,11 +72,11 @@ class LoaderChannel:
         changed: threading.Condition,
         epoch: int,
         state: Mapping[str, Any],
-        place: tuple[int, int, int],
+        shape: tuple[int, int, int],
     ) -> LoaderChannel:
-        """As a state says; `place` is the trainer's rank, of how many, and the number of loaders."""
-        rank, world, loaders = place
-        line = cls(
+        """The channel of a saved state; `shape` is the trainer's rank, the world size, the loader count."""
+        rank, world, loaders = shape
+        channel = cls(
             loader,
             changed,
             epoch,
@@ -86,19 +86,21 @@ class LoaderChannel:
         )
         if state["end"] is not None:
             total, position = state["end"]
-            mine = (index for index in range(line.first, total) if (index * loaders + loader) % world == rank)
-            if not any(map(line.wants, mine)):  # otherwise the end comes again, behind what is left
-                line.end = (int(total), position)
-        return line
+            mine = (
+                index for index in range(channel.first, total) if (index * loaders + loader) % world == rank
+            )
+            if not any(map(channel.wants, mine)):  # otherwise the end comes again, after what remains
+                channel.end = (int(total), position)
+        return channel
 
     def state(self, rank: int) -> dict[str, Any]:
-        """See `stream_place`."""
+        """See `position.py`."""
         with self._changed:
             return loader_state(self._base, self._positions, self.end, {rank: self._next})
 
     @property
     def first(self) -> int:
-        """No batch before this index is wanted."""
+        """Batches before this index are not needed."""
         return max(self._base.begin, self._next)
 
     def wants(self, index: int) -> bool:
@@ -111,27 +113,27 @@ class LoaderChannel:
         return bool(self.waiting) or self.end is not None
 
     def ask(self, caller: ChannelSettings | None = None) -> None:
-        """Have as many calls under way as there should be."""
+        """Keep `prefetch` calls in flight."""
         with self._changed:
             self._caller = caller or self._caller
             assert self._caller is not None
-            if "watch" not in self._peers:
-                self._peer("watch", self._caller).begin("stay", then=self._stayed)
+            if "watch" not in self._clients:
+                self._client("watch", self._caller).begin("stay", then=self._stayed)
             if self.end is not None or self.error is not None:
                 return
             number = self._caller.prefetch - self._asked - len(self.waiting)
             self._asked += max(0, number)
-            peer, epoch = self._peer("batches", self._caller), self.epoch
+            client, epoch = self._client("batches", self._caller), self.epoch
         try:
             for _ in range(number):
-                peer.begin("next", {"epoch": epoch}, then=partial(self._arrived, epoch))
+                client.begin("next", {"epoch": epoch}, then=partial(self._arrived, epoch))
         except (WireError, RefusedError) as error:
             with self._changed:
                 self.error = error
                 self._changed.notify_all()
 
     def take(self) -> Message:
-        """The next batch, which counts as handed out."""
+        """The next batch, which then counts as handed out."""
         with self._changed:
             answer = self.waiting.popleft()
             self._next = int(answer.head["index"]) + 1
@@ -148,7 +150,7 @@ class LoaderChannel:
             raise WireError(f"{self.name} expected all trainers in time, got nothing from trainer {who}.")
 
     def next_epoch(self) -> None:
-        """The epoch was taken to its end."""
+        """Go to the next epoch: this one was taken to its end."""
         with self._changed:
             assert self.end is not None
             self._base = StreamBase(position=(0, self.end[1]))
@@ -158,43 +160,43 @@ class LoaderChannel:
             self.end = None
 
     def identity(self, caller: ChannelSettings) -> dict[str, Any] | None:
-        """What tells the loader's data from other data."""
+        """The identity of the loader's data."""
         known = self.ask_program("identity", caller).head["identity"]
         return None if known is None else dict(known)
 
     def ask_program(
         self, method: str, caller: ChannelSettings, head: Mapping[str, Any] | None = None
     ) -> Message:
-        """The answer `method` of the loader, which has it once its program begins to send batches."""
+        """The loader's answer to `method`, which it has once its program starts to send batches."""
         with self._changed:
             self._caller = caller
         deadline = clock.now() + caller.timeout
         while method not in (answer := self.call(method, head or {}).wait()).head:
             if clock.now() > deadline:
-                raise WireError(f"{self.name} expected its program to begin to send batches in time.")
+                raise WireError(f"{self.name} expected its program to start sending batches in time.")
         return answer
 
     def call(self, method: str, head: Mapping[str, Any], deadline: float | None = None) -> Reply:
-        """A call that need not wait for batches."""
+        """A call that does not wait behind those for batches."""
         assert self._caller is not None
         with self._changed:
-            peer = self._peer("control", self._caller)
-        return peer.begin(method, head, deadline=deadline)
+            client = self._client("control", self._caller)
+        return client.begin(method, head, deadline=deadline)
 
     def leave(self) -> None:
-        """Tell the loader that nothing more is wanted."""
-        if not self._peers:
+        """Tell the loader that this trainer needs no more."""
+        if not self._clients:
             return
         self._left = True
-        if not isinstance(self.error, WireError | RefusedError):  # otherwise nobody is there to be told
+        if not isinstance(self.error, WireError | RefusedError):  # otherwise there is no loader to call
             with contextlib.suppress(WireError, RefusedError, RuntimeError):
                 self.call("leave", {}, _LEAVE_WITHIN).wait()
-        for peer in self._peers.values():
-            peer.close()
+        for client in self._clients.values():
+            client.close()
 
-    def _peer(self, kind: str, caller: ChannelSettings) -> Client:
-        if kind not in self._peers:
-            self._peers[kind] = Client(
+    def _client(self, kind: str, caller: ChannelSettings) -> Client:
+        if kind not in self._clients:
+            self._clients[kind] = Client(
                 self.name,
                 partial(caller.find, self.loader),
                 caller.security,
@@ -203,10 +205,10 @@ class LoaderChannel:
                 forgetful=True,
                 calls=LOADER_CALLS,
             )
-        return self._peers[kind]
+        return self._clients[kind]
 
     def _hello(self, kind: str, caller: ChannelSettings) -> dict[str, Any]:
-        """What a loader has to know that meets this trainer for the first time."""
+        """What a loader has to know when this trainer connects for the first time."""
         who = {
             "kind": kind,
             "run": self._run,
@@ -217,7 +219,7 @@ class LoaderChannel:
             "loaders": caller.loaders,
         }
         with self._changed:
-            ahead = [(int(each.head["index"]) + 1, each.head["position"]) for each in self.waiting]
+            received = [(int(each.head["index"]) + 1, each.head["position"]) for each in self.waiting]
             return {
                 **who,
                 "ids": list(caller.ids),
@@ -225,7 +227,7 @@ class LoaderChannel:
                 "next": max(self._base.begin, self._received),
                 "taken": sorted(self._base.taken),
                 "end": self.end,
-                "positions": [self._base.position, *self._positions, *ahead],
+                "positions": [self._base.position, *self._positions, *received],
             }
 
     def _arrived(self, epoch: int, reply: Reply) -> None:
@@ -234,21 +236,21 @@ class LoaderChannel:
             if reply.error is not None:
                 self.error = self.error or reply.error
             elif epoch == self.epoch:
-                self._take_in(reply.wait())
+                self._receive(reply.wait())
             self._changed.notify_all()
         self.ask()
 
     def _stayed(self, reply: Reply) -> None:
-        """Whatever becomes of batches, the loader has to know this trainer, and the one after it as well."""
+        """Call `stay` again: the loader, or the one that replaces it, must know this trainer at any time."""
         if reply.error is not None:
             with self._changed:
                 self.error = self.error or reply.error
                 self._changed.notify_all()
         elif not self._left:
             with contextlib.suppress(WireError, RefusedError):
-                self._peers["watch"].begin("stay", then=self._stayed)
+                self._clients["watch"].begin("stay", then=self._stayed)
 
-    def _take_in(self, answer: Message) -> None:
+    def _receive(self, answer: Message) -> None:
         head = answer.head
         self.missing = list(head.get("wait", ()))
         if "end" in head:
@@ -258,10 +260,10 @@ class LoaderChannel:
             self.waiting.append(answer)
 
 
-def leave_all(lines: Iterable[LoaderChannel]) -> None:
-    """Leave all loaders, at the same time."""
-    leaving = [threading.Thread(target=line.leave, daemon=True) for line in lines]
-    with contextlib.suppress(RuntimeError):  # no thread can be started any more when the process ends
+def leave_all(channels: Iterable[LoaderChannel]) -> None:
+    """Leave all loaders, in parallel."""
+    leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
+    with contextlib.suppress(RuntimeError):  # threads cannot be started while the process exits
         for each in leaving:
             each.start()
         for each in leaving:

@@ -1,10 +1,10 @@
 """The position of trainers in the batches of all loaders, valid for any number of trainers.
 
-A state names, for each loader, the indices that were taken: all below `begin`, those in `taken`, and for
-each trainer in `next`, all of its own below that. `merge` joins the states of all trainers into one without
-`next`.
+A state lists, for each loader, the indices that were taken: all below `begin`, those in `taken`, and for
+each trainer in `next`, its own ones below that number. `merge` joins the states of all trainers into one
+without `next`.
 `positions` are [index, position of the loader's source before it]; `end` is [number of batches, position of
-the source behind them] once that is known.
+the source after them] once that is known.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Known = tuple[int, Any]  # index, and the source's position before it
 
 @dataclass(frozen=True)
 class StreamBase:
-    """What had been taken of one loader's epoch when trainers began, whoever took it."""
+    """What had been taken of one loader's epoch when the trainers started, by any trainer."""
 
     begin: int = 0
     taken: frozenset[int] = frozenset()
-    position: Known = (0, None)  # the last one known that is not behind `begin`
+    position: Known = (0, None)  # the last one known that is not after `begin`
 
     def has(self, index: int) -> bool:
         """Whether it was taken."""
@@ -36,7 +36,7 @@ class StreamBase:
 def state_of(
     epoch: int, trainers: int, ranks: Iterable[int], loaders: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A state, for JSON."""
+    """A state, as values for JSON."""
     return {
         "version": VERSION,
         "epoch": epoch,
@@ -49,7 +49,7 @@ def state_of(
 def loader_state(
     base: StreamBase, positions: Iterable[Known], end: Known | None, next_of: Mapping[int, int]
 ) -> dict[str, Any]:
-    """What a state says of one loader."""
+    """The part of a state for one loader."""
     return {
         "begin": base.begin,
         "taken": sorted(base.taken),
@@ -60,13 +60,13 @@ def loader_state(
 
 
 def base_of(loader: Mapping[str, Any]) -> StreamBase:
-    """The base that a state says of one loader."""
+    """The base in the part of a state for one loader."""
     index, position = loader["positions"][0]
     return StreamBase(int(loader["begin"]), frozenset(map(int, loader["taken"])), (int(index), position))
 
 
 def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the states of all trainers of a job into one that any number of trainers can go on from."""
+    """Join the states of all trainers of a job into one that any number of trainers can continue from."""
     states = list(states)
     if not states:
         raise ValueError("merge needs the state of at least one trainer, got none.")
@@ -93,7 +93,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check(state: Mapping[str, Any], loaders: int | None = None) -> None:
-    """Raise unless it is a state of this version, of so many loaders if a number is given."""
+    """Raise unless it is a state of this version, and of `loaders` loaders if that is not None."""
     if "loaders" not in state or (loaders is not None and len(state["loaders"]) != loaders):
         raise ValueError(
             mismatch(kind_of(state), "kv.data.from_loaders()" if loaders is None else stream_of(loaders))
@@ -102,20 +102,20 @@ def check(state: Mapping[str, Any], loaders: int | None = None) -> None:
         raise ValueError(
             f"A position of kv.data.from_loaders() must have version {VERSION}, but has "
             f"{state.get('version')!r}. Another version of karvan saved it: finish the epoch with that one, "
-            "or begin without a position."
+            "or start without a position."
         )
 
 
 def start_of_epoch(loaders: int) -> list[dict[str, Any]]:
-    """What a state says of its loaders before any batch of an epoch."""
+    """The loaders' parts of a state before the first batch of an epoch."""
     return [loader_state(StreamBase(), (), None, {}) for _ in range(loaders)]
 
 
-def _merged(given: list[Mapping[str, Any]], loader: int, loaders: int, trainers: int) -> dict[str, Any]:
-    bases = [base_of(each) for each in given]
+def _merged(states: list[Mapping[str, Any]], loader: int, loaders: int, trainers: int) -> dict[str, Any]:
+    bases = [base_of(each) for each in states]
     if any((base.begin, base.taken) != (bases[0].begin, bases[0].taken) for base in bases):
-        raise ValueError("States to merge must come from trainers that began together.")
-    next_of = {int(rank): index for each in given for rank, index in each["next"].items()}
+        raise ValueError("States to merge must come from trainers that started together.")
+    next_of = {int(rank): index for each in states for rank, index in each["next"].items()}
 
     def has(index: int) -> bool:
         return bases[0].has(index) or index < next_of.get((index * loaders + loader) % trainers, 0)
@@ -124,8 +124,8 @@ def _merged(given: list[Mapping[str, Any]], loader: int, loaders: int, trainers:
     begin = bases[0].begin
     while begin < last and has(begin):
         begin += 1
-    known = [(int(index), position) for each in given for index, position in each["positions"]]
+    known = [(int(index), position) for each in states for index, position in each["positions"]]
     best = max((one for one in known if one[0] <= begin), key=lambda one: one[0])
     taken = frozenset(index for index in range(begin, last) if has(index))
-    end = next((tuple(each["end"]) for each in given if each["end"] is not None), None)
+    end = next((tuple(each["end"]) for each in states if each["end"] is not None), None)
     return loader_state(StreamBase(begin, taken, best), (), end, {})

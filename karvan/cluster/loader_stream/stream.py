@@ -1,9 +1,9 @@
 """`from_loaders`: the batches that a job's loaders read, for a trainer.
 
-For each loader a trainer has a few calls of `next` under way; an answer that nobody has taken yet counts as
-one of them, so a trainer that is slow asks for nothing, and the loader's queue fills up.
-`karvan/cluster/loader/service.py` has the protocol, and what happens when somebody dies. A loader that is
-gone is looked for until `timeout` has passed.
+For each loader a trainer has a few calls of `next` in flight; an answer that was not taken yet counts as one
+of them, so a slow trainer asks for nothing, and the loader's queue fills up.
+`karvan/cluster/loader/service.py` has the protocol, and what happens when a process dies. A trainer looks for
+a lost loader until `timeout` has passed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from karvan.wire import Security
 
 _log = logging.getLogger("karvan.cluster")
 
-_FOUND_WITHIN = 5.0  # seconds; who does not find a loader tries again until the call's deadline
-_WAKE = 1.0  # seconds after which one who waits looks whether it is too late
-_LONG = 60.0  # seconds without a batch after which people are told
+_FOUND_WITHIN = 5.0  # seconds; a caller that finds no loader tries again until its deadline
+_WAKE = 1.0  # seconds between checks of the timeout while waiting
+_LONG = 60.0  # seconds without a batch after which a warning is logged
 
 
 class LoadedBatch(Batch):
@@ -66,7 +66,7 @@ class LoadedBatch(Batch):
         return self.with_entries(super().pin_memory())
 
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
-        """Another batch that comes from the same place."""
+        """Other entries, with the same origin."""
         made = LoadedBatch.trusted(dict(entries), self.rows)
         assert isinstance(made, LoadedBatch)
         for name in ("epoch", "number", "meta", "reference", "worker"):
@@ -89,17 +89,17 @@ def from_loaders(
 
         trainer.fit(kv.data.from_loaders(), epochs=3)
 
-    ordered: batches come by their numbers, so that a run can be repeated; otherwise those that are ready
-    first do. prefetch: batches of each loader that are asked for beforehand. timeout: seconds for which a
-    loader that is gone is waited for. ids: features that embedding workers look up; a job that has workers
-    must name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or their
-    addresses; a launched job knows. rank and world_size: this trainer among all; those of `kv.connect`.
+    ordered: batches come by their numbers, so that a run can be repeated; otherwise in the order in which
+    they are ready. prefetch: batches requested from each loader in advance. timeout: seconds to wait for a
+    loader that is lost. ids: features that embedding workers look up; a job that has workers must name them,
+    or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses; by default
+    those of the launched job. rank and world_size: this trainer among all; by default those of `kv.connect`.
     """
     return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world_size)
 
 
 class LoaderStream:
-    """See `from_loaders`. Leaving an iteration early keeps the place, and the next one goes on there."""
+    """See `from_loaders`. If an iteration is left early, the next one continues there."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class LoaderStream:
         self._ids = list(ids or ())
         self._says_ids = ids is not None
         self._check_ids()
-        self._given = rank, world_size
+        self._placement = rank, world_size  # None: as connected
         self._directory: Directory | StaticDirectory | None = None
         if loaders is None:
             loaders = JobEnvironment.read().loader_count or 0
@@ -130,13 +130,13 @@ class LoaderStream:
             raise ValueError(
                 "A stream expects loaders: a job that has some (KARVAN_LOADER_COUNT), or addresses."
             )
-        self._digest: str | None = None  # of the loaders' statistics, if they were asked
+        self._digest: str | None = None  # of the loaders' statistics, if they were requested
         self._epoch = 0
-        self._finished = False  # whether the epoch was given to its end here, so that the next one follows
-        self._released: deque[ragged.IdsReference] = deque()  # whose ids nobody needs any more
+        self._finished = False  # whether the epoch was read to its end, so that the next one follows
+        self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more
         self._changed = threading.Condition()
-        self._lines = [LoaderChannel(loader, self._changed) for loader in range(loaders)]
-        weakref.finalize(self, leave_all, self._lines).atexit = False  # connections end with the process
+        self._channels = [LoaderChannel(loader, self._changed) for loader in range(loaders)]
+        weakref.finalize(self, leave_all, self._channels).atexit = False  # connections end with the process
 
     @property
     def epoch(self) -> int:
@@ -151,14 +151,14 @@ class LoaderStream:
         workers = distributed.current().workers
         if workers is not None:
             workers.resend, workers.release = self._resend, self._released.append
-        for line in self._lines:
-            line.ask(caller)
-        for line in self._by_number(caller) if self._ordered else self._by_arrival():
-            yield self._handed_out(line)
+        for channel in self._channels:
+            channel.ask(caller)
+        for channel in self._by_number(caller) if self._ordered else self._by_arrival():
+            yield self._take(channel)
         self._finished = True
 
     def _check_ids(self) -> None:
-        """Workers that get no ids have nothing to do, and nobody would notice."""
+        """An error if workers would get no ids: they would be idle, and nobody would notice."""
         if distributed.current().workers is not None and not self._says_ids:
             raise ValueError(
                 "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
@@ -167,45 +167,47 @@ class LoaderStream:
             )
 
     def close(self) -> None:
-        """Leave the loaders; iterating again comes back to them."""
-        rank, _ = self._place()
-        self._go_to(self._epoch, [line.state(rank) for line in self._lines], self._finished)
+        """Disconnect from the loaders; iterating again reconnects."""
+        rank, _ = self._own_placement()
+        self._go_to(self._epoch, [channel.state(rank) for channel in self._channels], self._finished)
         if self._directory is not None:
             self._directory.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this trainer is, for JSON: behind all batches that were handed out."""
-        rank, world = self._place()
-        return position.state_of(self._epoch, world, [rank], [line.state(rank) for line in self._lines])
+        """The position of this trainer, for JSON: after all batches that were handed out."""
+        rank, world = self._own_placement()
+        return position.state_of(
+            self._epoch, world, [rank], [channel.state(rank) for channel in self._channels]
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a place: this trainer's own, or the merged one of all trainers of any number."""
-        position.check(state, len(self._lines))
-        rank, world = self._place()
-        whole = len(state["ranks"]) == state["trainers"]
-        if not whole and (state["trainers"] != world or rank not in state["ranks"]):
+        """Go to a position: this trainer's own, or the merged one of any number of trainers."""
+        position.check(state, len(self._channels))
+        rank, world = self._own_placement()
+        merged = len(state["ranks"]) == state["trainers"]
+        if not merged and (state["trainers"] != world or rank not in state["ranks"]):
             raise ValueError(
                 f"Trainer {rank} of {world} expects its own state or the merged one of all, "
                 f"got that of {state['ranks']} of {state['trainers']}."
             )
         if not self._finished and state == self.state_dict():
             return
-        if whole:
+        if merged:
             state = position.merge([state])
         self._go_to(int(state["epoch"]), state["loaders"], False)
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the first batch of an epoch, by its number from 0."""
-        self._go_to(epoch, position.start_of_epoch(len(self._lines)), False)
+        self._go_to(epoch, position.start_of_epoch(len(self._channels)), False)
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the states of all trainers into one that any number of them can go on from."""
+        """Join the states of all trainers into one that any number of them can continue from."""
         return position.merge(states)
 
     def identity(self) -> Identity | None:
-        """What tells the loaders' data from other data; without their word, the job's `data` section does."""
+        """The identity of the loaders' data; if they have none, that of the job's `data` section."""
         caller = self._caller()
-        states = [line.identity(caller) for line in self._lines]
+        states = [channel.identity(caller) for channel in self._channels]
         first = states[0]
         if first is not None and all(state == first for state in states):
             return Identity.from_state(first)
@@ -213,61 +215,61 @@ class LoaderStream:
         if None in states and not data:
             return None
         ids = {state["id"] for state in states if state is not None}
-        told = json.dumps([data or None, sorted(ids)])
-        return Identity(hashlib.sha256(told.encode()).hexdigest()[:16], "the data of the job")
+        text = json.dumps([data or None, sorted(ids)])
+        return Identity(hashlib.sha256(text.encode()).hexdigest()[:16], "the data of the job")
 
     def transform_states(self) -> dict[str, Any]:
-        """The statistics of the loaders' transforms, by name; a Trainer keeps them in checkpoints.
+        """The statistics of the loaders' transforms, by name; a Trainer saves them in checkpoints.
 
         Loaders with different statistics are an error, also later, when one is replaced.
         """
-        states, self._digest = ask_loaders(self._lines, self._caller())
+        states, self._digest = ask_loaders(self._channels, self._caller())
         return states
 
     def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:
-        leave_all(self._lines)
-        place = self._place()
+        leave_all(self._channels)
+        placement = self._own_placement()
         self._epoch, self._finished = epoch, finished
-        self._lines[:] = [
-            LoaderChannel.of(loader, self._changed, epoch, state, (*place, len(states)))
+        self._channels[:] = [
+            LoaderChannel.of(loader, self._changed, epoch, state, (*placement, len(states)))
             for loader, state in enumerate(states)
         ]
 
     def _done(self, references: Iterable[BatchName]) -> None:
         by_loader: dict[int, list[list[int]]] = {}
         for reference in references:
-            by_loader.setdefault(reference.number % len(self._lines), []).append(list(reference))
+            by_loader.setdefault(reference.number % len(self._channels), []).append(list(reference))
         for loader, listed in by_loader.items():
-            self._lines[loader].call("done", {"references": listed})
+            self._channels[loader].call("done", {"references": listed})
 
-    def _resend(self, wanted: ragged.IdsReference) -> None:
-        reference = BatchName.named(wanted.name)
-        line = self._lines[reference.number % len(self._lines)]
-        line.call("resend", {"reference": list(reference), "worker": wanted.worker}).wait()
+    def _resend(self, ids: ragged.IdsReference) -> None:
+        reference = BatchName.named(ids.name)
+        channel = self._channels[reference.number % len(self._channels)]
+        channel.call("resend", {"reference": list(reference), "worker": ids.worker}).wait()
 
     def _release(self) -> None:
-        """Tell the loaders which ids they need not keep."""
+        """Tell the loaders which ids they may release."""
         released = []
         while self._released:
             released.append(BatchName.named(self._released.popleft().name))
         if released:
             self._done(released)
 
-    def _place(self) -> tuple[int, int]:
+    def _own_placement(self) -> tuple[int, int]:
         """This trainer's rank, and the number of trainers."""
-        here = distributed.current()
-        rank, world = here.rank, here.world_size
+        connection = distributed.current()
+        rank, world = connection.rank, connection.world_size
         job = JobEnvironment.read()
         if world == 1 and job.role == Role.TRAINER:
             rank, world = job.index, job.count
-        rank = rank if self._given[0] is None else self._given[0]
-        world = world if self._given[1] is None else self._given[1]
+        rank = rank if self._placement[0] is None else self._placement[0]
+        world = world if self._placement[1] is None else self._placement[1]
         if not 0 <= rank < world:
             raise ValueError(f"A stream expects a rank below world_size, got {rank} of {world}.")
         return rank, world
 
     def _caller(self) -> ChannelSettings:
-        rank, world = self._place()
+        rank, world = self._own_placement()
         security = Security.from_environment()
         if self._directory is None:
             self._directory = directory_from_environment(security=security)
@@ -276,7 +278,7 @@ class LoaderStream:
         return ChannelSettings(
             rank,
             world,
-            len(self._lines),
+            len(self._channels),
             generation,
             self._ids,
             self._prefetch,
@@ -286,70 +288,74 @@ class LoaderStream:
         )
 
     def _by_number(self, caller: ChannelSettings) -> Iterator[LoaderChannel]:
-        rank, world, count = caller.rank, caller.world_size, len(self._lines)
-        mine = [line for line in self._lines if (line.loader - rank) % math.gcd(count, world) == 0]
-        first = min(line.first * count + line.loader for line in mine)
+        rank, world, count = caller.rank, caller.world_size, len(self._channels)
+        mine = [
+            channel for channel in self._channels if (channel.loader - rank) % math.gcd(count, world) == 0
+        ]
+        first = min(channel.first * count + channel.loader for channel in mine)
         number = rank + max(0, -(-(first - rank) // world)) * world
-        while not all(line.end is not None and number // count >= line.end[0] for line in mine):
-            line, index = self._lines[number % count], number // count
-            if line.wants(index) and self._has_batch(line):
-                if int(line.waiting[0].head["index"]) != index:
+        while not all(channel.end is not None and number // count >= channel.end[0] for channel in mine):
+            channel, index = self._channels[number % count], number // count
+            if channel.wants(index) and self._has_batch(channel):
+                if int(channel.waiting[0].head["index"]) != index:
                     raise RuntimeError(
-                        f"{line.name} expected to give its batch {index} of epoch {self._epoch}, "
-                        f"got {line.waiting[0].head['index']}."
+                        f"{channel.name} expected to give its batch {index} of epoch {self._epoch}, "
+                        f"got {channel.waiting[0].head['index']}."
                     )
-                yield line
+                yield channel
             number += world
-        for line in self._lines:
-            self._has_batch(line)  # the others have nothing for this trainer, but an end
+        for channel in self._channels:
+            self._has_batch(channel)  # the others have no batch for this trainer, only an end
 
     def _by_arrival(self) -> Iterator[LoaderChannel]:
         def ready() -> bool:
-            return any(line.waiting for line in self._lines) or all(line.end for line in self._lines)
+            return any(channel.waiting for channel in self._channels) or all(
+                channel.end for channel in self._channels
+            )
 
         while True:
             with self._changed:
-                self._wait(self._lines, ready)
-                waiting = [line for line in self._lines if line.waiting]
+                self._wait(self._channels, ready)
+                waiting = [channel for channel in self._channels if channel.waiting]
             if not waiting:
                 return
-            yield min(waiting, key=lambda line: int(line.waiting[0].head["index"]))
+            yield min(waiting, key=lambda channel: int(channel.waiting[0].head["index"]))
 
-    def _has_batch(self, line: LoaderChannel) -> bool:
+    def _has_batch(self, channel: LoaderChannel) -> bool:
         """Wait for the next batch of a loader, or for its end."""
         with self._changed:
-            self._wait([line], line.ready)
-            return bool(line.waiting)
+            self._wait([channel], channel.ready)
+            return bool(channel.waiting)
 
-    def _wait(self, lines: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
+    def _wait(self, channels: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
         if ready():
             return
         with ExitStack() as waits:
-            for line in lines:
-                if not line.ready():
-                    waits.enter_context(activity.waiting(f"loader-{line.loader}"))
-            self._wait_long(lines, ready)
+            for channel in channels:
+                if not channel.ready():
+                    waits.enter_context(activity.waiting(f"loader-{channel.loader}"))
+            self._wait_long(channels, ready)
 
-    def _wait_long(self, lines: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
-        begun = clock.now()
-        told = False
+    def _wait_long(self, channels: Sequence[LoaderChannel], ready: Callable[[], bool]) -> None:
+        started = clock.now()
+        warned = False
         while not ready():
-            waited = clock.now() - begun
-            for line in lines:
-                line.check(waited > self._timeout)
-            if waited > _LONG and not told:
-                told = True
-                names = ", ".join(line.name for line in lines if not line.ready())
+            waited = clock.now() - started
+            for channel in channels:
+                channel.check(waited > self._timeout)
+            if waited > _LONG and not warned:
+                warned = True
+                names = ", ".join(channel.name for channel in channels if not channel.ready())
                 _log.warning("No batch of epoch %d from %s for %.0f seconds.", self._epoch, names, waited)
             self._changed.wait(_WAKE)
 
-    def _handed_out(self, line: LoaderChannel) -> LoadedBatch:
-        answer = line.take()
+    def _take(self, channel: LoaderChannel) -> LoadedBatch:
+        answer = channel.take()
         head = answer.head
         if self._digest is not None and head.get("statistics", "") != self._digest:
             raise ValueError(
-                f"{line.name} transforms batches by other statistics than when training began: its process "
-                "was replaced, and has fitted its engine to data that has changed since. Expected the same "
+                f"{channel.name} transforms batches with other statistics than when training started: its "
+                "process was replaced, and fitted its engine to data that changed since. Expected the same "
                 "statistics: name the folder of checkpoints in the job (checkpoints), from which data.read "
                 "of the loader program takes them, or fit to data that does not change."
             )
@@ -360,7 +366,7 @@ class LoaderStream:
         batch = LoadedBatch.trusted(entries, int(head["rows"]))
         assert isinstance(batch, LoadedBatch)
         batch.epoch, batch.meta = self._epoch, head["meta"]
-        batch.number = int(head["index"]) * len(self._lines) + line.loader
+        batch.number = int(head["index"]) * len(self._channels) + channel.loader
         if "reference" in head:
             batch.reference, batch.worker = BatchName(*head["reference"]), int(head["worker"])
             self._release()
@@ -369,8 +375,8 @@ class LoaderStream:
     def _next_epoch(self) -> None:
         self._finished = False
         self._epoch += 1
-        for line in self._lines:
-            line.next_epoch()
+        for channel in self._channels:
+            channel.next_epoch()
 
 
 def _find(addresses: Addresses, loader: int) -> str:

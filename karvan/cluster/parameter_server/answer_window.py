@@ -1,8 +1,8 @@
 """Recent answers by caller, so that a push that is sent twice is applied once.
 
 Each trainer numbers its pushes. The answers to its last `window` numbers are remembered; a push with one of
-these is answered as it was the first time. Numbers further back are refused: nobody can tell any more
-whether they were applied. A window has to be longer than the number of a trainer's pushes under way at once.
+these is answered as it was the first time. Older numbers are refused: it is not known any more whether they
+were applied. A window has to be longer than the number of pushes that a trainer can have in flight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AnswerWindow(Generic[T]):
         return max(self._answers.get(trainer, ()), default=-1) + 1
 
     def remember(self, trainer: str, sequence: int, answer: T) -> None:
-        """Keep an answer, and let go of what is too old."""
+        """Store an answer, and drop those that are too old."""
         answers = self._answers.setdefault(trainer, {})
         answers[sequence] = answer
         oldest = self.next_sequence(trainer) - self._window
@@ -43,7 +43,7 @@ class AnswerWindow(Generic[T]):
             del answers[old]
 
     def forget(self, trainer: str) -> None:
-        """Let go of a trainer that will not come back."""
+        """Drop the answers of a trainer that will not come back."""
         self._answers.pop(trainer, None)
 
     def all(self) -> Mapping[str, Mapping[int, T]]:

@@ -1,12 +1,11 @@
 """A parameter server's part in checkpoints: it writes its own share of every table, and reads it back.
 
 A save has three calls: `capture` takes the tables as they are, `save` writes them into a folder that a
-trainer has made, `close_capture` releases them. A server that dies after the first and is replaced, and
-restored from the checkpoint before, is asked to `save` a capture that it does not have: it writes the rows
-that it was restored from (`SavedShare`). Files of the process that died may lie in the folder, and that
-process may even be alive and still writing; so a file is never opened that exists. A repeated save takes
-other names, the manifest has the names of the share that was completed last, and the trainer removes the
-rest.
+trainer has made, `close_capture` releases them. If a server dies after the first, its replacement, restored
+from the checkpoint before, is asked to `save` a capture that it does not have: it writes the rows that it was
+restored from (`SavedShare`). Files of the process that died may be in the folder, and that process may even
+be alive and still writing; so a file that exists is never opened. A repeated save takes other names, the
+manifest has the names of the share that was completed last, and the trainer removes the rest.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class Saving:
     ) -> None:
         """Hold the tables as they are now, under a number; `updates` are those that they contain.
 
-        log: lookups in flight, which are left out.
+        log: lookups in flight, which are not captured.
         """
         versions = None
         if since is not None:
             if since not in self._versions:
-                raise ValueError(f"expected a capture that was tracked, got {since}.")
+                raise ValueError(f"expected a tracked capture, got {since}.")
             versions = {name: self._versions[since][name] for name in tables}
         with self._lock:
             capture = self._store.capture(tables, parts, versions, track=track, log=log)
@@ -85,27 +84,27 @@ class Saving:
         if number not in self._open:
             share = SavedShare(restored, self._specs, tables, self._server, self._servers)
             extras = {name: share.extra(name) for name in tables}
-            self._open[number] = _Held(share, extras, restored.updates.told(store))
+            self._open[number] = _Held(share, extras, restored.updates.record(store))
 
     def close(self, number: int) -> None:
-        """Let go of it."""
+        """Release a capture."""
         with self._lock:
             held = self._open.pop(number, None)
         if held is not None:
             held.capture.close()
 
     def close_all(self) -> None:
-        """Let go of everything."""
+        """Release all captures."""
         for number in list(self._open):
             self.close(number)
 
     def save(self, number: int, folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Write this server's share of a capture; returns what there is to tell of the tables."""
+        """Write this server's share of a capture; returns its entry of the manifest for each table."""
         if number not in self._open:
             raise ValueError(f"expected a capture that is held, got {number}.")
         if not folder.is_dir():
             raise ValueError(
-                f"expected to see {folder}, which the trainer has made, got nothing: checkpoints must lie on "
+                f"expected to see {folder}, which the trainer has made, got nothing: checkpoints must be on "
                 "storage that all roles share."
             )
         held = self._open[number]
@@ -117,23 +116,23 @@ class Saving:
             writers.put(lambda: note(_write_unused(folder, name, arrays, pace)))
 
         try:
-            made = {
-                name: put_table(self._source(name, told, held.capture, held.extras[name]), folder, put, pace)
-                for name, told in tables.items()
+            shares = {
+                name: put_table(self._source(name, spec, held.capture, held.extras[name]), folder, put, pace)
+                for name, spec in tables.items()
             }
             writers.finish()
-            return {name: {**told(), "updates": held.updates} for name, told in made.items()}
+            return {name: {**share(), "updates": held.updates} for name, share in shares.items()}
         finally:
             writers.end()
 
-    def _source(self, name: str, told: Mapping[str, Any], capture: Capture, extra: Any) -> ShareSource:
+    def _source(self, name: str, request: Mapping[str, Any], capture: Capture, extra: Any) -> ShareSource:
         return ShareSource(
             self._specs[name],
-            told["optimizer"],
+            request["optimizer"],
             capture,
-            int(told["parts"]),
+            int(request["parts"]),
             extra,
-            bool(told["delta"]),
+            bool(request["delta"]),
             self._server,
             self._servers,
         )
@@ -142,18 +141,18 @@ class Saving:
         """Empty tables, and read this server's rows of a checkpoint."""
         checkpoint = Checkpoint(path)
         share = share_of(self._server, self._servers)
-        for name, told in tables.items():
+        for name, request in tables.items():
             self._store.clear(name)
             for rows in checkpoint.parts(name, share):
-                self._store.load(name, with_state(rows, told["initial"], bool(told["keep"])))
-            if told["extra"]:
+                self._store.load(name, with_state(rows, request["initial"], bool(request["keep"])))
+            if request["extra"]:
                 extra = read_extras(path, checkpoint.manifest.tables[name].extras, share)
                 if extra:
                     self._store.load_extra(name, extra)
 
 
 def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:
-    """Write a file by this name, or, where a save before this one has left one, by another."""
+    """Write a file by this name, or by another if an earlier save has left one."""
     stem = name.removesuffix(".safetensors")
     for attempt in itertools.count(1):
         try:
@@ -162,4 +161,4 @@ def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: T
             if attempt == 1000:
                 raise
             name = f"{stem}.repeat-{attempt}.safetensors"
-    raise AssertionError("a loop without an end")
+    raise AssertionError("unreachable: the loop does not end")

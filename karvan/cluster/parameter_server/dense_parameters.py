@@ -1,8 +1,8 @@
 """Dense parameters on a server: trainers push gradients and pull new values without waiting.
 
     load_state(state)                    parameters, the optimizer and its state, of rank 0
-    pull(version)                        what is newer than that version, if anything is
-    push_gradients(gradients, version)   gradients of the parameters of that version: an Answer
+    pull(version)                        the parameters, if they are newer than that version
+    push_gradients(gradients, version)   gradients of the parameters of that version; returns an Answer
 
 A server has its share of the parameters (`owner_of_parameter`), the optimizer for them, and a version, the
 number of steps made. A gradient's *staleness* is the server's version less the gradient's.
@@ -10,19 +10,19 @@ number of steps made. A gradient's *staleness* is the server's version less the 
 `AsyncPolicy`: every push is a step, in the order of arrival. `SyncPolicy`: a push is rejected if its
 staleness is above a tolerance; `grads_to_wait` of the others make a step with their mean, summed in the order
 of the trainers' names, so that the bits of a step depend on what was pushed and not on when. A trainer that
-pushes twice before such a step counts twice: with fewer trainers than grads_to_wait a job still goes on, and
-the faster ones have a larger part in it. A push that lacks a parameter has no gradient for it: zero in
-a mean, and if nobody has one the optimizer leaves the parameter alone, as torch's do.
+pushes twice before such a step counts twice: with fewer trainers than grads_to_wait a job still advances, and
+faster trainers contribute more. A push that lacks a parameter has no gradient for it: zero in a mean, and if
+no push has one, the optimizer does not change the parameter, as torch's do not.
 
-The learning rate comes with the push, since schedulers run in trainers; it holds for that step alone, and
-a mean of gradients is applied with the mean of their rates. Without one it is that of the description.
+The learning rate comes with the push, since schedulers run in trainers; it applies to that step only, and
+a mean of gradients is applied with the mean of their rates. Without one it is that of the optimizer's spec.
 
 A push has a trainer's name and a sequence number. One that was accepted, or refused because it is not
-finite, is remembered; the same number again is answered as before and changes nothing. A rejected push is
+finite, is remembered; the same number again gets the same answer and changes nothing. A rejected push is
 not remembered: the trainer pushes the same number again, with gradients from fresh parameters. So a
 push to several servers, accepted by some and rejected by others, is applied by each of them once.
 
-If a trainer dies, what it pushed stays, also what waits for others; it goes on with `next_sequence`.
+If a trainer dies, its pushes stay, including those that wait for others; it continues with `next_sequence`.
 If a server dies, its parameters are those of the last `state()` that was saved. Trainers may then know a
 later version than the server; pushes of such gradients are rejected, so they pull first.
 """
@@ -54,7 +54,7 @@ from karvan.dense.tensor_checks import (
 
 @dataclass
 class PushCounts:
-    """Pushes by what became of them; a repeat is nothing else besides."""
+    """Pushes by outcome; a repeated push counts as nothing else."""
 
     accepted: int = 0
     rejected: int = 0
@@ -74,7 +74,7 @@ class _Push:
 
 @dataclass
 class _Held:
-    """What a server has once it was given a model."""
+    """What a server has once a model was loaded."""
 
     parameters: dict[str, Tensor]
     optimizer: Optimizer
@@ -108,7 +108,7 @@ class DenseParameters:
 
     @property
     def counts(self) -> PushCounts:
-        """How many pushes there were since this process began."""
+        """How many pushes there were since this process started."""
         with self._lock:
             return replace(self._counts)
 
@@ -129,7 +129,7 @@ class DenseParameters:
         sequence: int,
         lr: float | None = None,
     ) -> Answer:
-        """Take gradients of the parameters of a version; see the top of this file."""
+        """Accept or reject gradients of the parameters of a version; see the module's docstring."""
         expect_number("version", version)
         expect_number("sequence", sequence)
         if lr is not None and not (math.isfinite(lr) and lr >= 0):
@@ -167,12 +167,12 @@ class DenseParameters:
             return self._repeats.next_sequence(trainer)
 
     def forget(self, trainer: str) -> None:
-        """Let go of the sequence numbers of a trainer that will not come back; what it pushed stays."""
+        """Drop the sequence numbers of a trainer that will not come back; its pushes stay."""
         with self._lock:
             self._repeats.forget(trainer)
 
     def flush(self) -> int:
-        """Make a step of what waits, however little; the version. For the end, when no more will come."""
+        """Make a step of the waiting pushes, however few; returns the version. For the end of training."""
         with self._lock:
             held = self._held()
             if held.waiting:
@@ -180,7 +180,7 @@ class DenseParameters:
             return held.version
 
     def state(self) -> dict[str, Any]:
-        """All that later steps depend on, in copies: tensors in dicts and lists of JSON's values."""
+        """All that later steps depend on, copied: dicts and lists of tensors and JSON values."""
         with self._lock:
             held = self._held()
             return {
@@ -191,7 +191,7 @@ class DenseParameters:
                     name: _cloned(held.optimizer.state.get(each, {}))
                     for name, each in held.parameters.items()
                 },
-                "waiting": [_cloned(vars(push)) for push in sorted(held.waiting, key=_place)],
+                "waiting": [_cloned(vars(push)) for push in sorted(held.waiting, key=_order)],
                 "answers": {
                     trainer: [[sequence, *astuple(each)] for sequence, each in sorted(its.items())]
                     for trainer, its in sorted(self._repeats.all().items())
@@ -199,10 +199,10 @@ class DenseParameters:
             }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state` gave; the policy may be another one."""
+        """Restore a `state`; the policy may be another one."""
         check_state(state)
-        given = state["parameters"]
-        parameters = {name: dense_tensor(name, given[name], copy=True) for name in sorted(given)}
+        saved = state["parameters"]
+        parameters = {name: dense_tensor(name, saved[name], copy=True) for name in sorted(saved)}
         optimizer = make_optimizer(state["optimizer"], list(parameters.values()))
         for name, slots in state["slots"].items():
             if slots:  # else those of the new optimizer stay: torch's Adagrad may have some before a step
@@ -219,20 +219,20 @@ class DenseParameters:
 
     def _held(self) -> _Held:
         if self._model is None:
-            raise RuntimeError("No trainer has given this server a model: expected load_state first.")
+            raise RuntimeError("No trainer has loaded a model into this server: expected load_state first.")
         return self._model
 
     def _apply_full(self) -> bool:
-        """Make a step if enough waits for it."""
+        """Make a step if enough pushes wait."""
         if len(self._held().waiting) < self._policy.grads_to_wait:
             return False
         self._apply()
         return True
 
     def _apply(self) -> None:
-        """Make a step with the mean of all that waits."""
+        """Make a step with the mean of all waiting pushes."""
         held = self._held()
-        pushes, held.waiting = sorted(held.waiting, key=_place), []
+        pushes, held.waiting = sorted(held.waiting, key=_order), []
         usual = rate_of(held.optimizer)
         rates = [self._policy.slowed(usual if p.lr is None else p.lr, p.staleness) for p in pushes]
         for name, parameter in held.parameters.items():
@@ -246,12 +246,12 @@ class DenseParameters:
         held.version += 1
 
 
-def _place(push: _Push) -> tuple[str, int]:
+def _order(push: _Push) -> tuple[str, int]:
     return push.trainer, push.sequence
 
 
 def _mean(gradients: Sequence[Tensor], count: int) -> Tensor | None:
-    """The sum in this order, by the number of pushes; the first of several is written to."""
+    """The sum in this order, divided by the number of pushes; overwrites the first of several."""
     if not gradients:
         return None
     if count == 1:

@@ -1,17 +1,17 @@
-"""The calls by which trainers reach a server's dense parameters; `dense_parameters.py` has what they mean.
+"""The calls by which trainers reach a server's dense parameters; `dense_parameters.py` explains them.
 
 | call | head and arrays | answer |
 |---|---|---|
 | pull_dense | version, or none | version; tensors, if they are newer |
-| push_dense | version, trainer, sequence, lr; tensors | what became of it |
+| push_dense | version, trainer, sequence, lr; tensors | the outcome |
 | next_sequence | trainer | sequence |
 | flush_dense | | version |
 | dense_state | | the state |
 | load_dense_state | the state | version |
 
-Each says of which model it speaks: a number, as trainers may have several. What makes a step is for the
-trainers' hello to say, the same for all of them; a run of trainers that says something else goes on with the
-parameters of the one before. What is malformed is refused and changes nothing.
+Each call has the number of a model, as trainers may have several. The trainers' hello says what makes a step,
+the same for all of them; a run of trainers with other settings continues with the parameters of the run
+before. A malformed call is refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_MODELS = 1024
 
 
 class DenseService:
-    """All models of which a server has dense parameters."""
+    """The models whose dense parameters a server has."""
 
     def __init__(self) -> None:
         self._settings = DenseSettings()
@@ -51,17 +51,17 @@ class DenseService:
         with self._lock:
             self._settings = settings
             for number, model in list(self._models.items()):
-                kept = DenseParameters(policy_of(settings))
+                renewed = DenseParameters(policy_of(settings))
                 if model.ready:
-                    kept.load_state(model.state())
-                self._models[number] = kept
+                    renewed.load_state(model.state())
+                self._models[number] = renewed
 
     def check(self, settings: DenseSettings) -> None:
-        """All trainers of a run must say the same."""
+        """All trainers of a run must have the same settings."""
         if settings != self._settings:
             raise RefusedError(
-                f"expected dense parameters with {_told(self._settings)}, as the first trainer said, "
-                f"got {_told(settings)}."
+                f"expected dense parameters with {_text(self._settings)}, as the first trainer said, "
+                f"got {_text(settings)}."
             )
 
     def describe(self) -> dict[str, Any]:
@@ -121,13 +121,13 @@ class DenseService:
 
 
 def settings_of(hello: Mapping[str, Any]) -> DenseSettings:
-    """What a trainer's hello says of steps; a RefusedError if that cannot be."""
-    told = hello.get("dense", {})
+    """The settings of steps in a trainer's hello; a RefusedError if they are not valid."""
+    settings = hello.get("dense", {})
     try:
-        return DenseSettings(**told)
+        return DenseSettings(**settings)
     except (TypeError, ValueError) as error:
         raise RefusedError(
-            f"expected lr_staleness, grads_to_wait and tolerance, got {str(told)[:100]}: {error}"
+            f"expected lr_staleness, grads_to_wait and tolerance, got {str(settings)[:100]}: {error}"
         ) from error
 
 
@@ -138,5 +138,5 @@ def policy_of(settings: DenseSettings) -> Policy:
     return AsyncPolicy(settings.lr_staleness)
 
 
-def _told(settings: DenseSettings) -> str:
+def _text(settings: DenseSettings) -> str:
     return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())

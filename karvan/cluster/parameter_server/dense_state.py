@@ -1,7 +1,7 @@
-"""Checks states of dense parameters that a server receives against its own.
+"""Checks states of dense parameters that a server receives.
 
-torch's optimizers trust their slots: one of another shape or dtype makes a step that reads beyond it. So the
-slots of each parameter are compared with those that a fresh optimizer of that description has after a step.
+torch's optimizers trust their slots: one of another shape or dtype makes a step read out of bounds. So the
+slots of each parameter are compared with those that a new optimizer of that spec has after a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _check_slots(
             raise ValueError(f"Slots for '{name}', which is none of the parameters.")
         if not isinstance(its, Mapping):
             raise ValueError(f"Expected slots by name for '{name}', got {type(its).__name__}.")
-        if not its:  # it has not made a step yet
+        if not its:  # no step has been made yet
             continue
         shape = parameters[name].shape
         if shape not in known:
@@ -59,7 +59,7 @@ def _check_slots(
             raise ValueError(
                 f"Expected the slots of '{name}' to be {_text(known[shape])}, got {_text(received)}."
             )
-        # Torch raises numbers to the power of it.
+        # torch uses it as an exponent.
         if "step" in its and not 0 <= float(its["step"]) <= _MOST_STEPS:
             raise ValueError(f"Expected '{name}' to have made 0 to {_MOST_STEPS} steps, got {its['step']}.")
 
@@ -89,7 +89,7 @@ def _is_tensors(values: Any) -> bool:
 
 
 def _listed(value: Any) -> Any:
-    """As JSON would bring it: tuples are lists there."""
+    """As decoded from JSON: tuples become lists."""
     if isinstance(value, Mapping):
         return {name: _listed(each) for name, each in value.items()}
     return [_listed(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
 """`SavedShare`: a restored server's rows of the checkpoint it was restored from, in place of a lost capture.
 
-A server that dies between the capture of a save and the end of its writing takes the captured rows with it.
+If a server dies between the capture of a save and the end of its writing, the captured rows are lost.
 The server that replaces it has the rows of the checkpoint before, and perhaps updates that came after the
 capture, which the new checkpoint must not have. So it writes what it was restored from: the rows that it
 would have had at the capture, with the same updates lost.
@@ -27,7 +27,7 @@ from karvan.wire import RefusedError
 class Restored(NamedTuple):
     """What a server was restored from; no checkpoint if nothing had been saved.
 
-    tables: for each of the checkpoint's whether to `keep` its optimizer state, and the `initial` one.
+    tables: for each table, whether the checkpoint's optimizer state is used (`keep`), and the `initial` one.
     """
 
     checkpoint: Checkpoint | None
@@ -38,8 +38,8 @@ class Restored(NamedTuple):
 class SavedShare(Capture):
     """The rows of server number `server` of `servers`.
 
-    tables: what the save says of them, see `SharedStore.save_tables`. A delta can only add to the checkpoint
-    that the server was restored from, and has nothing to add then.
+    tables: from the save's request, see `SharedStore.save_tables`. A delta must build on the checkpoint that
+    the server was restored from, and is then empty.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class SavedShare(Capture):
         servers: int,
     ) -> None:
         self._checkpoint = restored.checkpoint
-        self._told = restored.tables
+        self._restored_tables = restored.tables
         self._specs = specs
         self._tables = tables
         self._server, self._servers = server, servers
         self._share = share_of(server, servers)
         self.versions = {}
-        there = None if self._checkpoint is None else self._checkpoint.manifest.id
-        for name, told in tables.items():
-            if told["delta"] and told["base"] != there:
+        restored_id = None if self._checkpoint is None else self._checkpoint.manifest.id
+        for name, request in tables.items():
+            if request["delta"] and request["base"] != restored_id:
                 raise RefusedError(
                     f"expected to save what changed in table '{name}' since the checkpoint that this server "
                     "was restored from, got another one: this save fails, and the next one is a full one."
@@ -68,20 +68,20 @@ class SavedShare(Capture):
     def part(self, table: str, part: int) -> Rows:
         """See `Capture.part`."""
         mine = pieces(int(self._tables[table]["parts"]), self._share)
-        told = self._told.get(table, {"initial": (), "keep": False})
+        restored = self._restored_tables.get(table, {"initial": (), "keep": False})
         found: list[Rows] = []
         if part in mine and self._saved(table) and not self._tables[table]["delta"]:
             assert self._checkpoint is not None
             found = list(self._checkpoint.parts(table, mine[part]))
         rows = join(found) if found else self._no_rows(table)
-        return with_state(rows, told["initial"], bool(told["keep"]) and bool(found))
+        return with_state(rows, restored["initial"], bool(restored["keep"]) and bool(found))
 
     def erased(self, table: str) -> Keys:
         """See `Capture.erased`."""
         return np.empty(0, np.int64)
 
     def extra(self, table: str) -> Extra:
-        """What the table held besides rows."""
+        """What the table has besides rows."""
         if not self._saved(table):
             return {}
         assert self._checkpoint is not None

@@ -1,10 +1,10 @@
 """Where a parameter server may write: below the job's checkpoint folder, and nowhere else.
 
-Trainers name the folder of each save. A server believes none of them: a path that leads out of its own
-folder, by `..` or through a symbolic link, is refused, so a caller cannot have files written into other
-folders of the user who runs the job. What lies inside of a save's folder must not lead out either. Rows are
-read from any checkpoint that the server's user may read (`fill`), because a run may load another run's
-checkpoint; only `restore`, by which a lost server returns, is bound to the folder.
+Trainers name the folder of each save. A server does not trust them: a path that leads out of its own
+folder, by `..` or through a symbolic link, is refused, so a caller cannot make it write into other folders of
+the user who runs the job. Links inside of a save's folder must not lead out either. Rows are read from any
+checkpoint that the server's user may read (`fill`), because a run may load another run's checkpoint; only
+`restore`, for a server that replaces a lost one, is limited to the folder.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class ServerFolder:
         self._root = Path(os.path.abspath(root)) if root else None
 
     def target(self, folder: str, tables: Iterable[str]) -> Path:
-        """The folder of a save, without links; a ValueError if it, or one of its tables', is elsewhere."""
+        """The folder of a save, with links resolved; a ValueError if it, or a table's, leads outside."""
         found = self._inside(folder)
         if found == self._existing_root():
             raise self._refusal(folder)
         for table in tables:
-            place = found / folder_of(table)
-            if not place.resolve().is_relative_to(found):
-                raise self._refusal(str(place))
+            path = found / folder_of(table)
+            if not path.resolve().is_relative_to(found):
+                raise self._refusal(str(path))
         return found
 
     def check(self, folder: str) -> Path:
-        """The folder of a run, without links; a ValueError says why this server could not save into it."""
+        """The folder of a run, with links resolved; a ValueError says why this server cannot save into it."""
         found = self._inside(folder)
         if not found.is_dir():
             raise ValueError(
                 f"{self._name} expected to see {folder}, which the trainer has made, got nothing: "
-                "checkpoints must lie on storage that all roles share."
+                "checkpoints must be on storage that all roles share."
             )
         if not os.access(found, os.W_OK | os.X_OK):
             raise ValueError(f"{self._name} expected to be allowed to write into {folder}, but it is not.")

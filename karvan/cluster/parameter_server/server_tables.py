@@ -1,7 +1,7 @@
 """The tables of a parameter server, and the calls about them outside of training steps.
 
-Calls have been checked by their declarations (`karvan/protocol/parameter_server.py`). What only the tables
-can tell is checked here, before native code sees an array: that a table is there, how long its vectors are,
+Calls have been checked against their declarations (`karvan/protocol/parameter_server.py`). What depends on
+the tables is checked here, before native code sees an array: that a table exists, how long its vectors are,
 how much optimizer state a row can have.
 """
 
@@ -43,7 +43,7 @@ class ServerTables:
         }
 
     def spec(self, table: str) -> TableSpec:
-        """What a table is; a RefusedError if there is none of that name."""
+        """The spec of a table; a RefusedError if there is none of that name."""
         spec = self.specs.get(table)
         if spec is None:
             known = ", ".join(sorted(self.specs)[:8]) or "none"
@@ -51,20 +51,20 @@ class ServerTables:
         return spec
 
     def check_tables(self, tables: Sequence[str]) -> None:
-        """All of them must be there."""
+        """All of them must exist."""
         for table in tables:
             self.spec(table)
 
-    def add(self, told: Mapping[str, Any]) -> TableSpec:
-        """Add the table of a spec, unless it is there."""
-        spec = spec_from_json(told).share(self._index, self._count)
-        with self._adding:  # two at once could make two tables of one name, with vectors of two lengths
+    def add(self, fields: Mapping[str, Any]) -> TableSpec:
+        """Add the table of a spec, unless it exists."""
+        spec = spec_from_json(fields).share(self._index, self._count)
+        with self._adding:  # otherwise two calls could make two tables of one name, with different dims
             self.store.add_table(spec)
             self.specs[spec.name] = spec
         return spec
 
     def check_state(self, table: str, initial: Sequence[float]) -> None:
-        """Optimizers have no state, one number for a row, or one or two for each number of its vector."""
+        """An optimizer has no state, one number for a row, or one or two for each number of its vector."""
         dim = self.spec(table).dim
         sizes = sorted({0, 1, dim, 2 * dim})
         if len(initial) not in sizes:
@@ -106,7 +106,7 @@ class ServerTables:
                 keys, gradients = next(arrays), next(arrays)
                 expect_array(gradients, f"gradients of table '{table}'", "float32", len(keys), dim)
                 pushes[table].append(Push(keys, gradients, version))
-        rules = {table: rule_from_json(told) for table, told in head["rules"].items()}
+        rules = {table: rule_from_json(rule) for table, rule in head["rules"].items()}
         self.store.apply(pushes, rules, head["steps"])
         return Message({})
 
@@ -142,7 +142,7 @@ class ServerTables:
     def _load(self, request: Request) -> Message:
         spec, rows = self.spec(request.head["table"]), Rows(*request.arrays)
         expect_array(rows.vectors, f"vectors of table '{spec.name}'", "float32", len(rows.keys), spec.dim)
-        self.store.load(spec.name, rows)  # which knows how much state a row has at that moment
+        self.store.load(spec.name, rows)  # the store checks how much state a row has at that moment
         return Message({})
 
     def _stats(self, request: Request) -> Message:

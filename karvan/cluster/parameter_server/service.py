@@ -1,9 +1,9 @@
 """The parameter server: holds a range of the key hashes of every table.
 
-Trainers come in runs: a run is one start of all trainers of a job, a generation counts how often the job went
-back to a checkpoint. A newer generation begins with empty tables, because its trainers load them from a
-checkpoint; calls of an older one are refused. A new run of the same generation finds the rows of the one
-before, and the dense parameters (`dense_service.py`) of trainers in mode async.
+A run is one start of all trainers of a job; the generation counts how often the job went back to a
+checkpoint. A newer generation starts with empty tables, because its trainers load them from a checkpoint;
+calls of an older one are refused. A new run of the same generation finds the rows of the run before, and the
+dense parameters (`dense_service.py`) of trainers in mode async.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger("karvan.cluster")
 
 
 class ParameterServer(Service):
-    """Server number `index` of `count`, which saves below the folder `checkpoints` alone."""
+    """Server number `index` of `count`, which saves only below the folder `checkpoints`."""
 
     hello = SERVER_HELLO
 
@@ -67,7 +67,7 @@ class ParameterServer(Service):
         self._dense = DenseService()
 
     def _methods(self) -> dict[str, Callable[[Request], Message]]:
-        """What does each call, in the present run of the present generation."""
+        """The method of each call, in the current run of the current generation."""
         assert self._batches is not None
         return {
             "pull": self._batches.pull,
@@ -86,11 +86,11 @@ class ParameterServer(Service):
         }
 
     def _do(self, name: str, request: Request) -> Message:
-        """Do a call of the present run; it is refused to callers of an older one."""
+        """Do a call of the current run; callers of an older one are refused."""
         with self._lock:
             hello = request.caller.hello
             if (hello["generation"], hello["run"]) != (self._generation, self._run):
-                raise RefusedError("expected a trainer of the job's newest run, got one of an older.")
+                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
             method = self._by_name[name]
         return method(request)
 
@@ -98,11 +98,11 @@ class ParameterServer(Service):
         """See `Service.welcome`."""
         hello = caller.hello
         run, trainer, trainers = hello["run"], hello["trainer"], hello["trainers"]
-        place = (hello["server"], hello["servers"])
-        if place != (self._index, self._count):
+        requested = (hello["server"], hello["servers"])
+        if requested != (self._index, self._count):
             raise RefusedError(
                 f"expected to be asked for as server {self._index} of {self._count}, "
-                f"got {place[0]} of {place[1]}."
+                f"got {requested[0]} of {requested[1]}."
             )
         if trainer >= trainers:
             raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
@@ -115,13 +115,13 @@ class ParameterServer(Service):
                 )
             if generation > self._generation:
                 if self._generation >= 0:
-                    _log.info("%s begins generation %d with empty tables.", self.name, generation)
+                    _log.info("%s starts generation %d with empty tables.", self.name, generation)
                 self._end("the job has gone back to a checkpoint")
                 self._begin()
                 self._generation = generation
                 self._run = ""
             if run != self._run:
-                self._end("the job's trainers have begun anew")
+                self._end("the job's trainers have restarted")
                 self._run = run
                 self._batches = Batches(self._owner, self._tables, hello, counts_skips=self._index == 0)
                 self._dense.begin(dense)
@@ -147,7 +147,7 @@ class ParameterServer(Service):
             head["parts"],
             head["since"],
             bool(head["track"]),
-            self._batches.updates.told(int(head["store"])),
+            self._batches.updates.record(int(head["store"])),
             self._batches.log,
         )
         return Message({})
@@ -162,7 +162,7 @@ class ParameterServer(Service):
         return Message({"shares": self._saving.save(number, folder, tables)})
 
     def _check_folder(self, call: Request) -> Message:
-        """Whether a run's checkpoints can be saved there; asked before training begins."""
+        """Whether a run's checkpoints can be saved there; checked before training starts."""
         self._folder.check(call.head["folder"])
         return Message({})
 
@@ -171,8 +171,8 @@ class ParameterServer(Service):
         return Message({})
 
     def _fill(self, call: Request) -> Message:
-        for table, told in call.head["tables"].items():
-            self._tables.check_state(table, told["initial"])
+        for table, request in call.head["tables"].items():
+            self._tables.check_state(table, request["initial"])
         try:
             self._saving.fill(Path(call.head["path"]), call.head["tables"])
         except DamagedCheckpointError as error:  # trainers decide together which one to load instead
@@ -180,18 +180,18 @@ class ParameterServer(Service):
         return Message({"damaged": []})
 
     def _restore(self, call: Request) -> Message:
-        """Another process had this place: take its rows as they were saved last, once.
+        """This server replaces a lost one: load its rows from the newest checkpoint, once.
 
-        unless_tables: only if this server has no tables, for who does not know whether it has been replaced.
+        unless_tables: only if this server has no tables, for a caller that does not know whether it was lost.
         """
         folder = self._folder.check(call.head["folder"])
         with self._lock:
             batches = self._batches
             assert batches is not None
-            there = bool(self._tables.specs) and bool(call.head.get("unless_tables"))
-            if batches.restored is None and not there:
-                batches.restored = self._take_saved(call.head["tables"], folder)
-                # Its own: these are added to, and a save may ask for those of the checkpoint later.
+            has_tables = bool(self._tables.specs) and bool(call.head.get("unless_tables"))
+            if batches.restored is None and not has_tables:
+                batches.restored = self._restore_saved(call.head["tables"], folder)
+                # A copy: these grow, and a save may need those of the checkpoint later.
                 batches.updates = self._updates_of(batches.restored.checkpoint)
         return Message({})
 
@@ -206,32 +206,34 @@ class ParameterServer(Service):
             counts.restore(checkpoint.manifest, self._index, self._count)
         return counts
 
-    def _take_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Restored:
-        for name, told in tables.items():
-            self._tables.add(told["spec"])
-            if "initial" in told:
-                self._tables.set_state(name, told["initial"], fresh=False)
+    def _restore_saved(self, tables: Mapping[str, Mapping[str, Any]], folder: Path) -> Restored:
+        for name, declared in tables.items():
+            self._tables.add(declared["spec"])
+            if "initial" in declared:
+                self._tables.set_state(name, declared["initial"], fresh=False)
 
         def fill(newest: Checkpoint) -> dict[str, dict[str, Any]]:
             saved = newest.manifest.tables
             filled = {
                 name: {
-                    "keep": name in saved and saved[name].optimizer is not None and "initial" in told,
-                    "initial": told.get("initial", []),
+                    "keep": name in saved and saved[name].optimizer is not None and "initial" in declared,
+                    "initial": declared.get("initial", []),
                     "extra": True,
                 }
-                for name, told in tables.items()
+                for name, declared in tables.items()
             }
-            for name in tables:  # a newer one may have been damaged behind some of its rows
+            for name in tables:  # a newer, damaged one may have loaded some of its rows
                 self._tables.store.clear(name)
-            self._saving.fill(newest.path, {name: told for name, told in filled.items() if name in saved})
+            self._saving.fill(
+                newest.path, {name: request for name, request in filled.items() if name in saved}
+            )
             return filled
 
-        # Trainers set aside what is damaged when they resume.
+        # Trainers rename damaged checkpoints when they resume.
         resumed = resume(folder, fill, rename=False)
         if resumed is None:
             _log.warning("%s is restarted without rows: nothing was saved yet.", self.name)
-            initial = {name: told.get("initial", []) for name, told in tables.items()}
+            initial = {name: declared.get("initial", []) for name, declared in tables.items()}
             empty = {name: {"keep": False, "initial": each} for name, each in initial.items()}
             return Restored(None, empty, self._updates_of(None))
         newest, filled = resumed
@@ -239,7 +241,7 @@ class ParameterServer(Service):
         return Restored(newest, filled, self._updates_of(newest))
 
     def _describe(self, call: Request) -> Message:
-        """What it holds and has done, for people and benchmarks."""
+        """What it holds and has done, for monitoring and benchmarks."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         batches = self._batches
         assert batches is not None

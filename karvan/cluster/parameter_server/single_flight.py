@@ -11,25 +11,25 @@ T = TypeVar("T")
 
 
 class SingleFlight:
-    """Who asks for work that is under way gets what it makes; what has been done is not remembered here."""
+    """A request for work that is in progress shares its result; finished work is not remembered."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Hashable, Future[Any]] = {}
 
     def do(self, name: Hashable, work: Callable[[], T]) -> T:
-        """Do it, or wait for who does it already."""
+        """Do the work, or wait for the thread that is doing it."""
         with self._lock:
             found = self._open.get(name)
-            mine = found is None
-            one: Future[T] = Future() if found is None else found
-            self._open[name] = one
-        if mine:
+            is_first = found is None
+            future: Future[T] = Future() if found is None else found
+            self._open[name] = future
+        if is_first:
             try:
-                one.set_result(work())
+                future.set_result(work())
             except Exception as error:
-                one.set_exception(error)
+                future.set_exception(error)
             finally:
                 with self._lock:
                     del self._open[name]
-        return one.result()
+        return future.result()

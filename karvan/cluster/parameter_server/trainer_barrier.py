@@ -1,4 +1,4 @@
-"""A barrier of trainers: what all of them ask for is done once, when all have asked."""
+"""A barrier of trainers: work that all of them request is done once, when all have asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class TrainerBarrier:
-    """TrainerBarrier by name, in each of which every trainer takes part once."""
+    """Barriers by name; every trainer takes part in each of them once."""
 
     def __init__(self, trainers: int, timeout: float) -> None:
         self._trainers = trainers
@@ -22,49 +22,49 @@ class TrainerBarrier:
         self._ended = ""
 
     def take_part(self, name: Hashable, trainer: int, value: Any, work: Callable[[list[Any]], T]) -> T:
-        """What `work` makes of the values of all trainers, in their order; the last to come does it."""
+        """The result of `work` on the values of all trainers, in their order; the last to arrive runs it."""
         with self._lock:
             if self._ended:
                 raise RuntimeError(self._ended)
-            one = self._open.setdefault(name, _Round())
-            one.values[trainer] = value
-            last = len(one.values) == self._trainers
+            round_ = self._open.setdefault(name, _Round())
+            round_.values[trainer] = value
+            last = len(round_.values) == self._trainers
             if last:
                 del self._open[name]
         if last:
-            one.do(lambda: work([one.values[each] for each in range(self._trainers)]))
-        elif not self._waited(one):
-            missing = sorted(set(range(self._trainers)) - set(one.values))
+            round_.do(lambda: work([round_.values[each] for each in range(self._trainers)]))
+        elif not self._waited(round_):
+            missing = sorted(set(range(self._trainers)) - set(round_.values))
             raise RuntimeError(
                 f"expected all {self._trainers} trainers within {self._timeout:.0f} s, "
                 f"got nothing from trainer {', '.join(map(str, missing))}."
             )
-        made: T = one.result()
-        return made
+        result: T = round_.result()
+        return result
 
-    def _waited(self, one: _Round) -> bool:
+    def _waited(self, round_: _Round) -> bool:
         with activity.waiting(TRAINERS):
-            return one.done.wait(self._timeout)
+            return round_.done.wait(self._timeout)
 
     def end(self, reason: str) -> None:
-        """Nobody will come any more; those who wait get the reason."""
+        """No trainer will come any more; those who wait get the reason."""
         with self._lock:
             self._ended = reason
             waiting, self._open = list(self._open.values()), {}
-        for one in waiting:
-            one.fail(RuntimeError(reason))
+        for round_ in waiting:
+            round_.fail(RuntimeError(reason))
 
 
 class _Round:
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
         self.done = threading.Event()
-        self._made: Any = None
+        self._result: Any = None
         self._error: Exception | None = None
 
     def do(self, work: Callable[[], Any]) -> None:
         try:
-            self._made = work()
+            self._result = work()
         except Exception as error:
             self._error = error
         self.done.set()
@@ -76,4 +76,4 @@ class _Round:
     def result(self) -> Any:
         if self._error is not None:
             raise self._error
-        return self._made
+        return self._result

@@ -24,8 +24,8 @@ from karvan.store.types import Keys, Vectors
 from karvan.wire import Message, RefusedError, Request
 from karvan.wire.schema.calls import expect_array
 
-_WAIT = 240.0  # seconds that trainers wait for each other, less than for a server
-_REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be on their way
+_WAIT = 240.0  # seconds that trainers wait for each other, less than they wait for a server
+_REMEMBERED = 256  # numbers of pushes, besides those that staleness allows to be in flight
 
 
 class _Asked(NamedTuple):
@@ -42,16 +42,16 @@ class _Part(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The passes of a push that have come, by their places; they may come from several workers."""
+    """The passes of a push that have arrived, by position; they may come from several workers."""
 
     batches: list[int]
-    there: dict[int, _Part]
+    received: dict[int, _Part]
 
     def expect(self, batches: list[int], parts: Mapping[int, _Part]) -> None:
-        """More passes are of the same push, and all of them are of lookups of the same tables."""
+        """Check that more passes belong to the same push, and that all looked up the same tables."""
         if batches != self.batches:
             raise RefusedError(f"expected passes of the batches {self.batches}, got {batches}.")
-        tables = [list(part.answered.tables) for part in (*self.there.values(), *parts.values())]
+        tables = [list(part.answered.tables) for part in (*self.received.values(), *parts.values())]
         if other := next((each for each in tables if each != tables[0]), None):
             raise RefusedError(
                 f"expected passes that looked up the same tables, got {tables[0]} and {other}."
@@ -61,16 +61,16 @@ class _Parts(NamedTuple):
 class Batches:
     """The batches of one run of a job's trainers.
 
-    A trainer's lookup is kept until it says that it is done with it, or withdraws it because its batch will
-    not be trained. Where lookups run ahead they are in a log until their batches are trained, so that
-    captures have the use counts of trained batches alone. In a synchronous run lookups and
-    gradients of all trainers are done together, in their order; otherwise each as it comes.
+    A trainer's lookup is held until the trainer reports that it is done with it, or withdraws it because the
+    batch will not be trained. Lookups made in advance are in a log until their batches are trained, so that
+    captures contain the use counts of trained batches only. In a synchronous run lookups and gradients of all
+    trainers are done together, in rank order; otherwise each as it arrives.
 
-    Embedding workers ask in the name of trainers, and one that replaces a dead one asks again for what may
-    have been done. So a lookup that is kept is answered as it was, and a push, which has a number, is applied
-    once. The passes of a push may come from several workers; the last one to come has it applied.
+    Embedding workers ask on behalf of trainers, and one that replaces a dead worker repeats requests that may
+    have been done. So a lookup that is held gets the same answer again, and a push, which has a number, is
+    applied once. The passes of a push may come from several workers; the last one to arrive applies it.
 
-    counts_skips: whether it is for this server to count the updates that trainers leave out.
+    counts_skips: whether this server counts the updates that trainers skip.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Batches:
     ) -> None:
         self._owner = owner
         self._tables = tables
-        self._said = _said_of_run(hello)
+        self._agreed = _settings_of_run(hello)
         self._counts_skips = counts_skips
         self._trainers = int(hello["trainers"])
         self._together = MODES[hello.get("mode", SYNC.name)].joint_rows and self._trainers > 1
         self._by_key = hello.get("grad_reduce") == "key"
-        self._rounds = TrainerBarrier(self._trainers, _WAIT)
+        self._barrier = TrainerBarrier(self._trainers, _WAIT)
         self._lock = threading.Lock()
-        self._underway = SingleFlight()
-        self._kept: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
-        self.restored: Restored | None = None  # lookups before this process's time are lost then
+        self._single_flight = SingleFlight()
+        self._lookups: dict[tuple[int, int, int], Answered] = {}  # by trainer, store and batch
+        self.restored: Restored | None = None  # if set, lookups made before this process started are lost
         self.updates = UpdateCounts(str(hello["run"]))  # that the tables contain
-        # Lookups in flight, where they may run ahead; captures leave them out.
+        # Lookups in flight, if they may be made in advance; captures skip them.
         self.log = _native.LookupLog() if int(hello.get("staleness", 1)) > 1 else None
         self._parts: dict[tuple[int, int, int], _Parts] = {}  # by trainer, store and push
         window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
@@ -100,17 +100,19 @@ class Batches:
         self.pushes = 0
 
     def check_run(self, hello: Mapping[str, Any]) -> None:
-        """All trainers of a run must say the same of it."""
-        said = _said_of_run(hello)
-        if said != self._said:
-            raise RefusedError(f"expected a run with {self._said}, as the first trainer said, got {said}.")
+        """All trainers of a run must have the same settings."""
+        settings = _settings_of_run(hello)
+        if settings != self._agreed:
+            raise RefusedError(
+                f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
+            )
 
     def end(self, reason: str) -> None:
-        """No more; trainers that wait get the reason."""
-        self._rounds.end(reason)
+        """End the run; trainers that wait get the reason."""
+        self._barrier.end(reason)
         with self._lock:
-            plans = [answered.plan.native for answered in self._kept.values()]
-            self._kept.clear()
+            plans = [answered.plan.native for answered in self._lookups.values()]
+            self._lookups.clear()
             self._parts.clear()
         self._withdraw(plans)
 
@@ -120,7 +122,7 @@ class Batches:
         store, plans = head["store"], []
         with self._lock:
             for batch in head["batches"]:
-                answered = self._kept.pop((trainer, store, batch), None)
+                answered = self._lookups.pop((trainer, store, batch), None)
                 self._over.remember(_who(trainer, store), batch, True)
                 if answered is not None:
                     plans.append(answered.plan.native)
@@ -136,7 +138,7 @@ class Batches:
         for trainer, batches in enumerate(used):
             for batch in batches:
                 with self._lock:
-                    answered = self._kept.get((trainer, store, batch))
+                    answered = self._lookups.get((trainer, store, batch))
                 self._trained(answered)
 
     def _trained(self, answered: Answered | None) -> None:
@@ -170,32 +172,32 @@ class Batches:
 
         def once() -> Answered:
             with self._lock:
-                known = self._kept.get(name)
+                known = self._lookups.get(name)
                 who = _who(*name[:2])
                 over = self._over.find(who, name[2]) or self._over.forgotten(who, name[2])
-            if known is None and over:  # by a worker that was replaced, and is late
+            if known is None and over:  # a late request of a worker that was replaced
                 raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             if known is not None:
                 _check_same(known, trainer if together else 0, tables, counts, keys)
                 return known
-            mine = _Asked(tables, counts, keys)
+            own = _Asked(tables, counts, keys)
             if together:
-                made = self._rounds.take_part(("pull", *name[1:]), trainer, mine, work)
+                answered = self._barrier.take_part(("pull", *name[1:]), trainer, own, work)
             else:
-                made = work([mine])
+                answered = work([own])
             with self._lock:
                 late = self._over.find(who, name[2]) is not None
                 if not late:
-                    self._kept[name] = made
-            if late:  # the trainer has withdrawn it meanwhile
-                self._withdraw([made.plan.native])
+                    self._lookups[name] = answered
+            if late:  # the trainer has withdrawn it in the meantime
+                self._withdraw([answered.plan.native])
                 raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             self.keys += sum(counts)
             self.pulls += 1
-            return made
+            return answered
 
         if training:
-            answered = self._underway.do(("pull", *name), once)
+            answered = self._single_flight.do(("pull", *name), once)
         else:
             answered = work([_Asked(tables, counts, keys)])
             self.keys += sum(counts)
@@ -213,7 +215,9 @@ class Batches:
         store, sequence = int(head["store"]), int(head["sequence"])
         batches = [int(batch) for batch in head["batches"]]
         name = (trainer, store, sequence)
-        if self.restored is not None and any((trainer, store, batch) not in self._kept for batch in batches):
+        if self.restored is not None and any(
+            (trainer, store, batch) not in self._lookups for batch in batches
+        ):
             self._forget(trainer, head)  # and nothing is applied; see update_counts.py
             return Message({})
         if not self._was_applied(name):
@@ -221,10 +225,10 @@ class Batches:
             with self._lock:
                 push = self._parts.setdefault(name, _Parts(batches, {}))
                 push.expect(batches, parts)
-                push.there.update(parts)
-                whole = len(push.there) == len(batches)
-            if whole:
-                self._underway.do(("push", *name), lambda: self._apply(name, head))
+                push.received.update(parts)
+                complete = len(push.received) == len(batches)
+            if complete:
+                self._single_flight.do(("push", *name), lambda: self._apply(name, head))
         self._forget(trainer, head)
         return Message({})
 
@@ -237,31 +241,31 @@ class Batches:
             return self._applied.find(who, sequence) is not None
 
     def _take_parts(self, call: Request, trainer: int, batches: list[int]) -> dict[int, _Part]:
-        """The passes in a call, by their places in the push, each as large as its lookup was."""
+        """The passes in a call, by their positions in the push, each as large as its lookup was."""
         head = call.head
-        made: dict[int, _Part] = {}
-        for place, array in zip(passes_of(head), call.arrays, strict=True):
+        parts: dict[int, _Part] = {}
+        for position, array in zip(passes_of(head), call.arrays, strict=True):
             with self._lock:
-                mine = self._kept.get((trainer, head["store"], batches[place]))
-            if mine is None:
+                lookup = self._lookups.get((trainer, head["store"], batches[position]))
+            if lookup is None:
                 raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
-            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in mine.tables]:
+            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in lookup.tables]:
                 raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
-            size = floats(mine.asked, mine.dims)[trainer if self._together else 0]
-            expect_array(array, f"gradients[{place}]", array.dtype.name, size)
-            made[place] = _Part(mine, from_wire(array, head["wire"]))
-        return made
+            size = floats(lookup.asked, lookup.dims)[trainer if self._together else 0]
+            expect_array(array, f"gradients[{position}]", array.dtype.name, size)
+            parts[position] = _Part(lookup, from_wire(array, head["wire"]))
+        return parts
 
     def _apply(self, name: tuple[int, int, int], head: Mapping[str, Any]) -> None:
         if self._was_applied(name):
             return
         trainer, store, sequence = name
-        rules = {table: rule_from_json(told) for table, told in head["rules"].items()}
+        rules = {table: rule_from_json(rule) for table, rule in head["rules"].items()}
         steps = {table: int(step) for table, step in head["steps"].items()}
         complete = bool(head["complete"])
         with self._lock:
-            there = self._parts[name].there
-            passes = [there[place] for place in range(len(there))]
+            received = self._parts[name].received
+            passes = [received[position] for position in range(len(received))]
 
         def work(of_trainers: list[list[Vectors]]) -> None:
             for table in head["skipped"] if self._counts_skips else ():
@@ -276,7 +280,7 @@ class Batches:
 
         gradients = [part.gradients for part in passes]
         if self._together:
-            self._rounds.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
+            self._barrier.take_part(("push", store, *head["batches"], *rules), trainer, gradients, work)
         else:
             work([gradients])
         for part in passes:
@@ -291,34 +295,34 @@ class Batches:
         store, forgotten = int(head["store"]), []
         with self._lock:
             for batch in map(int, head["done"]):
-                forgotten.append(self._kept.pop((trainer, store, batch), None))
+                forgotten.append(self._lookups.pop((trainer, store, batch), None))
                 self._over.remember(_who(trainer, store), batch, True)
         for answered in forgotten:
-            self._trained(answered)  # which it is, unless it had no gradient at all
+            self._trained(answered)  # done means trained, unless it had no gradient at all
 
 
 def _who(trainer: int, store: int) -> str:
-    """Who counts: each store of a trainer does."""
+    """The name under which numbers are remembered: each store of a trainer has its own."""
     return f"{trainer} {store}"
 
 
-def _check_same(known: Answered, place: int, tables: list[str], counts: list[int], keys: Keys) -> None:
-    """A batch that is looked up again has the same keys."""
+def _check_same(known: Answered, rank: int, tables: list[str], counts: list[int], keys: Keys) -> None:
+    """Check that a batch that is looked up again has the same keys."""
     size = sum(counts)
-    same = known.tables == tables and known.asked[place] == counts
-    if not same or not np.array_equal(known.received[place][:size], keys[:size]):
+    same = known.tables == tables and known.asked[rank] == counts
+    if not same or not np.array_equal(known.received[rank][:size], keys[:size]):
         raise RefusedError("expected the keys with which the batch was looked up before, got others.")
 
 
 def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
-    """Right before native code reads them: what trainers sent is as large as what they looked up together."""
+    """Check, right before native code reads them, that gradients are as large as the lookups were."""
     for trainer, (array, size) in enumerate(
         zip(gradients, floats(answered.asked, answered.dims), strict=True)
     ):
         expect_array(array, f"gradients of trainer {trainer}", "float32", size)
 
 
-def _said_of_run(hello: Mapping[str, Any]) -> str:
+def _settings_of_run(hello: Mapping[str, Any]) -> str:
     """What trainers of a run must agree on."""
     mode, reduce = hello.get("mode", SYNC.name), hello.get("grad_reduce", "mean")
     return f"{hello['trainers']} trainers, mode {mode} and grad_reduce {reduce}"

@@ -6,8 +6,8 @@ counts along with the rows, the share of a checkpoint carries them in the manife
 restored from the checkpoint continues with them. So the counts always describe the rows: a trainer that knows
 how many pushes it has made subtracts what each server contains, and the difference is what is lost.
 
-Pushes are numbered within one run of the trainers, so the counts in a checkpoint of another run are of no use
-to this one; its own begin at zero.
+Pushes are numbered within one run of the trainers, so a run does not use the counts in a checkpoint of
+another run; its own start at zero.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class UpdateCounts:
         self._counts.setdefault(store, Counter())[trainer] += 1
 
     def of(self, store: int) -> dict[str, int]:
-        """By trainer, in JSON."""
+        """By trainer, for JSON."""
         return {str(trainer): count for trainer, count in self._counts.get(store, {}).items()}
 
-    def told(self, store: int) -> dict[str, Any]:
-        """What a share of a checkpoint says of them."""
+    def record(self, store: int) -> dict[str, Any]:
+        """The counts, as a share of a checkpoint stores them."""
         return {"run": self._run, "store": store, "trainers": self.of(store)}
 
     def restore(self, manifest: Manifest, server: int, servers: int) -> None:

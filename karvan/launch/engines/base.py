@@ -1,8 +1,8 @@
-"""What an engine is: it starts processes somewhere and says when they have ended.
+"""The interface of engines: an engine starts processes somewhere and reports when they have ended.
 
-An engine knows nothing of jobs: which process runs when, and what its death means, is the supervisor's
-business (`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line,
-under the process's name.
+An engine knows nothing about jobs: the supervisor decides which process runs when, and what its death means
+(`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line, under the
+process's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from karvan.job.roles import Role
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """A process to run: two that say the same are two processes."""
+    """A process to run; two with equal fields are still two processes."""
 
     role: Role
     index: int
@@ -26,7 +26,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        """As logs call it."""
+        """Its name in logs."""
         return name_of(self.role, self.index)
 
 
@@ -35,13 +35,13 @@ class Handle(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Its number, where that says something."""
+        """Its process id, if the engine has one."""
 
     def poll(self) -> int | None:
         """Its exit code, minus the signal if one killed it; None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for its end; the same as `poll` after so many seconds."""
+        """Wait for its end, at most `timeout` seconds; then the same as `poll`."""
 
     def stop(self) -> None:
         """Ask it to end, with SIGTERM. Does nothing if it has ended."""
@@ -50,10 +50,10 @@ class Handle(Protocol):
         """End it at once, with all processes that it has started itself."""
 
     def dump_stacks(self) -> None:
-        """Ask it, with SIGQUIT, to write the stacks of its threads; who has no handler dies of it."""
+        """Ask it, with SIGQUIT, to write the stacks of its threads; kills a process without a handler."""
 
     def suspend(self) -> None:
-        """Stop it where it is, with all processes that it has started itself, until `resume`."""
+        """Stop it, with all processes that it has started itself, until `resume`."""
 
     def resume(self) -> None:
         """Let it and the others continue."""
@@ -74,7 +74,7 @@ def name_of(role: Role, index: int) -> str:
 
 
 def end_text(code: int) -> str:
-    """How a process has ended."""
+    """How a process has ended, as text."""
     if code >= 0:
         return f"ended with code {code}" + (" (a temporary failure)" if code == TEMPORARY else "")
     import signal

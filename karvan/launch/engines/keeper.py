@@ -3,23 +3,23 @@
     python -I -S keeper.py CONTROL STATUS
 
 CONTROL and STATUS are the numbers of two pipes. The launcher writes to CONTROL, first the command and its
-environment as JSON, behind the length of that in eight hexadecimal digits, then one letter for each request:
+environment as JSON, after its length in eight hexadecimal digits, then one letter for each request:
 
     t   SIGTERM to the process                    s   SIGSTOP to the process and all that it has started
     q   SIGQUIT to the process                    c   SIGCONT to all of them
     k   SIGKILL to all of them
 
-The keeper writes two lines of JSON to STATUS: the process's number when it has started, and its exit code,
+The keeper writes two lines of JSON to STATUS: the process's id when it has started, and its exit code,
 minus the signal if one killed it, when it has ended and everything that it had started is gone.
 
-**The launcher dies**, by kill -9 as well: CONTROL ends, and the keeper kills all. **The process dies or
-ends**: the keeper kills what it has left behind. That includes processes which have moved to a session of
-their own or have lost their parents: the kernel makes the keeper their parent (a "subreaper"). **The keeper
-dies**: the kernel kills the process, and the launcher counts it as killed.
+**The launcher dies**, also by kill -9: CONTROL is closed, and the keeper kills all. **The process dies or
+ends**: the keeper kills what it has left behind. That includes processes that have moved to their own session
+or have lost their parents: the kernel makes the keeper their parent (a "subreaper"). **The keeper dies**: the
+kernel kills the process, and the launcher counts it as killed.
 
-Requests go through the keeper, so that no signal hits another process which got the number of one that has
-ended. This is a program of its own that imports nothing of Karvan's: it has to be small and to start quickly,
-and no Python runs between fork and exec of a launcher that has threads.
+Requests go through the keeper, so that no signal reaches another process that got the id of one that has
+ended. This is a separate program that imports nothing from Karvan: it has to be small and to start quickly,
+and no Python may run between fork and exec of a launcher that has threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TO_PROCESS = {ord("t"): signal.SIGTERM, ord("q"): signal.SIGQUIT}
 _TO_ALL = {ord("s"): signal.SIGSTOP, ord("c"): signal.SIGCONT, ord("k"): signal.SIGKILL}
-# Whoever ends a whole tree of processes with signals, such as a service manager, reaches the process, too.
+# A service manager that signals the entire process tree reaches the process, too.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LENGTH = 8
 _GONE_WITHIN = 10.0  # seconds; a process inside of a system call that does not end is left to the kernel
@@ -48,7 +48,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def start(command: list[str], environment: dict[str, str]) -> int:
-    """Start the process in a session of its own; its number."""
+    """Start the process in its own session; returns its id."""
     keeper = os.getpid()
     process = os.fork()
     if process:
@@ -58,7 +58,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
         for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python itself
             signal.signal(ignored, signal.SIG_DFL)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it died before we asked
+        if os.getppid() != keeper:  # it died before the call above
             os._exit(1)
         os.execvpe(command[0], command, environment)
     except OSError as error:
@@ -68,7 +68,7 @@ def start(command: list[str], environment: dict[str, str]) -> int:
 
 
 def descendants() -> list[int]:
-    """All processes that this one or those below it have started, and all that lost their parents."""
+    """All processes below this one, including those that lost their parents."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -84,14 +84,14 @@ def descendants() -> list[int]:
 
 
 def signal_all(number: signal.Signals) -> None:
-    """A signal to all descendants."""
+    """Send a signal to all descendants."""
     for process in descendants():
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
 
 
 def reap(process: int) -> None:
-    """Forget orphans that have ended; the process itself stays, so that its number stays its own."""
+    """Reap orphans that have ended; not the process itself, so that its id is not reused."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == process:
@@ -100,7 +100,7 @@ def reap(process: int) -> None:
 
 
 def run(process: int, control: int) -> None:
-    """Do what is asked until the process has ended, or the launcher has."""
+    """Serve requests until the process or the launcher has ended."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
@@ -114,13 +114,13 @@ def run(process: int, control: int) -> None:
     while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         ready = dict(waiting.poll())
         if control in ready:
-            asked = os.read(control, 64)
-            for letter in asked:
+            requests = os.read(control, 64)
+            for letter in requests:
                 if letter in _TO_PROCESS:
                     os.kill(process, _TO_PROCESS[letter])
                 elif letter in _TO_ALL:
                     signal_all(_TO_ALL[letter])
-            if not asked:
+            if not requests:
                 return
         if woken in ready:
             with suppress(BlockingIOError):
@@ -129,7 +129,7 @@ def run(process: int, control: int) -> None:
 
 
 def finish(process: int) -> int:
-    """Kill everything that is left; the exit code of the process."""
+    """Kill everything that is left; returns the exit code of the process."""
     until = time.monotonic() + _GONE_WITHIN
     code = -int(signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -154,13 +154,13 @@ def _read(control: int, size: int) -> bytes:
 
 
 def main(control: int, status: int) -> None:
-    """Keep one process."""
+    """Run one process."""
     os.set_inheritable(control, False)
     os.set_inheritable(status, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     size = _read(control, _LENGTH)
-    wanted = json.loads(_read(control, int(size, 16)))
-    process = start(wanted["command"], wanted["environment"])
+    request = json.loads(_read(control, int(size, 16)))
+    process = start(request["command"], request["environment"])
     with suppress(BrokenPipeError):
         os.write(status, f"{json.dumps({'pid': process})}\n".encode())
         run(process, control)

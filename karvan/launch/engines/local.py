@@ -1,8 +1,8 @@
 """The local engine: processes on this machine.
 
-Each process leads a session of its own. So Ctrl-C on the terminal reaches the launcher alone, which stops the
-others in order. Between them is a keeper for each process (`keeper.py`), by which a kill reaches all that the
-process has started, and which ends all of them when the launcher dies.
+Each process has its own session. So Ctrl-C on the terminal reaches only the launcher, which stops the others
+in order. Each process has a keeper (`keeper.py`), which passes a kill on to all that the process has started,
+and ends all of them when the launcher dies.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process
 
-_LONGEST_LINE = 1 << 16  # bytes; what is longer is cut, so that no process fills our memory
+_LONGEST_LINE = 1 << 16  # bytes; longer lines are cut, so that no process fills the launcher's memory
 _LAST_LINES = 5.0  # seconds that the last lines of a process that has ended may take
 
 
 class LocalEngine:
-    """Runs processes here; `write(name, line)` gets their output."""
+    """Runs processes on this machine; `write(name, line)` receives their output."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
 
     def start(self, process: Process, ended: Callable[[Process, int], None]) -> LocalHandle:
         """Start a process."""
-        # A launcher may itself run in a job's process, whose environment is not that of ours.
+        # A launcher may itself run in a process of another job, whose variables must not be passed on.
         without = (*LAUNCHED, *TORCH_NAMES, *NOT_PASSED_ON)
-        here = {name: value for name, value in os.environ.items() if name not in without}
-        return LocalHandle(process, {**here, "PYTHONUNBUFFERED": "1"}, self._write, ended)
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
+        return LocalHandle(process, {**inherited, "PYTHONUNBUFFERED": "1"}, self._write, ended)
 
 
 class LocalHandle:
@@ -58,7 +58,7 @@ class LocalHandle:
         self._pid: int | None = None
         self._code: int | None = None
         self._started = threading.Event()
-        self._told = threading.Event()
+        self._reported = threading.Event()
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         try:
@@ -74,16 +74,16 @@ class LocalHandle:
         finally:
             os.close(control)
             os.close(status)
-        wanted = {"command": process.command, "environment": {**environment, **process.environment}}
+        request = {"command": process.command, "environment": {**environment, **process.environment}}
         self._reader = threading.Thread(target=self._read, name=f"{process.name} output", daemon=True)
         self._reader.start()
         threading.Thread(
-            target=self._watch, args=(json.dumps(wanted).encode(),), name=f"{process.name} end", daemon=True
+            target=self._watch, args=(json.dumps(request).encode(),), name=f"{process.name} end", daemon=True
         ).start()
 
     @property
     def pid(self) -> int | None:
-        """Its number, as soon as it has started; None if it could not be."""
+        """Its process id, once it has started; None if it could not be started."""
         self._started.wait()
         return self._pid
 
@@ -93,11 +93,11 @@ class LocalHandle:
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait until it has ended and its output was read."""
-        self._told.wait(timeout)
+        self._reported.wait(timeout)
         return self._code
 
     def stop(self) -> None:
-        """SIGTERM to the process alone, which knows best what to do with those that it has started."""
+        """SIGTERM to the process alone, which stops those that it has started as it needs."""
         self._ask(b"t")
 
     def kill(self) -> None:
@@ -122,24 +122,24 @@ class LocalHandle:
             if self._code is None:
                 os.write(self._control, request)
 
-    def _watch(self, wanted: bytes) -> None:
+    def _watch(self, request: bytes) -> None:
         with suppress(BrokenPipeError):
-            _write_all(self._control, b"%08x" % len(wanted) + wanted)
-        code = -int(signal.SIGKILL)  # of a keeper that dies, and its process with it
+            _write_all(self._control, b"%08x" % len(request) + request)
+        code = -int(signal.SIGKILL)  # if the keeper dies, and its process with it
         with open(self._status) as status:
             for line in status:
-                told = json.loads(line)
-                if "pid" in told:
-                    self._pid = told["pid"]
+                message = json.loads(line)
+                if "pid" in message:
+                    self._pid = message["pid"]
                     self._started.set()
-                code = told.get("code", code)
+                code = message.get("code", code)
         self._started.set()
         self._popen.wait()
         with self._lock:
             self._code = code
             os.close(self._control)
         self._reader.join(_LAST_LINES)
-        self._told.set()
+        self._reported.set()
         self._ended(self._process, code)
 
     def _read(self) -> None:

@@ -1,7 +1,8 @@
 """Detects trainers that fail again and again from the same checkpoint.
 
-Only failures of the program count. An end by a signal, and one with code 75 (the place has failed: a disk is
-full, data or a server is away, another rank was lost), say nothing of it; `max_restarts` bounds those.
+Only failures of the program count. An end by a signal, or with code 75 (the environment has failed: a disk is
+full, data or a server is unavailable, another rank was lost), says nothing about it; `max_restarts` bounds
+those.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ class CrashLoopDetector:
         self._failures = 0
 
     def failed(self) -> bool:
-        """A trainer has failed by itself; whether that was once too often."""
+        """A trainer has failed by itself; whether that was once too many."""
         newest = self._find_newest()
         self._failures = self._failures + 1 if newest == self._newest else 1
         self._newest = newest
         return self._failures >= _MOST
 
     def forget(self) -> None:
-        """Somebody was killed, so what failed before may have failed for that."""
+        """Reset the count: a process was killed, which may have caused the failures before."""
         self._failures = 0
 
     @property
     def next_start(self) -> str:
-        """Where trainers continue that are started now, for people."""
+        """Where trainers that are started now continue, for messages."""
         if self._checkpoints is None:
             return "continue from the newest checkpoint if they have one"
         if newest := self._find_newest():
             self._seen = True
             return f"go back to the newest checkpoint, {newest}"
         if self._seen:
-            return "continue once the checkpoint folder is back, which had checkpoints before"
+            return "continue once the checkpoint folder, which had checkpoints before, is back"
         return "start from the beginning, because there is no checkpoint yet"
 
     def _find_newest(self) -> str:

@@ -1,8 +1,8 @@
 """The events that the supervisor of a job waits for: processes that end, and signals.
 
-Events are put from any thread, also by signal handlers, and taken by the supervisor's loop alone. A request
-to suspend (Ctrl-Z) is served here, in whatever state the job is: whoever waits for an event waits on
-afterwards, for the time that was left, because `karvan.clock` does not count the pause.
+Events are put from any thread, also by signal handlers, and taken only by the supervisor's loop. A request
+to suspend (Ctrl-Z) is served here, in any state of the job: whoever waits for an event continues to wait
+afterwards, for the remaining time, because `karvan.clock` does not count the pause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ProcessEnded:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """The job is to stop, as by this signal."""
+    """The job is to stop, because of this signal."""
 
     signal: int
 
@@ -47,22 +47,22 @@ class EventQueue:
         self._queue.put(ProcessEnded(process, code))
 
     def stop(self, number: int) -> None:
-        """Somebody asks for an end, by this signal."""
+        """Request a stop, because of this signal."""
         self._queue.put(StopRequested(number))
 
     def suspend(self) -> None:
-        """Somebody asks for a pause."""
+        """Request a pause."""
         self._queue.put(_SuspendRequested())
 
     def get(self, timeout: float) -> ProcessEnded | StopRequested | None:
-        """The next event; None if nothing happens in so many seconds."""
+        """The next event; None if there is none within `timeout` seconds."""
         until = clock.now() + timeout
         while True:
             left = until - clock.now()
             try:
                 event = self._queue.get(timeout=max(left, 0.0))
             except queue.Empty:
-                if clock.now() >= until:  # otherwise this process was stopped meanwhile
+                if clock.now() >= until:  # otherwise this process was stopped in the meantime
                     return None
                 continue
             if not isinstance(event, _SuspendRequested):

@@ -1,9 +1,9 @@
 """Finds unhealthy processes of a job and kills them, so that they are restarted.
 
-A process is not well if it gives no heartbeats any more, or if it lives but holds up the others
-(`stalls.py`). Before it is killed it is asked for the stacks of its threads, with SIGQUIT; a process that has
-joined the registry answers that even if its interpreter hangs. The kill follows as soon as they are in the
-log, and some seconds later if they do not come.
+A process is unhealthy if its heartbeats stop, or if it is alive but blocks the others (`stalls.py`). Before
+it is killed it is asked for the stacks of its threads, with SIGQUIT; a process that has joined the registry
+writes them even if its interpreter hangs. It is killed as soon as they are in the log, or after some seconds
+if they do not come.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _STACKS_ENDED = 0.5  # seconds without another line after which they are complet
 
 
 class HealthSource(Protocol):
-    """Who knows which roles are well: the registry."""
+    """Knows which roles are healthy: the registry."""
 
     def healthy(self, role: Role, index: int) -> bool | None:
-        """Whether a role gives heartbeats; None if nothing is known of it."""
+        """Whether a role sends heartbeats; None if it is not known."""
 
     def activities(self) -> Mapping[tuple[Role, int], ActivityReport]:
-        """What heartbeats said last, by role and index."""
+        """The newest report of each role's heartbeats, by role and index."""
 
 
 @dataclass
 class _Condemned:
-    """A process that is asked for its stacks, and then killed."""
+    """A process that was asked for its stacks, and will be killed."""
 
     member: ManagedProcess
     handle: Handle | None
@@ -46,10 +46,10 @@ class _Condemned:
 
 
 class HealthCheck:
-    """Looks after the processes every `every` seconds; those that were started lately are left alone.
+    """Checks the processes every `every` seconds, except those that were started recently.
 
-    settle: seconds after its start in which nobody is asked whether a process is healthy. stall_timeout:
-    seconds without progress, 0: nobody is killed for that.
+    settle: seconds after its start in which the health of a process is not checked. stall_timeout: seconds
+    without progress after which a process is killed; 0: never.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class HealthCheck:
 
     @property
     def due(self) -> float:
-        """When the next check is."""
+        """The time of the next check."""
         return self._checked + self._every
 
     def check(self) -> None:
-        """Look for processes that are not well, if it is time, and kill them."""
+        """Find unhealthy processes, if a check is due, and kill them."""
         now = clock.now()
         if now < self.due:
             return
@@ -87,7 +87,7 @@ class HealthCheck:
             if not member.running or now < member.started + self._settle or member.name in self._condemned:
                 continue
             if self._source.healthy(member.role, member.index) is False:
-                self._logs.tell(f"{member.name} does not answer any more; it is killed.")
+                self._logs.say(f"{member.name} does not answer any more; it is killed.")
                 self._condemn(member, activities)
         if self._stall_timeout:
             self._find_stalled(activities)
@@ -101,13 +101,14 @@ class HealthCheck:
         known = {
             key: report
             for key, report in activities.items()
-            if key in running and (report.progress or running[key].started <= settled)  # it may still start
+            if key in running
+            and (report.progress or running[key].started <= settled)  # otherwise it may still be starting
         }
         for stall in find_stalls(known, self._stall_timeout):
             member = running[stall.role, stall.index]
             if member.name not in self._condemned:
                 stacks = "its stacks follow, then it is killed" if stall.report.dumps else "it is killed"
-                self._logs.tell(f"{stall}; {stacks} (stall_timeout).")
+                self._logs.say(f"{stall}; {stacks} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, activities)
 

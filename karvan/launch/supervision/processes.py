@@ -11,7 +11,7 @@ from karvan.launch.engines.base import Handle, Process, name_of
 
 @dataclass
 class ManagedProcess:
-    """One replica of a role, through all its processes."""
+    """One replica of a role, across all its processes."""
 
     role: Role
     index: int
@@ -19,12 +19,12 @@ class ManagedProcess:
     handle: Handle | None = None
     code: int | None = None  # of its last process; None while that runs
     started: float = 0.0
-    due: float | None = None  # when it is to be started again, alone
-    stalled: bool = False  # whether its process is killed because it makes no progress
+    due: float | None = None  # when it is to be restarted, alone
+    stalled: bool = False  # whether its process is being killed for making no progress
 
     @property
     def name(self) -> str:
-        """As logs call it."""
+        """Its name in logs."""
         return name_of(self.role, self.index)
 
     @property
@@ -53,7 +53,7 @@ class ManagedProcesses:
         return any(member.running for member in self.of(role))
 
     def note_end(self, process: Process, code: int) -> ManagedProcess | None:
-        """A process has ended; whose it was, None if another one has taken its place."""
+        """A process has ended; returns its replica, None if another process has replaced it."""
         for member in self._all:
             if member.process is process:
                 member.code = code
@@ -61,7 +61,7 @@ class ManagedProcesses:
         return None
 
     def suspend(self) -> None:
-        """Stop all that run, until `resume`."""
+        """Stop all running processes, until `resume`."""
         for member in self._all:
             if member.running and member.handle is not None:
                 member.handle.suspend()
@@ -74,7 +74,7 @@ class ManagedProcesses:
 
 
 def kill(members: Iterable[ManagedProcess]) -> None:
-    """Kill those that run."""
+    """Kill those that are running."""
     for member in members:
         if member.running and member.handle is not None:
             member.handle.kill()

@@ -11,7 +11,7 @@ _LONGEST_DELAY = 30.0
 
 
 class RestartBudget:
-    """So many restarts within so many seconds, each after a longer delay than the one before."""
+    """Up to `most` restarts within `window` seconds, each after a longer delay than the one before."""
 
     def __init__(self, most: int, window: float, backoff: float) -> None:
         self._most = most
@@ -20,7 +20,7 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def take(self) -> bool:
-        """One more restart; whether it is allowed."""
+        """Count one more restart; whether it is allowed."""
         now = clock.now()
         while self._restarts and self._restarts[0] < now - self._window:
             self._restarts.popleft()
@@ -30,7 +30,7 @@ class RestartBudget:
         return True
 
     def due(self) -> float:
-        """When the restart is due; delays differ at random, so that not all come back at once."""
+        """When the restart is due; delays are random, so that not all restart at once."""
         doubled = self._backoff * 2.0 ** (len(self._restarts) - 1)
         return clock.now() + min(doubled, _LONGEST_DELAY) * random.uniform(0.5, 1.0)
 

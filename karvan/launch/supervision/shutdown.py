@@ -1,7 +1,7 @@
 """How a job ends: role by role, in the reverse of the order in which they start.
 
-Each process is asked with SIGTERM, and killed if it takes too long. Trainers save a checkpoint when they are
-asked, for which they need the others, so they are first. A second Ctrl-C kills all at once.
+Each process gets SIGTERM, and is killed if it takes too long. Trainers then save a checkpoint, for which they
+need the others, so they are first. A second Ctrl-C kills all at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
 from karvan.launch.supervision.processes import ManagedProcesses, kill
 
-_GRACE_OF_OTHERS = 10.0  # trainers have a checkpoint to save, nobody else does
+_GRACE_OF_OTHERS = 10.0  # only trainers have a checkpoint to save
 
 
 class Shutdown:
@@ -41,7 +41,7 @@ class Shutdown:
             self._wait_for(role, grace)
         late = [member for member in self._members.of(role) if member.running]
         for member in late:
-            self._logs.tell(f"{member.name} is killed.")
+            self._logs.say(f"{member.name} is killed.")
         kill(late)
         self._wait_for(role, _GRACE_OF_OTHERS, even_in_hurry=True)
 
@@ -52,7 +52,7 @@ class Shutdown:
             if isinstance(event, ProcessEnded):
                 self._members.note_end(event.process, event.code)
             elif isinstance(event, StopRequested) and event.signal == signal.SIGINT:
-                self._logs.tell("Killing all.")
+                self._logs.say("Killing all.")
                 self._hurry = True
                 kill(self._members)
             elif event is None:

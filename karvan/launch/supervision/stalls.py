@@ -1,16 +1,16 @@
-"""Finds processes that live but make no progress and block the job, from their heartbeats.
+"""Finds processes that are alive but make no progress and block the job, from their heartbeats.
 
     a trainer                            is stalled if it has a task (fit, evaluate), has made no progress for
                                            `stall_timeout` seconds, and does not wait for another role. One
-                                           that waits for other trainers is not, as long as one of them does
-                                           not wait
-    a loader, an embedding worker, a     is stalled if it has made no progress for as long, somebody has
-      parameter server                     waited for it for as long, and it does not wait for anybody itself
+                                           that waits for other trainers is not stalled, as long as one of
+                                           them does not wait
+    a loader, an embedding worker, a     is stalled if it has made no progress for as long, another process
+      parameter server                     has waited for it for as long, and it waits for no process itself
 
-Who waits for somebody is held up by it, and is left alone. A trainer without a task runs its user's own code,
-and may take as long as it likes; so may a source that nobody waits for. Parameter servers and embedding
-workers run no code of a user's, so they have `SERVICE_TIMEOUT` seconds at most: less than the calls of those
-who wait for them.
+A process that waits for another one is blocked by it, and is not killed. A trainer without a task runs the
+user's code, which may take any time; so may a source that no process waits for. Parameter servers and
+embedding workers run no user code, so they have at most `SERVICE_TIMEOUT` seconds: less than the timeout of
+the calls that wait for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Activities = Mapping[tuple[Role, int], ActivityReport]
 
 @dataclass(frozen=True)
 class Stall:
-    """A process that holds up the job, and who waits for it."""
+    """A process that blocks the job, and the processes that wait for it."""
 
     role: Role
     index: int
@@ -37,7 +37,7 @@ class Stall:
 
     @property
     def name(self) -> str:
-        """As logs call it."""
+        """Its name in logs."""
         return f"{self.role}-{self.index}"
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Stall:
 
 
 def find_stalls(activities: Activities, timeout: float) -> list[Stall]:
-    """The processes that hold up the others; none if everybody makes progress, or waits."""
+    """The processes that block the others; none if all make progress, or wait."""
     found = [
         Stall(*key, report, _waiters(activities, key, 0.0))
         for key, report in activities.items()
@@ -71,7 +71,7 @@ def _limit(role: Role, timeout: float) -> float:
 
 
 def _waits(report: ActivityReport, timeout: float) -> bool:
-    """Whether it waits for somebody; a question now and then, which is answered, is no wait."""
+    """Whether it waits for another process; short calls that are answered do not count."""
     return any(seconds >= timeout / 2 for seconds in report.waits.values())
 
 

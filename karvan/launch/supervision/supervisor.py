@@ -1,30 +1,30 @@
-"""The supervisor of a job, whatever engine runs its processes.
+"""The supervisor of a job, with any engine.
 
-A job starts its parameter servers, embedding workers, loaders and trainers, in this order, and then waits for
-what happens:
+A job starts its parameter servers, embedding workers, loaders and trainers, in this order, and then reacts to
+events:
 
-    a loader or embedding worker dies    it alone is started again
-    a parameter server dies              the job rolls back; with on_server_loss: reload it alone is started
-                                         again, and trainers have it take its rows as they were saved
+    a loader or embedding worker dies    it alone is restarted
+    a parameter server dies              the job rolls back; with on_server_loss: reload it alone is
+                                         restarted, and trainers have it load its saved rows
     a trainer dies                       the job rolls back
     a process is not healthy             it is killed, and so dies (`health.py`)
-    a process ends with code 2 or 3      the job fails with this code: wrong usage, or data that is not there,
-                                         will be the same next time
-    a process ends with code 75          as if it had died: the place has failed and not the program, by which
-                                         a disk is full, or data, a server or another rank is away
-    trainers fail by themselves, three   the job fails with code 1: a program that is wrong will be wrong next
-      times from the same checkpoint       time
-    too many deaths in a while           the job fails with code 1, or with 75 if that was the last one's
+    a process ends with code 2 or 3      the job fails with this code: wrong usage, or missing data, will be
+                                         the same next time
+    a process ends with code 75          as if it had died: not the program has failed but its environment: a
+                                         disk is full, or data, a server or another rank is unavailable
+    trainers fail by themselves, three   the job fails with code 1: a wrong program will be wrong next time
+      times from the same checkpoint
+    too many deaths within a window      the job fails with code 1, or with 75 if that was the last code
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
     Ctrl-Z                               all stop, and continue with `fg` (`suspending.py`)
 
-To roll back is to kill all trainers, begin the next generation, start the servers that are not there and then
-all trainers. They go on from the newest checkpoint by themselves; servers that have lived on forget their
-rows when they hear of the new generation. Who else dies of the same cause meanwhile is no death of its own.
+A rollback kills all trainers, starts the next generation, then the servers that are not running and all
+trainers. Trainers resume from the newest checkpoint by themselves; servers that survived drop their rows when
+they learn of the new generation. Other processes that die of the same cause in the meantime are not counted.
 
-All times are those of `karvan.clock`: a launcher that was stopped, or whose machine slept, blames nobody for
-having been silent meanwhile.
+All times are those of `karvan.clock`: the time during which the launcher was stopped, or the machine slept,
+does not count against any process.
 """
 
 from __future__ import annotations
@@ -53,22 +53,24 @@ from karvan.launch.supervision.verdict import End, Verdict
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
 
-_OF_SIGNALS = 128  # exit codes from here on, and negative ones, are of processes that a signal has ended
+_OF_SIGNALS = (
+    128  # such exit codes and larger ones, and negative ones, are of processes that a signal has ended
+)
 _NOT_RETRIED = (USAGE, DAMAGED)
 
 
 class RegistryView(HealthSource, Protocol):
-    """Where roles find each other, and who tells which of them are well."""
+    """Where roles find each other; it also knows which of them are healthy."""
 
     @property
     def address(self) -> str:
         """host:port."""
 
     def forget(self, role: Role, index: int) -> None:
-        """A process has ended; another one will take its place."""
+        """A process has ended; another one will replace it."""
 
     def begin_generation(self, generation: int) -> None:
-        """Trainers are restarted, and meet again."""
+        """Trainers are restarted, and rendezvous again."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,17 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. Delays double with every restart, and differ at random, so that not all come back at once."""
+    """Seconds. Delays double with every restart, and are random, so that not all restart at once."""
 
     backoff: float = 0.5
     check: float = 1.0  # between checks of health
-    settle: float = 60.0  # after its start, nobody is asked whether a process is healthy
-    pause: float = 5.0  # of the launcher itself, from which on it is told
+    settle: float = 60.0  # after its start, in which the health of a process is not checked
+    pause: float = 5.0  # of the launcher itself; longer ones are reported
 
 
 @dataclass
 class Supervisor:
-    """A job; `run` runs it to its end."""
+    """Supervises a job; `run` runs it to its end."""
 
     spec: JobSpec
     engine: Engine
@@ -117,21 +119,21 @@ class Supervisor:
             stall_timeout=spec.stall_timeout,
         )
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
-        self._attempts = CrashLoopDetector(spec.checkpoints)
+        self._crash_loop = CrashLoopDetector(spec.checkpoints)
         self._verdict = Verdict()
         self._outcome: JobOutcome | None = None
         self._rollback: float | None = None  # when it is due
 
     def interrupt(self, number: int) -> None:
-        """Stop, as by this signal. May be called by a signal handler, and from any thread."""
+        """Stop, because of this signal. May be called by a signal handler, and from any thread."""
         self._events.stop(number)
 
     def suspend(self) -> None:
-        """Stop all processes and this one until it is continued. As above."""
+        """Stop all processes and this one until it is continued. May be called like `interrupt`."""
         self._events.suspend()
 
     def run(self) -> JobOutcome:
-        """Start everything, keep it going, stop it in order."""
+        """Start all processes, keep them running, stop them in order."""
         try:
             self._start(self._members)
             while self._outcome is None:
@@ -145,7 +147,7 @@ class Supervisor:
         finally:
             kill(self._members)
 
-    # What happens
+    # Reacting to events
 
     def _take(self, event: ProcessEnded | StopRequested | None) -> None:
         if isinstance(event, ProcessEnded):
@@ -153,28 +155,28 @@ class Supervisor:
             if member is not None:
                 self._judge(member, event.code)
         elif event is not None:
-            self.logs.tell("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
+            self.logs.say("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
             self._outcome = JobOutcome(128 + event.signal)
 
     def _judge(self, member: ManagedProcess, code: int) -> None:
-        """React to the end of a process; of several trainers, to that of the one that says why."""
-        counts: End | None = (member, code)
+        """React to the end of a process; of several trainers, to that of the one that is the cause."""
+        cause: End | None = (member, code)
         if member.role == Role.TRAINER and self._rollback is None:
-            counts = self._verdict.judge(member, code, self._members.any_running(Role.TRAINER))
-        if counts is not None:
-            self._react(*counts)
+            cause = self._verdict.judge(member, code, self._members.any_running(Role.TRAINER))
+        if cause is not None:
+            self._react(*cause)
 
     def _react(self, member: ManagedProcess, code: int) -> None:
         if code == 0 and member.role in (Role.TRAINER, Role.LOADER):
-            self.logs.tell(f"{member.name} is done.")
+            self.logs.say(f"{member.name} is done.")
             if all(trainer.code == 0 for trainer in self._members.of(Role.TRAINER)):
                 self._outcome = JobOutcome(0)
         elif self._rollback is not None and member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
-            pass  # the rollback starts it again
+            pass  # the rollback restarts it
         elif code in _NOT_RETRIED:
-            self._fail(member, code, f"{member.name} {end_text(code)}, which is not tried again.")
-        elif self._is_in_vain(member, code):
-            text = f"{member.name} {end_text(code)}, once more without a newer checkpoint."
+            self._fail(member, code, f"{member.name} {end_text(code)}, which is not retried.")
+        elif self._is_crash_loop(member, code):
+            text = f"{member.name} {end_text(code)}, again without a newer checkpoint."
             self._fail(member, FAILED, text)
         elif not self._restarts.take():
             failed = TEMPORARY if code == TEMPORARY else FAILED
@@ -182,19 +184,19 @@ class Supervisor:
         elif member.role == Role.TRAINER or (
             member.role == Role.PARAMETER_SERVER and self.spec.on_server_loss is ServerLoss.ROLLBACK
         ):
-            self.logs.tell(f"{member.name} {end_text(code)}; all trainers {self._attempts.next_start}.")
+            self.logs.say(f"{member.name} {end_text(code)}; all trainers {self._crash_loop.next_start}.")
             kill(self._members.of(Role.TRAINER))
             self._rollback = self._restarts.due()
             self._verdict.clear()
         else:
-            self.logs.tell(f"{member.name} {end_text(code)}; it is started again.")
+            self.logs.say(f"{member.name} {end_text(code)}; it is restarted.")
             member.due = self._restarts.due()
 
-    def _is_in_vain(self, member: ManagedProcess, code: int) -> bool:
+    def _is_crash_loop(self, member: ManagedProcess, code: int) -> bool:
         if not 0 < code < _OF_SIGNALS and not member.stalled:
-            self._attempts.forget()
+            self._crash_loop.forget()
             return False
-        return code != TEMPORARY and member.role == Role.TRAINER and self._attempts.failed()
+        return code != TEMPORARY and member.role == Role.TRAINER and self._crash_loop.failed()
 
     def _fail(self, member: ManagedProcess, code: int, text: str) -> None:
         if reason := self.logs.reason(member.name):
@@ -209,7 +211,7 @@ class Supervisor:
     # Starting
 
     def _patience(self) -> float:
-        """Seconds until there is something to do even if nothing happens."""
+        """Seconds until there is something to do even without an event."""
         moments = [self._health.due]
         moments += [member.due for member in self._members if member.due is not None]
         if self._verdict.due is not None:
@@ -220,8 +222,8 @@ class Supervisor:
 
     def _start_due(self) -> None:
         now = clock.now()
-        if (counts := self._verdict.overdue()) is not None:
-            self._react(*counts)
+        if (cause := self._verdict.overdue()) is not None:
+            self._react(*cause)
         due = self._rollback is not None and self._rollback <= now
         if due and not self._members.any_running(Role.TRAINER):
             self._roll_back()
@@ -231,7 +233,7 @@ class Supervisor:
         self._rollback = None
         self.generation += 1
         self.registry.begin_generation(self.generation)
-        self.logs.tell(f"Generation {self.generation} begins.")
+        self.logs.say(f"Generation {self.generation} begins.")
         self._start(
             [
                 member
@@ -244,7 +246,7 @@ class Supervisor:
     def _start(self, members: Iterable[ManagedProcess]) -> None:
         started = [(member, self._start_one(member)) for member in members]
         for member, handle in started:
-            self.logs.tell(f"Started {member.name}, process {handle.pid}.")
+            self.logs.say(f"Started {member.name}, process {handle.pid}.")
 
     def _start_one(self, member: ManagedProcess) -> Handle:
         environment = environment_of(
@@ -255,7 +257,7 @@ class Supervisor:
             generation=self.generation,
             owner=self.owner,
         )
-        self.registry.forget(member.role, member.index)  # where its last process was
+        self.registry.forget(member.role, member.index)  # the address of its last process
         member.process = Process(member.role, member.index, self._commands[member.role], environment)
         member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
         self.logs.begin(member.name)

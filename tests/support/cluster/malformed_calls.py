@@ -275,7 +275,7 @@ class WorkerSubject(Subject):
         self._begin()
 
     def _begin(self):
-        servers = self.service._speakers[0].servers
+        servers = self.service._sessions[0].servers
         for name in DIMS:
             servers.call("add_table", {"spec": _spec(name)})
         self.call("engine", *self._engine())
@@ -318,7 +318,7 @@ class WorkerSubject(Subject):
         return head, [np.full(size, 1e-3, np.float32)]
 
     def fingerprint(self):
-        servers = self.service._speakers[0].servers
+        servers = self.service._sessions[0].servers
         rows = [servers.call("snapshot", {"table": t, "part": 0, "parts": 1})[0].arrays for t in DIMS]
         return [array.tobytes() for arrays in rows for array in arrays]
 
@@ -375,7 +375,7 @@ class LoaderSubject(Subject):
         self.renew()
         while "wait" in self.call("next", {"epoch": 0}).head:
             pass
-        return next(iter(self.service._sent._kept))
+        return next(iter(self.service._sent._held))
 
     def fingerprint(self):
         return self.service._generation, self.service._world
