@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ LAYERS = tomllib.loads((ROOT / "tools" / "layers.toml").read_text())["layers"]
 LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
+@cache
 def _modules():
     """Module name → syntax tree."""
     trees = {}
@@ -135,6 +137,7 @@ def _bases(node):
 def test_no_class_is_spread_over_files_by_inheritance():
     """A base class in another file is an interface, has several subclasses, or is used by itself, too."""
     sources = {path: path.read_text() for path in PACKAGE.rglob("*.py")}
+    words = {path: set(re.findall(r"\w+", text)) for path, text in sources.items()}
     classes, subclasses = {}, {}
     for path, text in sources.items():
         for node in ast.walk(ast.parse(text)):
@@ -147,7 +150,7 @@ def test_no_class_is_spread_over_files_by_inheritance():
         interface = {"ABC", "Protocol"} & set(_bases(node)) or "abstractmethod" in ast.unparse(node)
         among = subclasses.get(name, set())
         others = [each for each in sources if each.name != "__init__.py" and each not in {path, *among}]
-        used = any(re.search(rf"\b{name}\b", sources[each]) for each in others)
+        used = any(name in words[each] for each in others)
         if len(among) == 1 and path not in among and not interface and not used:
             spread.append(f"{name} ({path.relative_to(ROOT)})")
     assert spread == []
