@@ -1,4 +1,4 @@
-"""Former names of the public API: using one is an error that says the new name."""
+"""Former names of the public API and of environment variables: using one is an error with the new name."""
 
 from __future__ import annotations
 
@@ -23,10 +23,30 @@ _NAMES = {
         "MAE": "kv.metrics.MeanAbsoluteError",
         "MSE": "kv.metrics.MeanSquaredError",
     },
+    "karvan.train": {
+        **{name: f"kv.callbacks.{name}" for name in ("Callback", "EarlyStopping")},
+        **{
+            name: f"kv.loggers.{name}"
+            for name in ("CSVLogger", "JSONLinesLogger", "Logger", "TensorBoardLogger")
+        },
+        "metrics": "kv.metrics",
+    },
+}
+VARIABLES = {
+    "KARVAN_TRAINERS": "KARVAN_TRAINER_COUNT",
+    "KARVAN_SERVERS": "KARVAN_PARAMETER_SERVER_COUNT",
+    "KARVAN_WORKERS": "KARVAN_EMBEDDING_WORKER_COUNT",
+    "KARVAN_LOADERS": "KARVAN_LOADER_COUNT",
+    "KARVAN_PARAMETER_SERVERS": "KARVAN_PARAMETER_SERVER_ADDRESSES",
+    "KARVAN_EMBEDDING_WORKERS": "KARVAN_EMBEDDING_WORKER_ADDRESSES",
+    "KARVAN_WORKER_EXPIRE": "KARVAN_EMBEDDING_WORKER_EXPIRE",
+    "KARVAN_WORKER_BATCHES": "KARVAN_EMBEDDING_WORKER_BATCHES",
+    "KARVAN_SERVER_LOSS": "KARVAN_ON_SERVER_LOSS",
 }
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Class = TypeVar("Class")
 
 
 def new_name(module: str, name: str) -> str | None:
@@ -54,5 +74,16 @@ def former_arguments(**new: str) -> Callable[[Callable[Parameters, Result]], Cal
             return function(*args, **kwargs)
 
         return checked
+
+    return decorate
+
+
+def former_fields(**new: str) -> Callable[[type[Class]], type[Class]]:
+    """Decorate a dataclass with renamed fields: `@former_fields(train_steps="max_steps")`."""
+
+    def decorate(kind: type[Class]) -> type[Class]:
+        init: Callable[..., None] = vars(kind)["__init__"]
+        type.__setattr__(kind, "__init__", former_arguments(**new)(init))
+        return kind
 
     return decorate

@@ -223,6 +223,7 @@ def test_former_arguments_of_the_trainer_and_its_siblings_say_the_new_ones():
             "skip_nonfinite": "nonfinite",
         },
         karvan.Trainer.fit: {"train_steps": "max_steps"},
+        karvan.TrainingJob: {"train_steps": "max_steps"},
         karvan.TrainContext: {"mixed_precision": "precision", "ahead": "prefetch"},
         karvan.TrainContext.save: {"wait": "block"},
         karvan.EvalContext: {"mixed_precision": "precision", "ahead": "prefetch"},

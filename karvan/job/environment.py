@@ -2,18 +2,23 @@
 
 A field `x` is the variable KARVAN_X; docs/launch.md has the table. The launcher sets the fields of the first
 part for every process of a job; those of the second part are set by users. A variable that is empty counts
-as not set. A value that is not what its field expects is a ValueError that names the variable.
+as not set. A value that is not what its field expects is a ValueError that names the variable; so is a former
+name. A name that is almost one of these is a warning, once in a process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from karvan.former_names import VARIABLES
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
+
+_log = logging.getLogger("karvan.job")
 
 _SET_BY_USERS = (
     *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
@@ -21,6 +26,8 @@ _SET_BY_USERS = (
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of trainers, set by the launcher
 NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
+_USED_BY_TESTS = ("KARVAN_TOKEN", "KARVAN_FUZZ_UNCHECKED")  # the only ones that are no fields
+_warned: set[str] = set()  # names of variables, of which a warning is enough
 Verbatim: TypeAlias = str  # white space at its ends is a part of it, as in paths
 
 
@@ -75,6 +82,10 @@ class JobEnvironment:
     def read(cls, environment: Mapping[str, str] | None = None) -> JobEnvironment:
         """As the variables say; without a mapping, those of this process."""
         given = os.environ if environment is None else environment
+        if environment is None:
+            check_names()
+        else:
+            check_former_names(name for name, text in environment.items() if text.strip())
         values: dict[str, Any] = {}
         for field in fields(cls):
             text = given.get(variable(field.name), "")
@@ -106,6 +117,39 @@ def variable(field: str) -> str:
 def addresses_variable(role: Role) -> str:
     """The variable with the addresses of a role's processes."""
     return variable(f"{_prefix(role)}_addresses")
+
+
+def check_names() -> None:
+    """Check the names of this process's variables: a former one is an error, a misspelled one a warning."""
+    check_former_names(name for name, text in os.environ.items() if text.strip())
+    _warn_of_misspelled(os.environ)
+
+
+def check_former_names(names: Iterable[str]) -> None:
+    """Raise a ValueError that says the new name if one of these variables has a former one."""
+    for name in names:
+        if name in VARIABLES:
+            raise ValueError(
+                f"The environment variable {name} is called {VARIABLES[name]} now: set that one."
+            )
+
+
+def _warn_of_misspelled(names: Iterable[str]) -> None:
+    """Log a warning for each variable that is almost one of ours; others may be those of other programs."""
+    known = {field.name.upper() for field in fields(JobEnvironment)}
+    for name in names:
+        own = name.removeprefix("KARVAN_")
+        if own == name or own in known or name in _USED_BY_TESTS or name in _warned:
+            continue
+        import difflib  # only misspelled names need it
+
+        if nearest := difflib.get_close_matches(own, sorted(known), n=1, cutoff=0.8):
+            _warned.add(name)
+            _log.warning(
+                "The environment variable %s is unknown and ignored. Did you mean KARVAN_%s?",
+                name,
+                nearest[0],
+            )
 
 
 def set_variables(environment: MutableMapping[str, str], values: Mapping[str, object]) -> None:

@@ -1,5 +1,8 @@
 """Training: the Trainer, its parts, losses, callbacks and contexts."""
 
+from typing import TYPE_CHECKING, Any
+
+from karvan.former_names import missing_name
 from karvan.train import callbacks, losses
 from karvan.train.contexts.eval_context import EvalContext, InferContext
 from karvan.train.contexts.train_context import TrainContext
@@ -28,3 +31,8 @@ __all__ = [
     "losses",
     "reset_termination",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing_name("karvan.train", name)

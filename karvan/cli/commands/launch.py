@@ -65,9 +65,14 @@ def launch(
         raise CommandError("Expected a JOB.yaml, got nothing; --example prints one to start from.")
     changes = pairs(settings)
 
+    from karvan.job.environment import check_names
     from karvan.launch.job_spec import read_spec
     from karvan.launch.role_commands import commands_of
 
+    try:
+        check_names()
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     spec = read_spec(target, changes)
     for path in spec.files():
         if not path.is_file():
