@@ -154,9 +154,7 @@ class LookupLog:
         """The batch of a lookup has been trained."""
 
     def withdraw(self, plans: Sequence[Plan]) -> None:
-        """
-        Tables become as if these lookups, whose batches will not be trained, had not been.
-        """
+        """Undoes these lookups in the tables; their batches will not be trained."""
 
     @property
     def in_flight(self) -> int: ...
@@ -232,7 +230,7 @@ class Table:
 
 class Capture:
     """
-    A table as it was at one moment, read part by part while training goes on.
+    A table as it was at one moment, read part by part while training continues.
     """
 
     def part(
@@ -245,7 +243,7 @@ class Capture:
         NDArray[numpy.uint32],
     ]: ...
     def erased(self) -> NDArray[numpy.int64]:
-        """Keys that left since the capture before; some may have come back."""
+        """Keys removed since the previous capture; some may have rows again."""
 
     def close(self) -> None: ...
     @property
@@ -260,7 +258,7 @@ def capture(
     tables: Sequence[tuple[Table, int, int | None]], track: bool, log: LookupLog | None = None
 ) -> list[Capture]:
     """
-    Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it. With a log, as if its lookups in flight had not been.
+    Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it. With a log, without its lookups in flight.
     """
 
 class Rule:
@@ -344,11 +342,11 @@ class FeatureSpec:
 
 class FeatureArrays:
     """
-    The arrays of a feature in one batch, by address; an address of 0 stands for no array.
+    The arrays of a feature in one batch, by address; an address of 0 means no array.
 
     values: the int64 keys of `cells` ids. out: the float32 vectors. offsets: int64, where each
-    of `samples` begins; without, a sample has one id. weights: float32, of ids. length: the
-    ids of a padded sample. uses: uint32, how many uses an id stands for; without, one.
+    of `samples` starts; without, a sample has one id. weights: float32, of ids. length: the
+    ids of a padded sample. uses: uint32, how many uses an id counts as; without, one.
     """
 
     def __init__(
@@ -397,12 +395,12 @@ class Plan:
     def pool_from(self, vectors: Sequence[NDArray[numpy.float32]]) -> None: ...
     def reduce(self, addresses: Sequence[int], strides: Sequence[int]) -> Gradients:
         """
-        Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.
+        Sums the gradients of the outputs by key; rows are `stride` floats apart, an address of 0 means no gradient.
         """
 
 def prepare(program: Program, inputs: Sequence[FeatureArrays]) -> Plan:
     """
-    Groups a batch's keys ahead, on the caller's thread, beside whatever runs.
+    Groups a batch's keys in advance, on the caller's thread, while other operations may run.
     """
 
 def forward(
@@ -415,7 +413,7 @@ def forward(
     log: LookupLog | None = None,
 ) -> Plan:
     """
-    Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.
+    Groups the batch's keys, finds or inserts their rows, pools them into the outputs, applies the eviction policies.
     """
 
 def forward_prepared(plan: Plan, tables: Sequence[Table], training: bool, step: int, now: float) -> None:
@@ -425,7 +423,7 @@ class Route:
     """The distinct keys of a plan, by the ranks that own them."""
 
     def __init__(self, plan: Plan, ranks: int, alone: bool) -> None:
-        """alone: on the caller's thread, beside whatever runs."""
+        """alone: on the caller's thread, while other operations may run."""
 
     @property
     def counts(self) -> list[int]:
@@ -436,18 +434,20 @@ class Route:
     @property
     def floats(self) -> int: ...
     def pack_keys(self, message: int) -> None:
-        """Writes them, and how often each is used, for each rank."""
+        """Writes the keys, and how often each is used, for each rank."""
 
     def pool(self, vectors: int) -> None:
-        """Fills the plan's outputs from vectors in the order of travel."""
+        """
+        Fills the plan's outputs from vectors in the order in which keys are sent.
+        """
 
     def complete(self, gradients: Gradients) -> bool:
         """
-        Whether every feature had a gradient, so that they can travel without their keys.
+        Whether every feature had a gradient, so that gradients can be sent without their keys.
         """
 
     def pack_gradients(self, gradients: Gradients, scale: float, out: int) -> None:
-        """Writes gradients times scale in the order of travel."""
+        """Writes gradients times scale in the order in which keys are sent."""
 
 def thread_count() -> int:
     """How many threads a batch operation uses."""
@@ -479,7 +479,7 @@ class Board:
     def join(self, places: Sequence[tuple[int, int]]) -> None: ...
     def exchange(self, send: int, to: Sequence[int], receive: int, of: Sequence[int], seconds: float) -> str:
         """
-        Bytes to and from each rank; done, late, lost if the process of another rank has ended, or left.
+        Bytes to and from each rank. Returns done, late, lost (the process of another rank has ended) or left.
         """
 
     def leave(self) -> None:
@@ -487,7 +487,7 @@ class Board:
 
     @property
     def missing(self) -> int:
-        """The rank because of which it was not done."""
+        """The rank that an exchange was late or lost for."""
 
 class Buffer:
     """

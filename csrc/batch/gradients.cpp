@@ -32,7 +32,7 @@ Gradients::Gradients(std::shared_ptr<const Plan> plan, const std::vector<OutputG
       sources[f].base = 0;
       sources[f].out_row = nullptr;
     }
-  } else {  // keys of features without a gradient must not be touched: group anew, without labels
+  } else {  // keys of features without a gradient must not be touched: group again, without labels
     std::stable_sort(keys.begin(), keys.end(), [](const auto& a, const auto& b) { return a.base < b.base; });
     own_groups_ = std::make_unique<KeyGroups>(static_cast<uint32_t>(dims_.size()), std::move(keys),
                                               plan_->groups_.unique_of.size());
@@ -117,8 +117,8 @@ void Gradients::resolve() {
     for (uint32_t b = slot.first_bucket; b < slot.first_bucket + slot.buckets; ++b) {
       for (uint32_t i = g.begin[b]; i < g.begin[b] + g.unique[b]; ++i) {
         if (row()[i] == 0) continue;
-        // A key that left and came back has a new row, which this gradient was not computed from.
-        // Where the log has forgotten that time, nothing is known of any key, and all are dropped.
+        // A key that was removed and inserted again has a new row, which this gradient was not computed from.
+        // If the log does not reach back that far, nothing is known of any key, and all are dropped.
         const bool left = !table.evictions().knows(version_[s]) || gone.contains(g.hash[i]);
         const Entry entry = left ? Entry{} : table.find(g.hash[i]);
         dropped += !entry;
@@ -167,7 +167,7 @@ std::unique_ptr<Gradients> Gradients::merge(const std::vector<Gradients*>& parts
     part->resolve();
     for (uint32_t s = 0; s < sum->dims_.size(); ++s) sum->dims_[s] = std::max(sum->dims_[s], part->dims_[s]);
   }
-  // Each (slot, part) is a source of hashes; a cell's output row is its place in the part's values.
+  // Each (slot, part) is a source of hashes; a cell's output row is its index in the part's values.
   std::vector<GradientSource> sources;
   std::vector<KeySource> keys;
   std::vector<uint16_t> feature_of;

@@ -1,4 +1,4 @@
-// What a backward pass brings: one summed gradient for each distinct key of a plan, ready to be applied once.
+// The gradients of a backward pass: one sum for each distinct key of a plan, ready to be applied once.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -26,7 +26,7 @@ class Gradients {
   void average();
 
   // Updates the rows. A table whose gradient is not finite is skipped and counted; so are, one by one, gradients of rows
-  // that have gone since the lookup. A null rule leaves its table alone. `steps` seed the rounding of half-size vectors.
+  // that were removed since the lookup. A null rule skips its table. `steps` seed the rounding of 16-bit vectors.
   void apply(const std::vector<const Rule*>& rules, const std::vector<uint64_t>& steps);
 
   std::vector<bool> finite() const { return {finite_.begin(), finite_.end()}; }  // by slot
@@ -43,15 +43,15 @@ class Gradients {
   const KeyGroups& groups() const { return own_groups_ ? *own_groups_ : plan_->groups_; }
   uint32_t* row() const { return own_groups_ ? own_row_.data() : plan_->row_.data(); }
   void reduce(const std::vector<GradientSource>& sources, const std::vector<uint16_t>& feature_of);
-  void each_bucket(const std::function<void(uint32_t)>& f) const;  // on all threads, buckets without keys left out
-  void resolve();  // brings the rows up to date with what has left the tables since the lookup
+  void each_bucket(const std::function<void(uint32_t)>& f) const;  // on all threads, without empty buckets
+  void resolve();  // updates the rows after removals from the tables since the lookup
   float* values(uint32_t bucket) const;
 
   std::shared_ptr<const Plan> plan_;
   std::unique_ptr<KeyGroups> own_groups_;  // when the plan's do not fit: some features had no gradient, or merged
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint32_t> dims_;
-  Array<uint32_t> own_row_;                // by unique key; the plan's unless grouped anew
+  Array<uint32_t> own_row_;                // by unique key; the plan's unless grouped again
   std::vector<Array<float>> values_;       // by slot; a bucket's part starts where its positions do
   std::vector<uint8_t> finite_;
   std::vector<uint64_t> version_;          // of the tables, when rows were last found

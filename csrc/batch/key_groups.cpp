@@ -91,7 +91,7 @@ void KeyGroups::partition(const Slot& slot, bool alone) {
     if (slot.buckets == 1) task.place[0] = static_cast<uint32_t>(task.last - task.first);
     else for (size_t i = task.first; i < task.last; ++i) ++task.place[top(hash_of(*task.source, i), bits)];
   });
-  // Counts to places: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
+  // Counts to positions: bucket by bucket, and inside a bucket task by task, which keeps positions in order.
   uint32_t at = begin[slot.first_bucket];
   for (uint32_t b = 0; b < slot.buckets; ++b) {
     // The first is known already, and another thread may be reading it as the end of the slot before.

@@ -12,7 +12,7 @@
 
 namespace karvan {
 
-// Some positions of a batch: keys[i] stands at position base + i. A slot is a table's place in this batch.
+// Some positions of a batch: keys[i] is at position base + i. A slot is a table's index in this batch.
 struct KeySource {
   uint32_t slot;
   const uint64_t* keys;
@@ -35,8 +35,8 @@ class KeyGroups {
   KeyGroups() = default;
   KeyGroups(KeyGroups&&) = default;
   KeyGroups& operator=(KeyGroups&&) = default;
-  // Lays the arrays out; no key is read yet. Sources of one slot stand together and in order of their base; all
-  // positions lie below `positions_end`.
+  // Arranges the arrays; no key is read yet. Sources of one slot are adjacent and in the order of their base; all
+  // positions are below `positions_end`.
   KeyGroups(uint32_t slots, std::vector<KeySource> sources, uint64_t positions_end);
 
   void group_large();               // all slots that are not small, each on all threads
@@ -52,7 +52,7 @@ class KeyGroups {
   Array<uint32_t> count;           // how many positions have the key
   // … and of these is filled with its positions, ascending:
   Array<uint32_t> position;        // or their labels
-  Array<uint32_t> unique_at;       // the key's place in the slot, counted from first_index(slot)
+  Array<uint32_t> unique_at;       // the key's index in the slot, counted from first_index(slot)
   // The same by position:
   Array<uint32_t> unique_of;
 

@@ -1,7 +1,7 @@
-// The distinct keys of a plan on their way to the ranks that own them, and what comes back.
+// Sends the distinct keys of a plan to the ranks that own them, and takes their answers.
 //
-// A rank owns a range of hashes of every table. Keys travel by rank, then by slot, then in the plan's order; vectors come
-// and gradients go in the same order.
+// A rank owns a range of hashes of every table. Keys are sent by rank, then by slot, then in the plan's order; vectors
+// and gradients are in the same order.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -27,12 +27,12 @@ class Route {
   uint64_t keys() const { return keys_; }
   uint64_t floats() const { return floats_; }
 
-  // For each rank its keys, and how often each is used: 64 and then 32 bits, filled up to a multiple of 64.
+  // For each rank its keys, and how often each is used: 64 and then 32 bits, padded to a multiple of 64.
   static uint64_t words(uint64_t keys) { return keys + (keys + 1) / 2; }
   void pack_keys(uint64_t* message) const;
-  void pool(const float* vectors);  // runs the plan with vectors in the order of travel
+  void pool(const float* vectors);  // runs the plan with vectors in the order in which keys are sent
 
-  // Gradients can travel without their keys if they were summed by the plan's own groups: every feature had one.
+  // Gradients can be sent without their keys if they were summed by the plan's groups: every feature had one.
   static bool complete(const Gradients& gradients) { return !gradients.own_groups_; }
   void pack_gradients(const Gradients& gradients, float scale, float* out) const;
 
@@ -44,7 +44,7 @@ class Route {
   uint32_t ranks_;
   std::vector<uint64_t> counts_;
   uint64_t keys_ = 0, floats_ = 0;
-  std::vector<Array<uint32_t>> key_at_;    // by slot, by unique key in the plan's order: its place among all keys
+  std::vector<Array<uint32_t>> key_at_;    // by slot, by unique key in the plan's order: its index among all keys
   std::vector<Array<uint64_t>> float_at_;  // … and that of its vector among all floats
 };
 

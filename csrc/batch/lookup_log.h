@@ -1,18 +1,18 @@
-// Lookups that ran ahead of training, and what tables would be without them.
+// Lookups that ran before their batch is trained, and the contents of tables without them.
 //
 // A training lookup counts the uses of its keys at once, but its batch may be trained much later, or never. The log holds
 // every lookup from its run until its batch is trained. A capture asks it for corrections: for each key of a lookup in
-// flight, the count and the last use that the batches trained so far make, and whether they would have admitted the key.
+// flight, the count and last use by the batches trained so far, and whether these would have admitted the key.
 // The live table stays as it is. A lookup that is withdrawn, because its batch will never be trained, is undone in the
 // live table in the same way.
 //
-// The reference is a replay: start from what the oldest lookup in the log found of a key, and do the uses of the batches
-// that have been trained, in the order of their lookups. So trained lookups stay in the log as long as an older one, of
-// another trainer, is in flight. If many gather because a trainer has stopped, they are folded into one state for each key
-// of the lookups in flight; a batch that is trained after that is replayed behind them, which can change at which use a key
-// is admitted, not how many uses are counted from there on.
+// The reference is a replay: start with the state of a key that the oldest lookup in the log found, and repeat the uses of
+// the batches that have been trained, in the order of their lookups. So trained lookups stay in the log as long as an older
+// one, of another trainer, is in flight. If many accumulate because a trainer has stopped, they are folded into one state
+// for each key of the lookups in flight; a batch that is trained later is replayed after them, which can change at which
+// use a key is admitted, not how many uses are counted from then on.
 //
-// Rows that a lookup in flight has evicted are not brought back.
+// Rows that a lookup in flight has evicted are not restored.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -54,8 +54,8 @@ class LookupLog {
     uint64_t hash = 0;
     bool used = false, known = false, present = false;
     uint32_t count = 0, last = 0;
-    uint32_t filter = 0;       // what the admission filter would tell of a key without a row
-    int64_t filter_extra = 0;  // uses that the filter should have had, less those that it has had
+    uint32_t filter = 0;       // the count of the admission filter for a key without a row
+    int64_t filter_extra = 0;  // uses that the filter should have counted, minus those that it has counted
   };
   // Open addressing by the hash, which is well mixed.
   class States {

@@ -46,7 +46,7 @@ Plan::Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<Fe
       Feature& feature = features_[f];
       const uint64_t positions = feature.in.cells * feature.spec->stack;
       feature.base = base;
-      // Nothing but the output row matters of a position whose gradient is not scaled; it is noted while it is at hand.
+      // Of a position whose gradient is not scaled only the output row matters; it is stored while it is known.
       feature.labelled = users_[s].size() == 1 && feature.spec->stack == 1 && feature.out_row && !feature.scale &&
                          !feature.in.weights;
       const uint32_t* label = feature.labelled ? feature.out_row.data() : nullptr;
@@ -92,7 +92,7 @@ void Plan::check(const Feature& feature) const {
                              std::to_string(in.offsets[in.samples]) + ".");
 }
 
-// Padded features keep the first `length` ids of a sample; the others are neither looked up nor inserted.
+// Padded features use the first `length` ids of a sample; the others are neither looked up nor inserted.
 void Plan::cut(Feature& feature) {
   FeatureInput& in = feature.in;
   if (feature.spec->mode != PoolArgs::Mode::padded || !in.offsets) return;
@@ -182,8 +182,8 @@ void Plan::find(Unit& unit, bool training, uint32_t step) {
   }
 }
 
-// First only the place where each key's search begins is looked at, without a branch: most keys are there, but which of
-// its three entries has a key, or none, is a coin toss. Then the others, for whom the next lines are on their way.
+// First only the bucket where each key's search starts is read, without a branch: most keys are there, but which of its
+// three entries has a key, or none, is unpredictable. Then the other keys, whose next lines are being prefetched.
 void Plan::find_some(Unit& unit, uint32_t bucket, uint32_t from, uint32_t count, bool training, uint32_t step) {
   Table& table = *tables_[unit.slot];
   const uint32_t first = groups_.begin[bucket] + from;
@@ -294,7 +294,7 @@ void Plan::run_slot(uint32_t slot, bool training, uint32_t step) {
 }
 
 // A slot with few positions is one thread's work from its keys to its outputs: everything stays in that core's cache.
-// A larger one is everybody's work, step by step. Slots have tables of their own, so threads never meet.
+// A larger one is the work of all threads, step by step. Slots have separate tables, so threads never conflict.
 void Plan::run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step, bool remember) {
   if (!tables_.empty()) throw std::logic_error("a plan is run once");
   if (training && remember) {

@@ -1,6 +1,6 @@
-// One batch on its way through the tables: which positions its features have, the rows of their keys, the outputs.
+// The lookup of one batch: the positions of its features, the rows of their keys, the outputs.
 //
-// A plan is made before a lookup and lives until the gradients have come back.
+// A plan is created before a lookup and lives until the gradients have been applied.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -19,7 +19,7 @@ enum class Combiner : uint8_t { sum, mean, sqrtn };
 // A feature, as the model declares it.
 struct FeatureSpec {
   std::string name, table_name;
-  uint32_t slot = 0;  // its table's place in the plan
+  uint32_t slot = 0;  // its table's index in the plan
   PoolArgs::Mode mode = PoolArgs::Mode::pooled;
   Combiner combiner = Combiner::sum;
   uint32_t stack = 1;
@@ -33,9 +33,9 @@ struct FeatureInput {
   const int64_t* offsets = nullptr;  // samples + 1, in cells; null: one cell for each sample
   uint64_t samples = 0;
   const float* weights = nullptr;    // by cell
-  uint32_t length = 0;               // padded: cells kept for a sample, from its first
+  uint32_t length = 0;               // padded: cells of a sample that are used, from its first
   float* out = nullptr;
-  const uint32_t* uses = nullptr;    // by cell: how many uses of its key it stands for; null: one
+  const uint32_t* uses = nullptr;    // by cell: how many uses of its key it counts as; null: one
 };
 
 class Plan {
@@ -43,16 +43,16 @@ class Plan {
   // Checks the offsets: std::invalid_argument names feature and table. No table is touched.
   Plan(std::shared_ptr<const std::vector<FeatureSpec>> specs, std::vector<FeatureInput> inputs, uint32_t slots);
 
-  // Distinct keys and their positions, a function of the batch alone, so it may be called ahead; run() does it otherwise.
+  // Distinct keys and their positions, a function of the batch alone, so it may be called in advance, or by run().
   void group();
 
-  // Rows from tables, one for each slot, then the outputs. Training inserts unknown keys, counts uses, notes the step.
+  // Rows from tables, one for each slot, then the outputs. Training inserts unknown keys, counts uses, stores the step.
   // Once for a plan.
-  // With `remember`, a training run notes what it found of each key, for each_use.
+  // With `remember`, a training run records the previous state of each key, for each_use.
   void run(std::vector<std::shared_ptr<Table>> tables, bool training, uint32_t step, bool remember = false);
 
   // f(hash, uses, count, last) for each distinct key, with what a run that remembers found before it counted the uses. Of
-  // a key without a row, last is kAbsent, and count what the admission filter told. f may change the latter two.
+  // a key without a row, last is kAbsent, and count that of the admission filter. f may change the last two.
   static constexpr uint32_t kAbsent = UINT32_MAX;
   template <class F>
   void each_use(uint32_t slot, F&& f) {
@@ -65,7 +65,8 @@ class Plan {
   Table* table(uint32_t slot) const { return tables_[slot].get(); }
   bool remembers() const { return static_cast<bool>(count_before_); }
 
-  // The same with vectors from elsewhere, after group(): for each slot unique_in(slot) × dim floats, in the order of unique_keys(slot).
+  // The same with vectors of the caller, after group(): for each slot unique_in(slot) × dim floats, in the order of
+  // unique_keys(slot).
   uint64_t unique_in(uint32_t slot) const { return groups_.unique_in(slot); }
   void unique_keys(uint32_t slot, uint64_t* keys, uint32_t* counts) const;
   void run(const std::vector<const float*>& vectors);
@@ -115,7 +116,7 @@ class Plan {
   std::vector<std::vector<uint32_t>> users_;   // by slot: its features
   KeyGroups groups_;
   bool grouped_ = false;
-  Array<uint32_t> uses_;                       // as KeyGroups::count, where positions stand for several uses
+  Array<uint32_t> uses_;                       // as KeyGroups::count, where positions count as several uses
   std::vector<std::shared_ptr<Table>> tables_;
   std::vector<uint64_t> version_, row_epoch_;  // of the tables, at the lookup
   Array<uint32_t> row_;                        // by unique key, as KeyGroups::hash

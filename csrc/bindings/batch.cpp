@@ -1,4 +1,4 @@
-// One batch's way through the tables: features, lookups, gradients. Addresses of tensors cross as integers: the Python
+// One batch: features, lookups, gradients. Addresses of tensors cross as integers: the Python
 // side has checked their type, device and layout, and keeps them alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -121,10 +121,10 @@ void bind_features(nb::module_& m) {
       .def_ro("stack", &FeatureSpec::stack, "How many keys an id has.");
 
   nb::class_<FeatureInput>(m, "FeatureArrays",
-                           "The arrays of a feature in one batch, by address; an address of 0 stands for no array.\n\n"
+                           "The arrays of a feature in one batch, by address; an address of 0 means no array.\n\n"
                            "values: the int64 keys of `cells` ids. out: the float32 vectors. offsets: int64, where each\n"
-                           "of `samples` begins; without, a sample has one id. weights: float32, of ids. length: the\n"
-                           "ids of a padded sample. uses: uint32, how many uses an id stands for; without, one.")
+                           "of `samples` starts; without, a sample has one id. weights: float32, of ids. length: the\n"
+                           "ids of a padded sample. uses: uint32, how many uses an id counts as; without, one.")
       .def("__init__", &make_input, nb::kw_only(), "values"_a, "cells"_a, "samples"_a, "out"_a, "offsets"_a = 0,
            "weights"_a = 0, "length"_a = 1, "uses"_a = 0);
 
@@ -219,7 +219,7 @@ void bind_plan(nb::module_& m) {
              return operation([&] { return std::make_shared<Gradients>(std::move(plan), gradients); });
            },
            "addresses"_a, "strides"_a,
-           "Sums the gradients of the outputs by key; rows lie `stride` floats apart, an address of 0 means no gradient.");
+           "Sums the gradients of the outputs by key; rows are `stride` floats apart, an address of 0 means no gradient.");
 }
 
 }  // namespace
@@ -239,7 +239,7 @@ void bind_batch(nb::module_& m) {
         plan->group();
         return plan;
       },
-      "program"_a, "inputs"_a, "Groups a batch's keys ahead, on the caller's thread, beside whatever runs.");
+      "program"_a, "inputs"_a, "Groups a batch's keys in advance, on the caller's thread, while other operations may run.");
 
   m.def(
       "forward",
@@ -253,7 +253,7 @@ void bind_batch(nb::module_& m) {
         });
       },
       "program"_a, "tables"_a, "inputs"_a, "training"_a, "step"_a, "now"_a, "log"_a.none() = nb::none(),
-      "Groups the batch's keys, finds or inserts their rows, pools them into the outputs, lets the policies evict.");
+      "Groups the batch's keys, finds or inserts their rows, pools them into the outputs, applies the eviction policies.");
 
   m.def(
       "forward_prepared",

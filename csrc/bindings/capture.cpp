@@ -32,7 +32,7 @@ std::vector<std::unique_ptr<Capture>> capture(const std::vector<Wanted>& tables,
       made.push_back(Table::capture(table, parts, track, since,
                                     log ? log->corrections(*table) : std::vector<Correction>()));
   } catch (...) {
-    made.clear();  // closing takes the right to operate, which must have been given back
+    made.clear();  // closing takes the right to operate, which must have been released
     throw;
   }
   return made;
@@ -41,7 +41,7 @@ std::vector<std::unique_ptr<Capture>> capture(const std::vector<Wanted>& tables,
 }  // namespace
 
 void bind_capture(nb::module_& m) {
-  nb::class_<Capture>(m, "Capture", "A table as it was at one moment, read part by part while training goes on.")
+  nb::class_<Capture>(m, "Capture", "A table as it was at one moment, read part by part while training continues.")
       .def("part",
            [](Capture& c, uint32_t part) {
              RowSet set = [&] {
@@ -52,7 +52,7 @@ void bind_capture(nb::module_& m) {
            },
            "part"_a, "The rows of a part; each part once, in ascending order.")
       .def("erased", [](const Capture& c) { return to_keys(c.erased()); },
-           "Keys that left since the capture before; some may have come back.")
+           "Keys removed since the previous capture; some may have rows again.")
       .def("close",
            [](Capture& c) {
              nb::gil_scoped_release release;
@@ -63,7 +63,7 @@ void bind_capture(nb::module_& m) {
       .def_prop_ro("kept", &Capture::kept, "Rows that were copied because training was about to change them.");
   m.def("capture", &capture, "tables"_a, "track"_a, "log"_a.none() = nb::none(),
         "Captures (table, parts, since) all at one moment. With a version as `since`, only what changed after it. With a "
-        "log, as if its lookups in flight had not been.");
+        "log, without its lookups in flight.");
 }
 
 }  // namespace karvan::bindings

@@ -1,4 +1,4 @@
-// Lookups on their way: the keys of a batch by owner, and the log of lookups whose batches are not trained yet.
+// Lookups in flight: the keys of a batch by owner, and the log of lookups whose batches are not trained yet.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -29,7 +29,7 @@ void bind_lookups(nb::module_& m) {
              for (const auto& plan : plans) raw.push_back(plan.get());
              operation([&] { log.withdraw(raw); });
            },
-           "plans"_a, "Tables become as if these lookups, whose batches will not be trained, had not been.")
+           "plans"_a, "Undoes these lookups in the tables; their batches will not be trained.")
       .def_prop_ro("in_flight", &LookupLog::in_flight)
       .def("__len__", &LookupLog::size);
 }
@@ -47,7 +47,7 @@ void bind_route(nb::module_& m) {
                new (r) Route(std::move(plan), ranks);
              }
            },
-           "plan"_a, "ranks"_a, "alone"_a, "alone: on the caller's thread, beside whatever runs.")
+           "plan"_a, "ranks"_a, "alone"_a, "alone: on the caller's thread, while other operations may run.")
       .def_prop_ro("counts", &Route::counts, "Keys, by rank and slot.")
       .def_prop_ro("keys", &Route::keys)
       .def_prop_ro("floats", &Route::floats)
@@ -57,18 +57,18 @@ void bind_route(nb::module_& m) {
              const Alone own_thread;
              r.pack_keys(reinterpret_cast<uint64_t*>(message));
            },
-           "message"_a, "Writes them, and how often each is used, for each rank.")
+           "message"_a, "Writes the keys, and how often each is used, for each rank.")
       .def("pool",
            [](Route& r, uint64_t vectors) { operation([&] { r.pool(reinterpret_cast<const float*>(vectors)); }); },
-           "vectors"_a, "Fills the plan's outputs from vectors in the order of travel.")
+           "vectors"_a, "Fills the plan's outputs from vectors in the order in which keys are sent.")
       .def("complete",
            [](const Route&, const Gradients& g) { return Route::complete(g); }, "gradients"_a,
-           "Whether every feature had a gradient, so that they can travel without their keys.")
+           "Whether every feature had a gradient, so that gradients can be sent without their keys.")
       .def("pack_gradients",
            [](const Route& r, const Gradients& g, float scale, uint64_t out) {
              operation([&] { r.pack_gradients(g, scale, reinterpret_cast<float*>(out)); });
            },
-           "gradients"_a, "scale"_a, "out"_a, "Writes gradients times scale in the order of travel.");
+           "gradients"_a, "scale"_a, "out"_a, "Writes gradients times scale in the order in which keys are sent.");
 }
 
 }  // namespace karvan::bindings

@@ -1,7 +1,7 @@
 #include "bindings/bindings.h"
 
 NB_MODULE(_native, m) {
-  // Objects that live until the interpreter ends are no leaks worth a page of warnings.
+  // Objects that live until the interpreter ends are not leaks: no warnings about them.
   nanobind::set_leak_warnings(false);
   m.doc() = "Karvan's native core: tables of rows, batch operations, hashes.";
   karvan::bindings::bind_data(m);

@@ -6,7 +6,7 @@
 
 namespace karvan::bindings {
 
-// A batch operation: the interpreter goes on meanwhile, and no other operation runs.
+// A batch operation: the interpreter continues meanwhile, and no other operation runs.
 template <class F>
 auto operation(F&& f) {
   nanobind::gil_scoped_release release;

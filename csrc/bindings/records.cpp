@@ -61,7 +61,7 @@ Payloads payloads(const In<uint8_t>& bytes, const In<int64_t>& starts, const In<
   for (size_t i = 0; i < starts.size(); ++i) {
     const int64_t start = starts.data()[i], length = lengths.data()[i];
     if (start < 0 || length < 0 || start > size || length > size - start)
-      throw std::invalid_argument("Record " + std::to_string(i) + " lies outside of the bytes.");
+      throw std::invalid_argument("Record " + std::to_string(i) + " is outside of the bytes.");
   }
   return {view(bytes), view(starts), view(lengths)};
 }
@@ -201,7 +201,7 @@ void bind_records(nb::module_& m) {
         return karvan::masked_crc32c(view(data));
       },
       "data"_a, "CRC-32C, masked as TFRecord and Snappy's frames store it.");
-  const char* found = "The starts and lengths of the records, the byte after the last, and what is wrong there.";
+  const char* found = "The starts and lengths of the records, the byte after the last, and the problem there.";
   m.def("find_tfrecords", &tfrecords, "data"_a, "verify"_a, found);
   m.def("find_chunk_records", &chunk_records, "data"_a, "count"_a, found);
   const char* with_frames = "The records data[offsets[i]:offsets[i + 1]] in their frames.";
@@ -209,9 +209,9 @@ void bind_records(nb::module_& m) {
   m.def("frame_chunk_records", &framed<frame_chunk_records>, "data"_a, "offsets"_a, with_frames);
   m.def("decode_examples", &decode, "data"_a, "starts"_a, "lengths"_a, "names"_a, "kinds"_a, "all_named"_a,
         "Of each named feature: whether records have it, the offsets of their values, the values, and the offsets of "
-        "bytes in them; and what is wrong: a word, the record, the feature, the kind that it has.");
+        "bytes in them; and the problem: a word, the record, the feature, the kind that it has.");
   m.def("summarise_examples", &summarise, "data"_a, "starts"_a, "lengths"_a,
-        "The features of the records: name, kind, and whether no record has several values; and what is wrong.");
+        "The features of the records: name, kind, and whether no record has several values; and the problem.");
   m.def("encode_examples", &encode, "rows"_a, "names"_a, "kinds"_a, "present"_a, "offsets"_a, "values"_a,
         "byte_offsets"_a, "A tf.Example for each row, one after the other, and their bounds.");
 }

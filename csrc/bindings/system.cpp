@@ -75,9 +75,9 @@ void bind_system(nb::module_& m) {
              return std::string(names[static_cast<int>(outcome)]);
            },
            "send"_a, "to"_a, "receive"_a, "of"_a, "seconds"_a,
-           "Bytes to and from each rank; done, late, lost if the process of another rank has ended, or left.")
+           "Bytes to and from each rank. Returns done, late, lost (the process of another rank has ended) or left.")
       .def("leave", &Board::leave, "Ends an exchange that another thread waits in, and all later ones.")
-      .def_prop_ro("missing", &Board::missing, "The rank because of which it was not done.");
+      .def_prop_ro("missing", &Board::missing, "The rank that an exchange was late or lost for.");
   static PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
   nb::class_<Buffer>(m, "Buffer", nb::type_slots(slots),
                      "Uninitialised bytes from the pool, through the buffer protocol; they return to it with the object.")

@@ -90,7 +90,7 @@ auto lookup(Table& table, const Keys& keys, const Counts& counts, bool training,
   Array<float> vectors(n * dim);
   const uint64_t version = operation([&] {
     table.lookup(reinterpret_cast<const uint64_t*>(keys.data()), counts.data(), n, training, step, vectors.data());
-    const uint64_t at = table.version();  // what leaves now has left after the lookup
+    const uint64_t at = table.version();  // rows removed from now on were removed after the lookup
     if (training) table.maintain(step, now);
     return at;
   });
@@ -158,7 +158,7 @@ void bind_table(nb::module_& m) {
            [](Table& t, uint32_t part, uint32_t parts) {
              RowLayout layout;
              RowSet rows = operation([&] {
-               layout = t.layout();  // an optimizer that takes the table over changes it
+               layout = t.layout();  // attaching another optimizer changes it
                return t.snapshot(part, parts);
              });
              return to_arrays(std::move(rows), layout);

@@ -1,7 +1,7 @@
 // The key mix: a bijection of 64-bit keys onto 64-bit hashes.
 //
-// Pinned as version 1: checkpoints and the choice of a key's shard depend on it, so it never changes silently.
-// The index stores the hash alone and gives the key back with unmix.
+// Fixed as version 1: checkpoints and the choice of a key's shard depend on it, so it must not change.
+// The index stores only the hash; unmix returns the key.
 #pragma once
 #include <cstdint>
 

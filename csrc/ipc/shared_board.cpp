@@ -200,7 +200,7 @@ Board::Outcome Board::exchange(const char* send, std::span<const uint64_t> to, c
     std::memcpy(bounds, theirs + sizeof(uint64_t) * rank_, sizeof bounds);
     if (bounds[1] - bounds[0] != of[r])
       throw std::invalid_argument("Expected " + std::to_string(of[r]) + " bytes from rank " + std::to_string(r) +
-                                  ", got " + std::to_string(bounds[1] - bounds[0]) + ": ranks do different things.");
+                                  ", got " + std::to_string(bounds[1] - bounds[0]) + ": ranks make different calls.");
     if (of[r]) std::memcpy(receive + into[r], theirs + bounds[0], of[r]);
   }
   return Outcome::done;

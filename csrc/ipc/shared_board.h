@@ -1,11 +1,11 @@
 // Messages between the processes of one machine, through memory that they share.
 //
 // Every rank has a board: a small head that the others map when they join, and two areas for messages that take turns.
-// To exchange, a rank puts what the others are to get into an area of its own board, counts the exchange, and copies its
+// To exchange, a rank writes its messages to the others into an area of its own board, counts the exchange, and copies its
 // share from each of the other boards as soon as they have counted it, too. A rank that counts exchange k + 1 has read
-// everything of exchange k; so who has seen all of those counts may use the area of exchange k again.
+// everything of exchange k; so a rank that has seen all of those counts may reuse the area of exchange k.
 //
-// The memory has no name: a rank opens another's by process and file number (/proc), and it is gone when all of them are.
+// The memory has no name: a rank opens another's by process and file number (/proc), and it is freed when all have ended.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -33,7 +33,7 @@ class Board {
   void join(const std::vector<Place>& places);  // of all ranks; std::runtime_error if one cannot be reached
 
   // to[r] bytes of `send`, one piece after the other, go to rank r, and of[r] bytes come from there into `receive`. Both
-  // sides must agree on the sizes: std::invalid_argument. After another outcome than done, the board is of no more use.
+  // sides must agree on the sizes: std::invalid_argument. After any outcome but done, the board cannot be used any more.
   Outcome exchange(const char* send, std::span<const uint64_t> to, char* receive, std::span<const uint64_t> of,
                    double seconds);
   void leave() { left_ = true; }  // ends an exchange that another thread waits in, and all later ones: left

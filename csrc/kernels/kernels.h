@@ -1,4 +1,4 @@
-// The arithmetic of a step, over rows that lie anywhere. Chosen once at run time for the machine's instruction set; every
+// The arithmetic of a step, over rows at any addresses. Chosen once at run time for the machine's instruction set; every
 // choice gives the same bits, because no operation is fused or reordered.
 #pragma once
 #include <cstdint>
@@ -20,7 +20,7 @@ struct GatherArgs {
 
 // Forward, second part. A position is one id of a feature; `unique_of` says which vector it has. Positions are summed
 // in groups of `stack` to a cell: one id's vector (a stack above 1 is hash stacking). Cells are pooled per sample,
-// copied, or laid out padded.
+// copied, or padded.
 struct PoolArgs {
   enum class Mode : uint8_t { pooled, cells, padded };
   const float* vectors;
@@ -31,7 +31,7 @@ struct PoolArgs {
   const int64_t* offsets;     // by sample, in cells; null: one cell each
   const float* weights;       // by cell; null: 1
   const float* scale;         // pooled: by sample; null: 1
-  uint32_t length;            // padded: cells in a sample's place
+  uint32_t length;            // padded: cells of a sample
   float* out;
   uint64_t begin, end;        // samples (pooled, padded) or cells
 };

@@ -1,4 +1,4 @@
-// Rows of one table: fixed-size records in chunks that never move. Row 0 is the zero row: it stands for every key that
+// Rows of one table: fixed-size records in chunks that never move. Row 0 is the zero row: it represents every key that
 // has no row, is never written, and makes lookups free of branches.
 #pragma once
 #include <atomic>

@@ -12,15 +12,15 @@ enum class Fault : uint8_t { none, length, data, count };
 struct Frames {
   std::vector<int64_t> starts;   // the first byte of each record's payload
   std::vector<int64_t> lengths;  // its number of bytes
-  uint64_t end = 0;              // the first byte after the last whole frame
+  uint64_t end = 0;              // the first byte after the last complete frame
   Fault fault = Fault::none;     // what is wrong with the frame at `end`
 };
 
 // TFRecord: u64 length, masked CRC-32C of the length, payload, masked CRC-32C of the payload; all little-endian.
-// Stops before a frame that the bytes do not hold whole. Without `verify` the last frame may end beyond the bytes, of
-// payloads only the length is looked at, and `end` says where the next frame must begin.
+// Stops before a frame that is not complete in the bytes. Without `verify` the last frame may end beyond the bytes, of
+// payloads only the length is read, and `end` says where the next frame must start.
 Frames find_tfrecords(std::span<const uint8_t> bytes, bool verify);
-// The frames of records that lie one after the other: record i is bytes[offsets[i]] to bytes[offsets[i + 1]].
+// The frames of consecutive records: record i is bytes[offsets[i]] to bytes[offsets[i + 1]].
 std::vector<uint8_t> frame_tfrecords(std::span<const uint8_t> bytes, std::span<const int64_t> offsets);
 
 // RecordIO: u32 length and payload, for exactly `count` records that exactly fill the bytes.

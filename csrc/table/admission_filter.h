@@ -40,7 +40,7 @@ class CountingFilter {
     return least;
   }
 
-  // Adds occurrences to a copy of the counters, or takes them away. One that is full may stand for more, and stays.
+  // Adds occurrences to a copy of the counters, or subtracts them. A saturated one may represent more, and stays.
   void change(uint8_t* all, uint64_t hash, int64_t times) const {
     if (times == 0) return;
     uint8_t* const counters = all + block_of(hash) * 64;

@@ -15,7 +15,7 @@ namespace karvan {
 namespace {
 
 constexpr uint64_t kSliceRows = 4096;  // some tenths of a millisecond, which is how long a batch may have to wait
-constexpr auto kPause = std::chrono::microseconds(50);  // for whoever waits, who would otherwise seldom win the race
+constexpr auto kPause = std::chrono::microseconds(50);  // for threads that wait, which would otherwise seldom get the lock
 
 }  // namespace
 
@@ -162,7 +162,7 @@ std::unique_ptr<Capture> Table::capture(const std::shared_ptr<Table>& table, uin
     if (!t.changes_ || t.changes_since_ != *since || !t.evictions_.knows(*since))
       throw std::invalid_argument(name + " does not know all changes since version " + std::to_string(*since) +
                                   (t.changes_ ? ", only those since " + std::to_string(t.changes_since_) : "") +
-                                  ": capture it whole.");
+                                  ": make a full capture.");
     t.evictions_.each_since(*since, [&](uint64_t hash) { erased.push_back(hash); });
     std::sort(erased.begin(), erased.end());
     erased.erase(std::unique(erased.begin(), erased.end()), erased.end());
@@ -174,7 +174,7 @@ std::unique_ptr<Capture> Table::capture(const std::shared_ptr<Table>& table, uin
     t.changes_ = std::make_unique<RowBits>();
     t.changes_->make_room(t.taken_rows());
     t.changes_since_ = t.version_;
-    // What is given as it is not: the next capture has to tell of it, even if nothing changes until then.
+    // Rows that were returned with corrections: the next capture has to include them, even without changes.
     for (const Correction& correction : corrections)
       if (const Entry entry = t.find(correction.hash)) t.changes_->add(entry.row());
   }

@@ -1,12 +1,12 @@
-// A table as it was at one moment, read part by part while training goes on.
+// A table as it was at one moment, read part by part while training continues.
 //
 // Parts are equal ranges of the key hash, read in ascending order, a slice of some thousand rows at a time; between two
-// slices batch operations run. One that is about to change, overwrite or remove a row that has not been read yet has the row copied
-// first. A bit for each row says that it has been copied, or that it was not there at that moment; so a row is copied
-// once at most, and memory grows only with the rows that training touches before the reader comes by.
+// slices batch operations run. One that is about to change, overwrite or remove a row that has not been read yet copies
+// the row first. A bit for each row says that it has been copied, or that it did not exist at that moment; so a row is
+// copied once at most, and memory grows only with the rows that training touches before they are read.
 //
-// A capture of changes gives only rows that changed since the capture before. Which those are, the table notes in a set
-// of rows (`RowBits`) that the capture takes over.
+// A capture of changes returns only rows that changed since the previous capture. The table records these in a set of rows
+// (`RowBits`), which the capture takes over.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -38,7 +38,7 @@ class RowBits {
   size_t words_ = 0;
 };
 
-// A key's uses as a capture shall give them, or that it shall not give the key at all; see batch/lookup_log.h.
+// A key's uses as a capture must return them, or that it must omit the key; see batch/lookup_log.h.
 struct Correction {
   uint64_t hash;
   uint32_t count, last;
@@ -47,7 +47,7 @@ struct Correction {
 
 class Capture {
  public:
-  // Inside of a batch operation. `parts` is a power of two. With `changes` only rows in it are given. Corrections are in
+  // Inside of a batch operation. `parts` is a power of two. With `changes` only rows in it are returned. Corrections are in
   // the order of their hashes.
   Capture(std::shared_ptr<Table> table, uint32_t parts, std::unique_ptr<RowBits> changes, std::vector<uint64_t> erased,
           std::vector<Correction> corrections);
@@ -57,21 +57,21 @@ class Capture {
 
   // Outside of batch operations. Each part once, in ascending order; std::invalid_argument otherwise.
   RowSet part(uint32_t part);
-  void close();  // lets go of what has not been read
+  void close();  // releases what has not been read
 
   uint32_t parts() const { return parts_; }
   const RowLayout& layout() const { return layout_; }
   uint64_t version() const { return version_; }
-  const std::vector<uint64_t>& erased() const { return erased_; }  // hashes of keys that left since the capture before
-  uint64_t kept() const { return kept_.load(std::memory_order_relaxed); }  // rows that were copied ahead of a change
+  const std::vector<uint64_t>& erased() const { return erased_; }  // hashes of keys removed since the previous capture
+  uint64_t kept() const { return kept_.load(std::memory_order_relaxed); }  // rows that were copied before a change
 
-  // For the table, inside of a batch operation and for the owner of the key's shard: before a row changes or leaves,
-  // and when a row's number has been given to a new key.
+  // For the table, inside of a batch operation and for the owner of the key's shard: before a row changes or is removed,
+  // and when a new key has got the row's number.
   void before_change(const Entry& entry);
   void is_new(uint32_t row) {
     if (row < limit_) seen_.add(row);
   }
-  // Copies all that has not been read: the table is about to lay out its rows anew.
+  // Copies all that has not been read: the table is about to change the layout of its rows.
   void keep_all();
 
  private:
@@ -79,8 +79,8 @@ class Capture {
     uint64_t hash;
     uint32_t row, count, last;
   };
-  struct Kept {  // copies of rows, as they lie in the table
-    std::vector<Found> entries;  // in each, row is the place of its copy
+  struct Kept {  // copies of rows, as they are in the table
+    std::vector<Found> entries;  // in each, row is the index of its copy
     std::vector<char> rows;
   };
   void read_slice(uint32_t slice, RowSet& out);

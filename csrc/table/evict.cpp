@@ -1,4 +1,4 @@
-// Which rows go, and how they leave. All choices are made over the whole table, so they do not depend on its shards.
+// Which rows are removed, and how. All choices are made over the entire table, so they do not depend on its shards.
 #include <algorithm>
 
 #include "table/row_io.h"
@@ -136,7 +136,7 @@ uint64_t Table::evict(uint64_t step, double now) {
     case Eviction::Kind::lfu: {
       const uint64_t present = rows();
       if (present <= rule.capacity) return 0;
-      // A large table gives up a sixteenth at once, so that the search is paid for by many insertions.
+      // A large table removes a sixteenth at once, so that a search serves many insertions.
       const uint64_t spare = rule.capacity >= 65536 ? rule.capacity / 16 : 0;
       return evict_least(present - rule.capacity + spare, rule.kind == Eviction::Kind::lfu);
     }
@@ -164,7 +164,7 @@ uint64_t Table::maintain(uint64_t step, double now) {
       const double apart = rule.seconds / 64;
       const uint64_t gone = step % rule.every == 0 ? evict_expired(now) : 0;
       // Drop what the cutoff has passed, keeping one. The last note moves along until it is far enough from the one
-      // before, so that it stands for all steps since.
+      // before, so that it represents all steps since.
       while (clock_.size() > 1 && clock_[1].second <= now - rule.seconds) clock_.erase(clock_.begin());
       const size_t notes = clock_.size();
       if (notes > 1 && now - clock_[notes - 2].second < apart) clock_.back() = {step, now};

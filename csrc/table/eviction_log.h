@@ -1,6 +1,6 @@
-// The keys a table lost, by version, so that deltas can tell of them and late gradients can be recognised.
+// The keys removed from a table, by version, so that deltas can list them and late gradients can be recognised.
 //
-// The log is bounded: past `limit` keys the oldest are forgotten, and asking for a time before that says so.
+// The log is bounded: beyond `limit` keys the oldest are dropped, and `knows` is false for earlier versions.
 #pragma once
 #include <cstdint>
 #include <deque>

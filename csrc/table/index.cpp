@@ -49,7 +49,7 @@ uint32_t ShardIndex::advance(uint32_t entries) {
   uint32_t moved = 0;
   while (old_ && moved < std::max(entries, 1u)) {
     // Down to a bucket behind one that is not full: all entries from there on have their homes there as well, so none
-    // moves to a place before it, and no search that begins before it has to go on behind it.
+    // moves to a place before it, and no search that starts before it has to continue after it.
     const uint32_t last = sweep_;
     do moved += old_[--sweep_].fill;
     while (sweep_ > 0 && (old_[sweep_ - 1].fill == Bucket::kEntries || (moved < entries && last - sweep_ < kTogether)));

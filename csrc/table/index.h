@@ -6,7 +6,7 @@
 //
 // Growing: the array becomes larger, in place. A shard's new part of it begins where its old part did or further on, and
 // so does each home in it; entries therefore move from the last home to the first, some after each batch, and what they
-// leave is free for those that follow. Homes from `sweep` on have moved, so each key has one place to be. Moving is a walk
+// leave is free for those that follow. Homes from `sweep` on have moved, so each key has one home. Moving is a walk
 // backwards through the array, not a random scatter, and takes no more memory than the larger array has.
 #pragma once
 #include <algorithm>
@@ -51,8 +51,8 @@ class ShardIndex {
   void set_shift(int shard_bits) { shift_ = shard_bits; }
   void attach(Bucket* buckets, uint32_t homes);          // an empty array, for an empty shard
   void rebase(Bucket* buckets) { now_ = buckets; }       // the same array at another address; not while growing
-  // More homes, in an array that begins at the old one or behind it. It may overlap the old one, but nothing else that
-  // is in use, and is empty elsewhere.
+  // More homes, in an array that starts at the old one or after it. It may overlap the old one, but nothing else that
+  // is in use, and is empty outside of the old one.
   void start_growth(Bucket* buckets, uint32_t homes);
   bool growing() const { return old_ != nullptr; }
   uint64_t capacity() const { return uint64_t{old_ ? old_homes_ : homes_} * Bucket::kEntries; }  // the old one until moved

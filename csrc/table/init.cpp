@@ -56,7 +56,7 @@ double natural_log(double u) {
   return static_cast<double>(exponent) * ln2 + 2 * s * sum;
 }
 
-// u - 1/2 for the u in (0, 1) that x stands for. It is exact, so the way through signed numbers, whose
+// u - 1/2 for the u in (0, 1) that x represents. It is exact, so the way through signed numbers, whose
 // conversion every vector unit has, gives the same as (x + 0.5) * 2^-32 - 0.5.
 inline double centred(uint32_t x) {
   return (static_cast<double>(static_cast<int32_t>(x ^ 0x80000000u)) + 0.5) * 0x1p-32;
@@ -132,7 +132,7 @@ void find_range(Initialiser& init) {
   const uint64_t inside = first_where(init, [&](float value) { return value >= init.lo; });
   const uint64_t above = first_where(init, [&](float value) { return value > init.hi; });
   init.first = static_cast<uint32_t>(std::min(inside, most));
-  // Where no x falls inside, the nearest stands for all and the clamp puts it on the bound. last is at
+  // Where no x falls inside, the nearest represents all and the clamp puts it on the bound. last is at
   // least 1, since 0 says that the range is not known yet.
   init.last = static_cast<uint32_t>(std::max({above, uint64_t{init.first} + 1, uint64_t{2}}) - 1);
 }

@@ -2,7 +2,7 @@
 //
 // A key gets the same vector in any run, on any number of shards, in any order of insertion, on any
 // processor. So only integer operations and IEEE + - * / sqrt are used, without fused multiply-adds.
-// Version 1 is this definition, which can be repeated bit for bit elsewhere, for instance in a GPU kernel:
+// Version 1 is this definition, which other code can reproduce bit for bit, for instance a GPU kernel:
 //
 //   stream  = mix(mix(seed) + farm_fingerprint64(table name)), modulo 2^64, see hash/mix.h and hash/farm.h
 //   state   = mix(mix(key) ^ stream)

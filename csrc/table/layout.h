@@ -1,4 +1,4 @@
-// What a table is made of: settings that do not change after its first row, and where things lie in a row.
+// A table's settings, which do not change after its first row, and the layout of a row.
 #pragma once
 #include <cstdint>
 #include <string>

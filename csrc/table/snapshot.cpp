@@ -1,4 +1,4 @@
-// Whole rows in and out of a table: snapshots and loads.
+// Rows in and out of a table: snapshots and loads.
 #include <algorithm>
 #include <cstring>
 

@@ -17,7 +17,7 @@ TableConfig checked(TableConfig config) {
   if (!std::has_single_bit(config.shards) || config.shards > 256)
     throw std::invalid_argument("shards must be a power of two up to 256, got " + std::to_string(config.shards));
   if (config.dim == 0) throw std::invalid_argument("dim must be at least 1, got 0");
-  if (config.evict.every == 0) throw std::invalid_argument("a policy must look every 1 or more steps, got 0");
+  if (config.evict.every == 0) throw std::invalid_argument("a policy must be checked every 1 or more steps, got 0");
   return config;
 }
 
@@ -133,7 +133,7 @@ void Table::set_state(const std::vector<float>& initial, bool fresh) {
     return;
   }
   if (capture_) capture_->keep_all();
-  changes_.reset();  // rows get other numbers: the next capture is a whole one
+  changes_.reset();  // rows get other numbers: the next capture is a full one
   const RowLayout before = layout_;
   std::unique_ptr<RowArena> old = std::move(arena_);
   layout_.state = static_cast<uint32_t>(initial.size());
@@ -165,7 +165,7 @@ void Table::clear() {
   buckets_ = Pages();
   homes_ = 0;
   arena_ = std::make_unique<RowArena>(layout_.stride());
-  if (changes_) {  // all keys are in the log of those that left
+  if (changes_) {  // all keys are in the log of removed ones
     changes_ = std::make_unique<RowBits>();
     changes_->make_room(taken_rows());
   }

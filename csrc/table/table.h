@@ -54,7 +54,7 @@ class Table {
   TableStats stats() const;
 
   // The optimizer's part of a row: its size and a new row's values. Existing rows keep their vectors; their state
-  // starts anew when its size changes or when `fresh`.
+  // is reset when its size changes or when `fresh`.
   void set_state(const std::vector<float>& initial, bool fresh = false);
 
   // For the owner of a shard, from inside parallel().
@@ -71,7 +71,7 @@ class Table {
   bool admit(uint64_t hash, uint32_t times);                              // may a key without a row have one now?
   uint32_t insert(uint64_t hash, uint32_t times, uint32_t step);          // a new, initialised row; returns its number
 
-  // For LookupLog: what an admission filter tells of a key; whether a key would be admitted after so many uses; counters
+  // For LookupLog: the admission filter's count of a key; whether a key would be admitted after so many uses; counters
   // of the filter, or of a copy of them, with more or fewer uses; the uses of a key that has a row.
   bool counts_before_admission() const { return config_.admit.kind == Admission::Kind::min_count; }
   uint32_t filter_count(uint64_t hash) const { return filter_.count(hash); }
@@ -83,7 +83,7 @@ class Table {
   uint64_t cleared() const { return cleared_.load(); }  // how often all rows were removed; from any thread
 
   // Distinct keys in, vectors out, gradients back: what a store behind a wire does. Gradients of several lookups are
-  // summed by key, without those of rows that have left since their lookup.
+  // summed by key, without those of rows that were removed since their lookup.
   struct Push {
     const uint64_t* keys;
     size_t count;
@@ -113,8 +113,8 @@ class Table {
   CountingFilter& filter() { return filter_; }
   std::vector<std::pair<uint64_t, double>>& clock() { return clock_; }  // for TTL: (step, time) now and then
 
-  // All rows as they are now, or those that changed since `since`, the version of the capture before; see Capture. With
-  // `track`, changes from now on are noted for the next one. One capture at a time.
+  // All rows as they are now, or those that changed since `since`, the version of the previous capture; see Capture. With
+  // `track`, changes from now on are recorded for the next one. One capture at a time.
   static std::unique_ptr<Capture> capture(const std::shared_ptr<Table>& table, uint32_t parts, bool track,
                                           std::optional<uint64_t> since, std::vector<Correction> corrections = {});
   // Before the rows of these keys, found for training, change. For the owner of their shards.
@@ -168,7 +168,7 @@ class Table {
   void write_row(char* row, const float* vector, const float* state);
   template <class F>
   uint64_t erase_where(F&& doomed);        // doomed(Entry) -> bool
-  std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: has left since the lookup
+  std::vector<uint32_t> rows_of(const Push& push, std::vector<uint64_t>& hashes);  // 0: removed since the lookup
   uint64_t evict_expired(double time);
   double advance_time(double now);         // the table's own time, which never runs backwards
   uint64_t evict_least(uint64_t count, bool by_use_count);
@@ -197,7 +197,7 @@ class Table {
   uint64_t version_ = 0, row_epoch_ = 0, evicted_ = 0;
   std::atomic<uint64_t> cleared_{0};
   Capture* capture_ = nullptr;            // the one that is being read
-  std::unique_ptr<RowBits> changes_;      // rows used since changes_since_; null: nobody asked
+  std::unique_ptr<RowBits> changes_;      // rows used since changes_since_; null: not tracked
   uint64_t changes_since_ = 0;
 };
 

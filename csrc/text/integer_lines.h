@@ -20,8 +20,8 @@ struct Column {
 };
 
 // Reads exactly `rows` lines of one cell for each column. Cells are empty, or integers of up to 18 decimal or 16
-// hexadecimal digits. Of anything else, however slight, it makes nothing and returns false, with the columns half
-// filled: who calls it has a parser that is slower and knows what is allowed, and what to say about what is not.
+// hexadecimal digits. For anything else it returns false, with the columns partly filled: the caller has a slower parser
+// that knows everything that is allowed, and reports what is not.
 bool parse_lines(std::string_view text, char delimiter, std::span<Column> columns, size_t rows);
 
 }  // namespace karvan

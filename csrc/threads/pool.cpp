@@ -20,7 +20,7 @@ namespace karvan {
 namespace {
 
 // How long a worker looks out for the next job before it sleeps: about as long as Python takes from one call of a step to
-// the next, because waking costs more than that. After the first spins it lets whoever else wants the core have it.
+// the next, because waking costs more than that. After the first spins it yields the core to other threads.
 constexpr int kSpins = 1500, kSpinsPerLook = 32;
 constexpr auto kWatchful = std::chrono::microseconds(300);
 constexpr uint32_t kClosed = UINT32_MAX;  // past the last task of any job

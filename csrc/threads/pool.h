@@ -4,9 +4,8 @@
 // means n - 1 workers. Idle workers spin for a few microseconds, then sleep, so that torch's threads have the cores
 // between our calls. A fork waits for the running operation; the child starts its own workers on first use.
 //
-// Torch's threads are not so polite: those of OpenMP spin for milliseconds on a core that our worker wants. So if we are
-// told how to run something on them (share_team), operations of the process's first thread, which is where torch has
-// them, do without workers.
+// Torch's threads do not: those of OpenMP spin for milliseconds on a core that our worker needs. So if share_team has said
+// how to run something on them, operations of the process's first thread, where torch has them, use no workers.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -43,8 +42,8 @@ class Exclusive {
 
 bool operation_waits();  // does anybody wait for an Exclusive?
 
-// While it lives, this thread runs parallel() by itself. Work that touches no table needs no Exclusive then, and can be
-// done beside an operation.
+// While it lives, this thread runs parallel() by itself. Work that touches no table then needs no Exclusive, and can run
+// at the same time as an operation.
 class Alone {
  public:
   Alone();
