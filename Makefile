@@ -22,7 +22,10 @@ help:  ## say what there is
 demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARGS=--help for its options
 	@$(BIN)/karvan demo $(ARGS)
 
-test: lint test-native test-python  ## set everything up and run all checks and tests
+# mypy uses one core: beside it, the C++ tests are built and run.
+test: $(VENV)/.karvan  ## set everything up and run all checks and tests
+	@$(MAKE) --no-print-directory -j 2 --output-sync lint test-native
+	@$(MAKE) --no-print-directory test-python
 
 test-native: $(VENV)/.karvan  ## the C++ core's own tests
 	@tools/test_native.sh plain
