@@ -7,8 +7,12 @@ for as long as a caller holds a stream of a server open.
 from __future__ import annotations
 
 import atexit
+import threading
+import time
 import weakref
 from typing import Protocol
+
+_LONGEST_WAIT = 10.0  # seconds, at the end of the program, for calls that a closed server still executes
 
 
 class OpenClient(Protocol):
@@ -30,6 +34,7 @@ class Listener(Protocol):
 
 _callers: weakref.WeakSet[OpenClient] = weakref.WeakSet()
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_shutdowns: list[threading.Thread] = []
 
 
 def close_at_exit(caller: OpenClient | None = None, listener: Listener | None = None) -> None:
@@ -49,6 +54,22 @@ def closed(caller: OpenClient | None = None, listener: Listener | None = None) -
         _callers.discard(caller)
     if listener is not None:
         _listeners.discard(listener)
+
+
+def finish_at_exit(shutdown: threading.Thread) -> None:
+    """Wait, when the program ends, for the shutdown of a server that still executes calls.
+
+    A call that ends while the interpreter does crashes the process. One that ends after that is lost without
+    harm, so the wait is limited.
+    """
+    _shutdowns.append(shutdown)
+
+
+@atexit.register  # when this module is imported: it runs after all functions that are registered later
+def _finish_shutdowns() -> None:
+    due = time.monotonic() + _LONGEST_WAIT
+    for shutdown in _shutdowns:
+        shutdown.join(max(0.0, due - time.monotonic()))
 
 
 def _close_all() -> None:

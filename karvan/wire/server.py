@@ -24,7 +24,7 @@ import pyarrow.flight as flight
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.wire.errors import BusyError, ListenError, PeerLostError, RefusedError, WireError
-from karvan.wire.exit_hooks import close_at_exit, closed
+from karvan.wire.exit_hooks import close_at_exit, closed, finish_at_exit
 from karvan.wire.guard.accepted_sockets import host_of, peer_address
 from karvan.wire.guard.connection_guard import ConnectionGuard
 from karvan.wire.guard.limits import Limits
@@ -102,6 +102,7 @@ class Server:
         self.guard.close()
         if ending.is_alive():
             _do_not_wait_at_exit(self._flight)
+            finish_at_exit(ending)
 
     def __enter__(self) -> Server:
         return self

@@ -154,6 +154,14 @@ PROGRAMS = {
         peer.begin("sleep", {"seconds": 0.3})
         wait_for(lambda: peer.connections)
         """,
+    "a closed server with calls that end later, one after the other": """
+        server = Server(Counting())
+        peers = [Client("own", server.address) for _ in range(20)]
+        for number, peer in enumerate(peers):
+            peer.begin("sleep", {"seconds": 0.5 + 0.05 * number})
+        wait_for(lambda: sum(one.taken for one in list(server.connections.values())) == 20)
+        server.close(0.1)
+        """,
     "a server with a stranger": """
         server = Server(Counting())
         stranger = subprocess.Popen(
