@@ -60,8 +60,8 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers see the import above
 
     def __getattr__(name: str) -> Any:
-        # It is a way to read data, so it is found here. Its code is a part of the cluster, which lies above:
-        # nothing of this package needs it, and who does not ask for it does not import it.
+        # It reads data, so users look for it here. Its code belongs to the cluster, a higher layer that
+        # nothing in this package may depend on, so it is imported only on first use.
         if name != "from_loaders":
             raise missing_name("karvan.data", name)
         return importlib.import_module("karvan.cluster.loader_stream.stream").from_loaders

@@ -10,18 +10,18 @@ import pyarrow as pa
 
 from karvan.outages import is_temporary
 
-# What pyarrow and the file systems raise for bytes they cannot make sense of.
+# What pyarrow and the file systems raise for bytes that they cannot parse.
 _FOREIGN = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, EOFError, KeyError)
 
 
-# Google's client tells an error's text, and then tells it again among other details.
+# Google's client states an error's text, and then repeats it among other details.
 _GOOGLE = re.compile(r"google::cloud::Status\((.*?) error_info=\{.*")
 
 
 class DataError(ValueError):
-    """Data that cannot be read as asked; names the file, the place in it and the column as far as known.
+    """Data that cannot be read as asked; names the file, the position in it and the column as far as known.
 
-    `temporary`: where the data is cannot be reached, and the same data may be read later.
+    `temporary`: the storage cannot be reached at the moment; the same data may be readable later.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class DataError(ValueError):
         temporary: bool = False,
     ) -> None:
         where = [path, place, None if column is None else f"column '{column}'"]
-        told = ", ".join(part for part in where if part is not None)
-        super().__init__(f"{told}: {detail}" if told else detail)
+        location = ", ".join(part for part in where if part is not None)
+        super().__init__(f"{location}: {detail}" if location else detail)
         self.detail = detail
         self.path = path
         self.place = place
@@ -45,7 +45,7 @@ class DataError(ValueError):
 
 @contextmanager
 def located(path: str | None = None, place: str | None = None, column: str | None = None) -> Iterator[None]:
-    """Let errors name the place: those of pyarrow and of file systems, and `DataError`s that do not yet."""
+    """Add the location to errors: those of pyarrow and file systems, and `DataError`s without one."""
     try:
         yield
     except DataError as error:
@@ -60,8 +60,8 @@ def located(path: str | None = None, place: str | None = None, column: str | Non
             temporary=error.temporary,
         ) from (error.__cause__ or error)
     except _FOREIGN as error:
-        away = is_temporary(error)
-        raise DataError(reason(error), path=path, place=place, column=column, temporary=away) from error
+        temporary = is_temporary(error)
+        raise DataError(reason(error), path=path, place=place, column=column, temporary=temporary) from error
 
 
 def reason(error: BaseException) -> str:

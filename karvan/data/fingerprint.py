@@ -1,8 +1,8 @@
 """Hashes of the content of data: of the bytes of files, and of the rows of tables in memory.
 
-Content up to a budget is hashed as a whole, so that one changed byte makes another hash. Of more than that,
-blocks are hashed that lie at equal distances over every file, both ends included: a change that is smaller
-than the distance between two blocks and moves nothing behind it may be missed. `data_name` of a fit decides
+Content up to a budget is hashed completely, so that one changed byte changes the hash. Of larger content,
+only blocks at equal distances over every file are hashed, both ends included: a change that is smaller than
+the distance between two blocks and does not shift what follows may be missed. `data_name` of a fit decides
 where that matters. Times are those of two busy cores.
 
 | where | budget | block | cost |
@@ -30,14 +30,14 @@ from karvan.data.errors import located
 _TABLE_BUDGET = 1 << 26
 _TABLE_BLOCKS = 256
 _THREADS = 8
-_READS_PER_TASK = 4  # of one opening of a file
+_READS_PER_TASK = 4  # each task opens its file once
 
 Range = tuple[int, int]  # first byte, number of bytes
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of files is read: bytes in all, bytes of a block, files."""
+    """How much of the files is read: bytes in total, bytes of a block, number of files."""
 
     total: int
     block: int
@@ -51,15 +51,16 @@ _REMOTE = Budget(1 << 25, 1 << 21, 64)  # few, large reads: each of them is a re
 def fingerprint_files(filesystem: fs.FileSystem, paths: Sequence[str], budget: Budget | None = None) -> str:
     """A hash of the sizes of files and of their bytes, up to a budget.
 
-    Of more files than the budget has, those at equal distances are read, the first and the last among them.
+    If there are more files than the budget allows, files at equal distances in the list are read, including
+    the first and the last.
     """
     if budget is None:
         budget = _LOCAL if filesystem.type_name == "local" else _REMOTE
-    some = [paths[place] for place in spread(len(paths), budget.files)]
-    sizes = [max(info.size or 0, 0) for info in filesystem.get_file_info(some)]
+    sample = [paths[index] for index in spread(len(paths), budget.files)]
+    sizes = [max(info.size or 0, 0) for info in filesystem.get_file_info(sample)]
     tasks = [
         (path, ranges[first : first + _READS_PER_TASK])
-        for path, ranges in zip(some, ranges_of(sizes, budget), strict=True)
+        for path, ranges in zip(sample, ranges_of(sizes, budget), strict=True)
         for first in range(0, len(ranges), _READS_PER_TASK)
     ]
 
@@ -69,35 +70,35 @@ def fingerprint_files(filesystem: fs.FileSystem, paths: Sequence[str], budget: B
             return b"".join(_digest(file.read_at(length, first)) for first, length in ranges)
 
     with ThreadPoolExecutor(max(1, min(len(tasks), _THREADS))) as pool:
-        return text_hash(f"{sizes} {[found.hex() for found in pool.map(read, tasks)]}")
+        return text_hash(f"{sizes} {[digest.hex() for digest in pool.map(read, tasks)]}")
 
 
 def ranges_of(sizes: Sequence[int], budget: Budget) -> list[list[Range]]:
     """Which bytes of files of these sizes are read; at least one range each, in order, none twice."""
     total = sum(sizes)
-    made = []
+    ranges = []
     for size in sizes:
         count, block = -(-size // budget.block), budget.block
         if total > budget.total:
             share = budget.total * size // total
             count = max(2, share // budget.block)
-            block = min(budget.block, max(1 << 12, share // 2))  # of many small files, little of each
+            block = min(budget.block, max(1 << 12, share // 2))  # many small files: a little of each
         if count * block >= size:
-            made.append([(at, min(block, size - at)) for at in range(0, max(size, 1), block)])
+            ranges.append([(at, min(block, size - at)) for at in range(0, max(size, 1), block)])
         else:
-            made.append([(place * (size - block) // (count - 1), block) for place in range(count)])
-    return made
+            ranges.append([(number * (size - block) // (count - 1), block) for number in range(count)])
+    return ranges
 
 
 def fingerprint_table(table: pa.Table, budget: int = _TABLE_BUDGET) -> str:
-    """A hash of the columns and of their values, up to a budget, whatever its chunks."""
+    """A hash of the columns and of their values, up to a budget; it does not depend on the chunks."""
     size = 1 << max(0, int(table.nbytes) - 1).bit_length()  # equal tables may differ by a few bytes
     digest = hashlib.sha256(f"{table.schema.names} {table.num_rows}".encode())
     blocks = [(0, table.num_rows)]
     if size > budget:
         count = max(1, table.num_rows * budget // size // _TABLE_BLOCKS)
-        places = min(_TABLE_BLOCKS, table.num_rows)
-        blocks = [(place * (table.num_rows - count) // max(1, places - 1), count) for place in range(places)]
+        total = min(_TABLE_BLOCKS, table.num_rows)
+        blocks = [(number * (table.num_rows - count) // max(1, total - 1), count) for number in range(total)]
     for block in blocks:
         for column in table.slice(*block).columns:
             for piece in _pieces(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()):
@@ -106,7 +107,7 @@ def fingerprint_table(table: pa.Table, budget: int = _TABLE_BUDGET) -> str:
 
 
 def _pieces(array: Any) -> Iterator[Any]:
-    """The bytes of an array's values, without what lies under nulls or outside of a slice."""
+    """The bytes of an array's values, without the bytes under nulls or outside of a slice."""
     if isinstance(array, pa.ChunkedArray):  # too large for one array
         for chunk in array.chunks:
             yield from _pieces(chunk)
@@ -150,11 +151,11 @@ def spread(count: int, most: int) -> Sequence[int]:
     """Up to `most` of the numbers below `count`, the first and the last among them."""
     if count <= most:
         return range(count)
-    return sorted({place * (count - 1) // (most - 1) for place in range(most)})
+    return sorted({number * (count - 1) // (most - 1) for number in range(most)})
 
 
 def text_hash(text: str) -> str:
-    """16 characters."""
+    """A hash of 16 characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,9 +1,10 @@
-"""`Identity`: tells one data set from another, as yesterday's from today's.
+"""`Identity`: distinguishes data sets, for example yesterday's from today's.
 
-The id is a hash of the parts' names, their numbers of records, and the content: all of it up to
-64 MiB, and blocks at equal distances of more (see `fingerprint.py`). So yesterday's `part-0.parquet` and
-today's differ even if they have equally many records, and so do data before and after a correction. Folders
-do not count, so that data may move as a whole, except for those of partitions, such as `day=2026-01-31`.
+The id is a hash of the parts' names, their numbers of records, and the content: all of it up to 64 MiB,
+or blocks at equal distances if it is larger (see `fingerprint.py`). So yesterday's `part-0.parquet` and
+today's differ even if they have equally many records, and so does data before and after a correction. Names
+of folders do not count, so that a data set may be moved, except for those of partitions, such as
+`day=2026-01-31`.
 
 Any data for `Trainer.fit` may have a method `identity()` that returns one.
 """
@@ -23,11 +24,11 @@ _FILES_LISTED = 1024
 
 @dataclass(frozen=True)
 class Identity:
-    """`id` tells data sets apart; `label` tells people which one it is.
+    """`id` distinguishes data sets; `label` describes one to people.
 
-    name: by which `fit`, or a `Window`, calls it. files: a hash of each file's path and records, to count
-    those that two data sets share; empty for very many. grows: it is the same data tomorrow, with more at its
-    end, as a Kafka topic is, so that a fit continues at its position.
+    name: the name that `fit`, or a `Window`, gives it. files: a hash of each file's path and number of
+    records, to count the files that two data sets share; empty if there are very many. grows: records are
+    only added at the end, as in a Kafka topic, so that a fit continues at its position.
     """
 
     id: str
@@ -37,17 +38,17 @@ class Identity:
     grows: bool = False
 
     def state(self) -> dict[str, Any]:
-        """For JSON."""
+        """Its fields, JSON-able."""
         return {**vars(self), "files": list(self.files)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Identity:
-        """What `state` described."""
+        """The identity that `state` returned."""
         return cls(**{**state, "files": tuple(state["files"])})
 
     @classmethod
     def named(cls, name: str, files: tuple[str, ...] = ()) -> Identity:
-        """Data that has a name: the name decides, whatever is in it."""
+        """The identity of data that has a name: the name alone decides, whatever the content."""
         return cls(f"name {name}", name, name, files)
 
 

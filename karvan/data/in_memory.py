@@ -29,7 +29,7 @@ class TableSource:
         return self._table.schema
 
     def parts(self) -> list[Part]:
-        """One part, called by the source's name."""
+        """One part with the source's name."""
         return [Part(self._name, self._table.num_rows)]
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
@@ -38,7 +38,7 @@ class TableSource:
             raise DataError(f"Expected a split of '{self._name}'.", path=split.path)
         if not 0 <= split.first <= split.first + split.count <= self._table.num_rows:
             raise DataError(
-                f"Records {split.first} to {split.first + split.count} were asked for, "
+                f"Records {split.first} to {split.first + split.count} were requested, "
                 f"but there are {self._table.num_rows}.",
                 path=split.path,
             )
@@ -85,12 +85,12 @@ def _from_pandas(frame: Any) -> pa.Table:
     try:
         return pa.Table.from_pandas(frame, preserve_index=False)
     except OverflowError:  # objects that are integers from 2**63 on
-        made = []
+        arrays = []
         for name, column in frame.items():
             with located("pandas frame", column=str(name)):
                 is_object = column.dtype == object
-                made.append(_array(column.to_numpy()) if is_object else pa.Array.from_pandas(column))
-        return pa.Table.from_arrays(made, names=[str(name) for name in frame.columns])
+                arrays.append(_array(column.to_numpy()) if is_object else pa.Array.from_pandas(column))
+        return pa.Table.from_arrays(arrays, names=[str(name) for name in frame.columns])
 
 
 def _from_mapping(data: Mapping[str, Any]) -> pa.Table:
@@ -125,7 +125,7 @@ def _array(values: Any) -> pa.Array:
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
     try:
         if isinstance(values, np.ndarray) and values.dtype.kind == "O":
-            return pa.array(values, from_pandas=True)  # among objects NaN stands for a missing one
+            return pa.array(values, from_pandas=True)  # among objects NaN is a missing value
         try:
             return pa.array(values)
         except (pa.ArrowInvalid, pa.ArrowTypeError):  # NaN among the strings of a list
@@ -144,7 +144,7 @@ def _unsigned(values: Any) -> pa.Array:
             type_ = pa.list_(type_)
     raise DataError(
         "Expected 64-bit integers, from 0 to 2**64 - 1 or from -2**63 to 2**63 - 1, but received some that "
-        "are larger, or large ones beside negative ones or other values."
+        "are larger, or large ones together with negative ones or other values."
     )
 
 

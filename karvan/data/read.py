@@ -51,19 +51,19 @@ def read(
         for batch in kv.data.read("clicks/*.parquet", batch_size=4096, shuffle=100_000): ...
 
     `data` is a path, folder, glob or URL, a list of them, a frame of pandas or polars, an Arrow table, a
-    mapping from names to arrays, or a `Source`. `columns` names those to read, or declares what becomes of
-    them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that are
-    `labels` a missing value is an error; a Trainer says so by itself of those that its loss names. `format`
-    and `options` are those of `open_files`; the others are those of `Loader`.
+    mapping from names to arrays, or a `Source`. `columns` names the columns to read, or declares how to
+    decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that
+    are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
+    are those of `open_files`; the other arguments are those of `Loader`.
     """
-    wanted = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
+    names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
     if _is_path(data):
         source: Source = retrying(
-            lambda: open_files(data, format, wanted, filesystem, **(options or {})), Patience(retry_seconds)
+            lambda: open_files(data, format, names, filesystem, **(options or {})), Patience(retry_seconds)
         )
     else:
-        given = {"format": format, "filesystem": filesystem, "options": options}
-        for name, value in given.items():
+        file_arguments = {"format": format, "filesystem": filesystem, "options": options}
+        for name, value in file_arguments.items():
             if value is not None:
                 raise ValueError(f"{name} is for files, but the data is {type(data).__name__}.")
         source = data if _is_source(data) else open_frame(data)
@@ -73,10 +73,10 @@ def read(
         if isinstance(source, FileSource) and isinstance(column, Varlen):
             source.declare_list(column.name)
     schema = retrying(lambda: source.schema, Patience(retry_seconds))
-    asked: Sequence[Column | str] = schema.names if columns is None else columns
+    requested: Sequence[Column | str] = schema.names if columns is None else columns
     if isinstance(labels, str):
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
-    decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in asked], labels)
+    decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in requested], labels)
     decode.check(schema)
     return Loader(
         source,

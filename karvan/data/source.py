@@ -15,7 +15,7 @@ import pyarrow as pa
 
 @dataclass(frozen=True, order=True, slots=True)
 class Part:
-    """A file, or what stands for one, and how many records it has."""
+    """A file, or its counterpart in memory, and how many records it has."""
 
     path: str
     records: int

@@ -98,7 +98,7 @@ def test_compressed_files_are_read_in_splits_too(tmp_path):
         ("\n\na,b\n1,2\n", "Expected a header"),
         ("a,a\n1,2\n", "column 'a': The header names the column twice"),
         ("a,b\n1,2\r3,4\n", r"x\.csv, among records 0 to [01]: Expected 1 records, but there are more"),
-        ("a,c\n1,2\n", "column 'b': The schema has a column that the file has not"),
+        ("a,c\n1,2\n", "column 'b': The schema has a column that the file does not have"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told(tmp_path, text, message):

@@ -141,7 +141,7 @@ def test_damage_names_file_row_group_and_column(tmp_path):
 
 def test_splits_beyond_the_file_or_of_other_files_are_errors(sources, files):
     source = sources["parquet"]
-    with pytest.raises(DataError, match="Records 500 to 600 were asked for, but there are 523"):
+    with pytest.raises(DataError, match="Records 500 to 600 were requested, but there are 523"):
         list(source.read(Split(str(files["parquet"]), 500, 100)))
     with pytest.raises(DataError, match="does not have"):
         list(source.read(Split("elsewhere", 0, 1)))
@@ -160,7 +160,7 @@ def test_small_splits_in_order_decode_each_group_once(tmp_path, monkeypatch):
 
 
 def test_row_groups_too_large_to_decode_at_once_give_the_same_records(files, monkeypatch):
-    monkeypatch.setattr(parquet, "_WHOLE", 0)
+    monkeypatch.setattr(parquet, "_DECODED_AT_ONCE", 0)
     monkeypatch.setattr(parquet, "_ROWS", 30)
     got = read_all(open_files(files["parquet"]), 70)
     assert got["user"].to_pylist() == ROWS["user"].to_pylist()

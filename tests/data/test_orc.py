@@ -1,4 +1,4 @@
-"""ORC files whose damage ends the ORC library, not the process; and the processes that see to it."""
+"""ORC files whose damage crashes the ORC library, not the process; and the processes that see to it."""
 
 import os
 import signal
@@ -58,7 +58,9 @@ def test_a_byte_that_ends_the_orc_library_is_an_error_that_says_where(tmp_path, 
     content = bytearray(path.read_bytes())
     content[at] = value
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"damaged\.orc, stripe 0, column 'column': .*ends the ORC library"):
+    with pytest.raises(
+        DataError, match=r"damaged\.orc, stripe 0, column 'column': .*crashes the ORC library"
+    ):
         read_all(open_files(path))
     assert crashes(content)
     assert read_all(open_files(path, columns=["other"])).num_rows == len(column)
@@ -98,9 +100,9 @@ def test_a_count_of_records_that_cannot_be_is_not_believed(tmp_path):
 def test_numbers_are_decoded_in_this_process_and_the_rest_beside_them(lists, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "karvan.data.formats.orc.source.read_apart", lambda *rest: asked.append(rest[-1]) or real(*rest)
+        "karvan.data.formats.orc.source.decode_in_child", lambda *rest: asked.append(rest[-1]) or real(*rest)
     )
-    real = isolated_decode.read_apart
+    real = isolated_decode.decode_in_child
     assert read_all(open_files(lists, columns=["user"]))["user"].to_pylist() == NUMBERS.to_pylist()
     assert asked == []
     got = read_all(open_files(lists, columns=["words", "user", "history"]))
@@ -141,7 +143,7 @@ def test_a_killed_child_is_an_error_and_the_next_read_has_another(lists):
     wait_until(lambda: not isolated_decode._idle)
     os.kill(child.pid, signal.SIGKILL)
     reader.join(60)
-    assert "lists.orc, stripe 0: Decoding history, words ends the ORC library (SIGKILL)" in str(found[0])
+    assert "lists.orc, stripe 0: Decoding history, words crashes the ORC library (SIGKILL)" in str(found[0])
     assert child.returncode == -signal.SIGKILL
     assert read_all(source)["words"].to_pylist() == WORDS.to_pylist()
 

@@ -86,5 +86,5 @@ def test_values_are_unquoted_missing_ones_null_and_large_numbers_strings(tmp_pat
 
 
 def test_columns_of_folders_alone_are_an_error(clicks):
-    with pytest.raises(DataError, match="At least one column must be of the files"):
+    with pytest.raises(DataError, match="At least one column must be in the files"):
         open_files(clicks, columns=["hour"])

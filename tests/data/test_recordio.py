@@ -93,9 +93,9 @@ def test_frames_of_snappy_are_those_of_the_reference(data, times):
     ("stream", "message"),
     [
         (b"abc", "does not begin"),
-        (b"\xff\x06\0\0sNaPpY\x01\x09\0\0", "goes on beyond"),
+        (b"\xff\x06\0\0sNaPpY\x01\x09\0\0", "extends beyond"),
         (b"\xff\x06\0\0sNaPpY\x01\x02\0\0ab", "too short for its checksum"),
-        (b"\xff\x06\0\0sNaPpY\x01\x07\0\0\0\0\0\0abc", "does not fit its checksum"),
+        (b"\xff\x06\0\0sNaPpY\x01\x07\0\0\0\0\0\0abc", "does not match its checksum"),
         (b"\xff\x06\0\0sNaPpY\x02\x03\0\0abc", "unknown type 2"),
         (b"\xff\x06\0\0sNaPpY\x00\x08\0\0" + struct.pack("<I", masked(b"")) + b"\xff\xff\x7f\0", "65,536"),
         (
@@ -117,7 +117,7 @@ def test_a_decoder_makes_columns_of_byte_records(tmp_path):
     )
     assert read_all(source, 33).to_pylist() == rows
     short = open_files(path, decode=lambda records: pa.record_batch({"a": [1]}))
-    with pytest.raises(DataError, match=r"x\.rio, run 0.*decode made 1 rows of 100 records"):
+    with pytest.raises(DataError, match=r"x\.rio, run 0.*decode returned 1 rows for 100 records"):
         read_all(short)
 
 
@@ -150,7 +150,7 @@ def chunk(data, compressor=0, size=None, count=1, magic=MAGIC, crc=None):
     ("second", "message"),
     [
         (chunk(b"\0\0\0\0", magic=7), "Expected a chunk, which begins with 04030201, but it is 07000000"),
-        (chunk(b"\0\0\0\0", crc=1), "does not fit its checksum"),
+        (chunk(b"\0\0\0\0", crc=1), "does not match its checksum"),
         (chunk(b"\0\0\0\0", compressor=3), "compressor must be 0, 1 or 2, but is 3"),
         (chunk(b"\0\0\0\0", size=9), "cut off"),
         (chunk(b"\0\0\0\0")[:11], "header of the chunk is cut off"),
@@ -159,7 +159,7 @@ def chunk(data, compressor=0, size=None, count=1, magic=MAGIC, crc=None):
         (chunk(b"\x01\0\0\0"), "Expected 1 records that fill the chunk"),
         (
             chunk(b"\0\0\0\0", compressor=1),
-            "cannot be decompressed: The data does not begin as a Snappy stream",
+            "cannot be decompressed: The data does not begin with the header of a Snappy stream",
         ),
         (chunk(b"\0\0\0\0", compressor=2), "cannot be decompressed: Not a gzipped file"),
         # As PaddlePaddle's writer has it: count, checksum, compressor, size.

@@ -104,7 +104,7 @@ def test_a_store_that_comes_back_is_waited_for_with_one_warning(written, caplog)
     first, last = warnings_of(caplog)
     assert "Connection refused" in first
     assert ".parquet" in first
-    assert "It is tried again for up to 60 seconds." in first
+    assert "Retrying for up to 60 seconds." in first
     assert "Data can be read again" in last
 
 

@@ -153,8 +153,8 @@ def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        (19 * 5 + 2, "record 5, byte 95: The length of the record does not fit its checksum"),
-        (19 * 5 + 13, "record 5, byte 95: The data of the record does not fit its checksum"),
+        (19 * 5 + 2, "record 5, byte 95: The length of the record does not match its checksum"),
+        (19 * 5 + 13, "record 5, byte 95: The data of the record does not match its checksum"),
     ],
 )
 @pytest.mark.parametrize("compression", ["none", "gzip"])
@@ -203,7 +203,7 @@ def test_files_of_other_formats_are_errors_with_a_hint(tmp_path, start, message)
 def test_an_old_kvrecord_file_says_what_to_do_whatever_its_name(tmp_path):
     for name in ("x.recordio", "x.rio", "x"):
         (tmp_path / name).write_bytes(b"KVRECORD" + bytes(100))
-        with pytest.raises(DataError, match="no longer read"):
+        with pytest.raises(DataError, match="no longer supported"):
             open_files(tmp_path / name).parts()
 
 

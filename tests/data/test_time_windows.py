@@ -177,7 +177,7 @@ def test_ranks_in_different_windows_do_not_merge_and_a_missing_window_is_named(r
     windows.next_window()
     with pytest.raises(ValueError, match=r"one window to merge their positions, but are in \['a', 'b'\]"):
         Windows.merge([first, windows.state_dict()])
-    with pytest.raises(ValueError, match="All 2 ranks must have begun window 'a'"):
+    with pytest.raises(ValueError, match="All 2 ranks must have started window 'a'"):
         Windows.merge([first, {**begin, "window": "a"}])
     (root.path / "a" / "_SUCCESS").unlink()
     (root.path / "a" / "count").unlink()

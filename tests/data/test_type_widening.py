@@ -145,7 +145,7 @@ def test_a_declared_dtype_settles_a_mix_of_integers_and_floats(tmp_path, kind, t
     assert read(kv.data.Fixed("x", dtype=torch.int64)) == [[2**60 + 1], [2], [3], [], []]
     assert read(kv.data.Fixed("x", default=-1, dtype=torch.int64)) == [2**60 + 1, 2, 3, -1, -1]
     assert read(kv.data.Fixed("x", dtype=torch.float64))[:3] == [float(2**60), 2.0, 3.0]
-    with pytest.raises(DataError, match=r"declare what they become, Fixed\(…, dtype=torch.int64\)"):
+    with pytest.raises(DataError, match=r"declare their type, Fixed\(…, dtype=torch.int64\)"):
         read("x")
 
 

@@ -1,4 +1,4 @@
-"""Arrow arrays as tensors, without copies where memory layouts agree and without loops over rows."""
+"""Arrow arrays as tensors, without copies where memory layouts match and without loops over rows."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from karvan.ragged import OptionalRagged, Ragged
 
 def numbers(array: pa.Array, default: Number = 0) -> Tensor:
     """int64, float32 or bool by type, with `default` for nulls."""
-    made = number_reader(array.type, default)(array)
-    assert isinstance(made, Tensor)
-    return made
+    tensor = number_reader(array.type, default)(array)
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
 def number_reader(
     type_: pa.DataType, default: Number | None
 ) -> Callable[[pa.Array], Tensor | OptionalRagged]:
-    """What turns arrays of one type into int64, float32 or bool; decided once, as batches have many columns.
+    """A function that converts arrays of one type to int64, float32 or bool; made once, not for every batch.
 
-    Nulls become the default. Without one they are NaN among floats and missing rows among others.
+    Nulls become the default. Without one they are NaN in floats and missing values in other types.
     """
     stored, prepare = _stored(type_)
     if default is None and types.is_floating(stored):
         default = math.nan
     filler = None if default is None else _scalar(default, stored)
-    wanted = torch.float32 if types.is_floating(stored) else torch.int64
+    dtype = torch.float32 if types.is_floating(stored) else torch.int64
     reinterpret = types.is_uint64(stored)
     as_is = stored in (pa.int64(), pa.float32())
 
@@ -55,7 +55,7 @@ def number_reader(
             return dense(array)
         if types.is_boolean(stored):
             return dense(array.cast(pa.uint8())).view(torch.bool)
-        return dense(array).view(wanted) if reinterpret else dense(array).to(wanted)
+        return dense(array).view(dtype) if reinterpret else dense(array).to(dtype)
 
     return read
 
@@ -63,17 +63,17 @@ def number_reader(
 def typed_reader(
     type_: pa.DataType, default: Number | None, dtype: torch.dtype
 ) -> Callable[[pa.Array], Tensor | OptionalRagged]:
-    """As `number_reader`, for numbers that are to have another dtype."""
+    """As `number_reader`, for another dtype."""
     if dtype.is_floating_point:
         return _float_reader(type_, math.nan if default is None else float(default), dtype)
     from_floats = is_floating(type_)
     plain = number_reader(pa.int64() if from_floats else type_, default)
 
     def read(array: pa.Array) -> Tensor | OptionalRagged:
-        made = plain(whole_numbers(array) if from_floats else array)
-        if isinstance(made, Tensor):
-            return made.to(dtype)
-        return OptionalRagged(made.values.to(dtype), made.offsets)
+        entry = plain(whole_numbers(array) if from_floats else array)
+        if isinstance(entry, Tensor):
+            return entry.to(dtype)
+        return OptionalRagged(entry.values.to(dtype), entry.offsets)
 
     return read
 
@@ -86,14 +86,14 @@ def _float_reader(type_: pa.DataType, default: float, dtype: torch.dtype) -> Cal
         array = array if prepare is None else prepare(array)
         if exact:
             return dense(array.fill_null(default) if array.null_count else array)
-        made = numbers(array).to(dtype)
-        return torch.where(is_null(array), default, made) if array.null_count else made
+        values = numbers(array).to(dtype)
+        return torch.where(is_null(array), default, values) if array.null_count else values
 
     return read
 
 
 def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Array] | None]:
-    """The plain type that stands for a type, and how to get there."""
+    """The plain type that represents a type, and the conversion to it."""
     if types.is_timestamp(type_):
         return pa.int64(), lambda array: array.cast(pa.timestamp("us"), safe=False).view(pa.int64())
     if types.is_date(type_):
@@ -109,7 +109,7 @@ def _stored(type_: pa.DataType) -> tuple[pa.DataType, Callable[[pa.Array], pa.Ar
 
 
 def is_floating(type_: pa.DataType) -> bool:
-    """Whether values become floats, among which NaN stands for a missing one."""
+    """Whether values become floats, in which NaN is a missing value."""
     return bool(types.is_floating(_stored(type_)[0]))
 
 
@@ -141,7 +141,7 @@ def drop_null(offsets: Tensor, array: pa.Array) -> tuple[Tensor, pa.Array]:
 
 
 def logical(array: pa.Array) -> pa.Array:
-    """The same array in a type whose nulls can be counted and left out."""
+    """The same array in a type whose nulls can be counted and dropped."""
     type_ = array.type
     if types.is_dictionary(type_) and array.dictionary.null_count:
         return decoded(array)
@@ -151,10 +151,10 @@ def logical(array: pa.Array) -> pa.Array:
 
 
 def decoded(array: pa.DictionaryArray) -> pa.Array:
-    """The values that a dictionary array stands for."""
+    """The decoded values of a dictionary array."""
     words = array.dictionary
-    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as polars has them
-        # Arrow cannot pick from views.
+    if types.is_string_view(words.type) or types.is_binary_view(words.type):  # as in polars
+        # Arrow cannot take from views.
         array = pa.DictionaryArray.from_arrays(array.indices, words.cast(pa.large_binary()))
     return array.dictionary_decode()
 
@@ -193,7 +193,7 @@ def hashed(array: pa.Array, hash_: str, bucket: int | None) -> Tensor:
 def peel(array: pa.Array) -> tuple[Tensor, pa.Array]:
     """The offsets of a list array's rows, from 0, and the values they point to; a null is an empty row."""
     if types.is_map(array.type):
-        # A map is stored as a list of structs, which is easier to take apart.
+        # A map is stored as a list of structs, which is easier to unpack.
         pair = pa.struct([array.type.key_field.with_nullable(True), array.type.item_field])
         array = array.cast(pa.list_(pair))
     if types.is_fixed_size_list(array.type):
@@ -238,5 +238,5 @@ def _scalar(default: Number, type_: pa.DataType) -> pa.Scalar:
 
 
 def _from_zero(offsets: Tensor, first: int) -> Tensor:
-    moved = offsets.to(torch.int64)
-    return moved - first if first else moved
+    wide = offsets.to(torch.int64)
+    return wide - first if first else wide

@@ -7,11 +7,11 @@
 | `Varlen` | lists of lists of them | a `NestedRagged` |
 | `Raw` | strings or bytes; lists of them | a `Ragged` or `NestedRagged` of uint8 |
 
-Integers of every width become int64 (the bits of an unsigned 64-bit id are kept), floats and decimals
-become float32, so that a model sees the same whatever a file was written by. Timestamps become
+Integers of every width become int64 (the bits of an unsigned 64-bit id stay the same), floats and decimals
+become float32, so that a model sees the same values whichever program wrote a file. Timestamps become
 microseconds and dates days since 1970.
 
-A missing value (null) stays visible unless a `default` says what stands for it:
+A missing value (null) stays visible unless a `default` replaces it:
 
 | the column holds | null becomes |
 |---|---|
@@ -20,7 +20,7 @@ A missing value (null) stays visible unless a `default` says what stands for it:
 | strings | no string: the batch gets an `OptionalText` with an empty row there |
 | lists | an empty list; a `Fixed` of floats gets NaN, a `Fixed` of integers is a `DataError` |
 | null inside a list of floats | NaN |
-| null inside a list of ids or strings | left out of the list; a `Fixed` of integers is a `DataError` |
+| null inside a list of ids or strings | removed from the list; a `Fixed` of integers is a `DataError` |
 | a null weight | a `DataError` |
 
 A batch in which such a column has no null gets the plain tensor. In a label null is a `DataError`; see
@@ -46,10 +46,10 @@ Number = int | float | bool
 class Fixed:
     """Exactly `length` numbers per row.
 
-    `default` stands for null, and for an empty list: one number for all places or one for each. Without it
-    they are missing values; see the table above. `dtype` is int64, float32 or bool by the column's type
-    where it is not given. Floats with an integer `dtype` must be whole numbers, and NaN counts as null: that
-    is how to read ids that pandas has turned into floats because some are missing.
+    `default` replaces null, and an empty list: one number for all positions or one for each. Without it they
+    are missing values; see the table above. Without a `dtype` it is int64, float32 or bool, by the column's
+    type. Floats with an integer `dtype` must be whole numbers, and NaN counts as null: use it to read ids
+    that pandas has turned into floats because some are missing.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Fixed:
             )
 
     def defaults(self) -> list[Number] | None:
-        """The default of each place, if one was declared."""
+        """The default of each position, if one was declared."""
         if self.default is None:
             return None
         return list(self.default) if isinstance(self.default, Sequence) else [self.default] * self.length
@@ -95,12 +95,12 @@ class Varlen:
             except ValueError as error:
                 raise ValueError(f"Varlen '{self.name}', {error}") from None
         elif self.bucket is not None:
-            raise ValueError(f"Varlen '{self.name}' has a bucket but no hash whose values it could hold.")
+            raise ValueError(f"Varlen '{self.name}' has a bucket but no hash that it could apply to.")
 
 
 @dataclass(frozen=True)
 class Raw:
-    """The bytes of strings as they are; `default` stands for null, for example the empty string."""
+    """The bytes of strings as they are; `default`, for example the empty string, replaces null."""
 
     name: str
     default: str | None = None
@@ -135,13 +135,14 @@ def infer_field(field: pa.Field) -> Column:
     if levels <= 1 and is_weighted(leaf) and is_number(leaf.field(0).type):
         return Varlen(field.name)
     raise DataError(
-        f"Nothing can be inferred for the type {field.type}. Declare how to read it, or read the others.",
+        f"Nothing can be inferred for the type {field.type}. Declare how to read it, "
+        "or read only the other columns.",
         column=field.name,
     )
 
 
 def unnest(type_: pa.DataType) -> tuple[int, pa.DataType]:
-    """How many lists lie around the values, and the type of these; a map is a list of pairs."""
+    """How many levels of lists a type has, and the type of the innermost values; a map is a list of pairs."""
     levels = 0
     while True:
         if types.is_map(type_):

@@ -1,7 +1,7 @@
 """`Decoder`: record batches of Arrow as `Batch`es of tensors, by declared columns.
 
-Tensors share memory with the records where their layouts agree, which costs nothing: change a copy of them,
-not themselves. What each column may hold and becomes is told in `columns`, and so are missing values.
+Tensors share memory with the records where their layouts match, which costs nothing: modify a copy, not the
+tensors themselves. `declarations.py` describes what each column may hold and becomes, and missing values.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Decoder:
         entries: dict[str, Entry] = {}
         name = None
         try:
-            for name, place, read in plan[1]:
-                entries[name] = read(records.column(place))
+            for name, index, read in plan[1]:
+                entries[name] = read(records.column(index))
         except pa.ArrowException as error:
             raise DataError(reason(error), column=name) from error
         except DataError as error:
@@ -92,13 +92,13 @@ def _plan(
 ) -> list[tuple[str, int, _Read]]:
     plan = []
     for column in columns:
-        places = schema.get_all_field_indices(column.name)
-        if len(places) != 1:
-            what = "missing" if not places else f"there {len(places)} times"
+        indices = schema.get_all_field_indices(column.name)
+        if len(indices) != 1:
+            what = "missing" if not indices else f"present {len(indices)} times"
             has = ", ".join(schema.names) or "none"
             raise DataError(f"The column is {what}. The records' columns are: {has}.", column=column.name)
-        read = _reader(column, schema.field(places[0]).type)
-        plan.append((column.name, places[0], _required(column, read) if column.name in labels else read))
+        read = _reader(column, schema.field(indices[0]).type)
+        plan.append((column.name, indices[0], _required(column, read) if column.name in labels else read))
     return plan
 
 
@@ -123,7 +123,7 @@ def _reader(column: Column, type_: pa.DataType) -> _Read:
 
 
 def _known_type(column: Column, type_: pa.DataType) -> pa.DataType:
-    """The type, with one that fits the declared column in the place of null, which says nothing."""
+    """The type, with null, which is no information, replaced by one that fits the declared column."""
     if is_list(type_):
         inner = _known_type(column, type_.value_type)
         return type_ if inner == type_.value_type else pa.list_(inner)
@@ -140,8 +140,8 @@ def _known_type(column: Column, type_: pa.DataType) -> pa.DataType:
 def _fixed(column: Fixed, type_: pa.DataType) -> _Read:
     levels, leaf = unnest(type_)
     if not is_number(leaf) or levels > 1 or (levels == 0 and column.length != 1):
-        asked = "numbers" if column.length == 1 else f"lists of {column.length} numbers"
-        raise _wrong(column, asked, type_, " or declare a Raw, or a Varlen with a hash" * is_text(leaf))
+        expected = "numbers" if column.length == 1 else f"lists of {column.length} numbers"
+        raise _wrong(column, expected, type_, " or declare a Raw, or a Varlen with a hash" * is_text(leaf))
     defaults = column.defaults()
     if levels == 0 or column.length == 1:
         default = None if defaults is None else defaults[0]
@@ -158,8 +158,8 @@ def _single(column: Fixed, array: pa.Array) -> pa.Array:
     values, present = arrow_to_torch.of_length(array, 1, column.name)
     if bool(present.all()):
         return values
-    places = torch.cumsum(present, 0) - 1
-    return values.take(pa.array(places.numpy(), mask=~present.numpy()))
+    indices = torch.cumsum(present, 0) - 1
+    return values.take(pa.array(indices.numpy(), mask=~present.numpy()))
 
 
 def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
@@ -176,22 +176,22 @@ def _matrix(column: Fixed, leaf: pa.DataType) -> _Read:
         values, present = arrow_to_torch.of_length(array, length, column.name)
         if whole:
             values = whole_numbers(values)
-        made = convert(values)
-        assert isinstance(made, Tensor)
-        made = made.reshape(-1, length)
+        matrix = convert(values)
+        assert isinstance(matrix, Tensor)
+        matrix = matrix.reshape(-1, length)
         complete = bool(present.all())
         if complete and not values.null_count:
-            return made
+            return matrix
         if defaults is None and not floating:
             row = first_missing(column, array)
             raise DataError(missing_in_list(length), column=column.name, place=f"row {row} of the records")
-        fill = torch.tensor([math.nan] * length if defaults is None else defaults).to(made.dtype)
+        fill = torch.tensor([math.nan] * length if defaults is None else defaults).to(matrix.dtype)
         if values.null_count:
-            made = torch.where(arrow_to_torch.is_null(values).reshape(-1, length), fill, made)
+            matrix = torch.where(arrow_to_torch.is_null(values).reshape(-1, length), fill, matrix)
         if complete:
-            return made
+            return matrix
         out = fill.repeat(len(array), 1)
-        out[present] = made
+        out[present] = matrix
         return out
 
     return read
@@ -238,7 +238,7 @@ def _varlen(column: Varlen, type_: pa.DataType) -> _Read:
         raise _wrong(column, "strings to hash", type_)
     if not (is_text(key) or is_number(key)) or levels > (1 if weighted else 2):
         raise _wrong(column, "numbers, strings, lists of them or {id: weight}", type_)
-    # NaN says that a float of a list is missing; an id of a list cannot say it.
+    # In a list of floats, NaN marks a missing value; ids have no such value.
     keeps_null = levels > 0 and is_number(key) and arrow_to_torch.is_floating(key)
 
     def values(array: pa.Array) -> Tensor:
@@ -262,7 +262,7 @@ def _varlen(column: Varlen, type_: pa.DataType) -> _Read:
         return Ragged(values(array), bounds[0])
 
     def read_weighted(array: pa.Array, offsets: Tensor) -> Ragged:
-        keys, weights = array.flatten()  # unlike field(), this gives a null struct null fields
+        keys, weights = array.flatten()  # unlike field(), this returns null fields for a null struct
         keys = arrow_to_torch.logical(keys)
         if keys.null_count:
             weights = weights.filter(keys.is_valid())

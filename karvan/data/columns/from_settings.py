@@ -1,4 +1,4 @@
-"""`column_from_settings`: a column as the data section of a job or of a configuration names it."""
+"""`column_from_settings`: a column from the data section of a job or of a configuration."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ KINDS: Mapping[str, type[Column]] = {"fixed": Fixed, "varlen": Varlen, "raw": Ra
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "float64": torch.float64, "bool": torch.bool}
 
 
-def column_from_settings(given: Any) -> Column | str:
+def column_from_settings(settings: Any) -> Column | str:
     """A column from its name, or from a mapping with `name`, `kind` (fixed) and the arguments of its kind.
 
     A ValueError says what is wrong.
     """
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, Mapping) or "name" not in given or given.get("kind", "fixed") not in KINDS:
+    if isinstance(settings, str):
+        return settings
+    if (
+        not isinstance(settings, Mapping)
+        or "name" not in settings
+        or settings.get("kind", "fixed") not in KINDS
+    ):
         raise ValueError(
             f"data.columns expects names, or mappings with a name and a kind of {', '.join(KINDS)}, "
-            f"got {given}."
+            f"got {settings}."
         )
-    arguments = dict(given)
-    name, kind = given["name"], arguments.pop("kind", "fixed")
+    arguments = dict(settings)
+    name, kind = settings["name"], arguments.pop("kind", "fixed")
     allowed = [field.name for field in fields(KINDS[kind])]
     for argument in arguments:
         if argument not in allowed:

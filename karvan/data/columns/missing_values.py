@@ -1,7 +1,7 @@
 """Invalid values: missing labels and weights, incomplete lists, fractions among integers.
 
-They are looked for while reading, where the file and the number of the record are known. Afterwards records
-are shuffled and joined, and an error could only name a row of a batch.
+They are detected while reading, where the file and the number of the record are known. Afterwards records are
+shuffled and joined, and an error could only name a row of a batch.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _Describe = Callable[[pa.Array], str]  # of the one record that was found
 
 
 def missing_value(kind: str) -> str:
-    """What to say of a label or weight that a sample lacks."""
+    """The message for a sample without a label or weight."""
     return (
         f"The {kind} is missing (null or NaN). Remove such records from the data, or, if null has a meaning, "
-        f"declare what stands for it: Fixed(…, default={'0' if kind == 'label' else '1.0'})."
+        f"declare its value: Fixed(…, default={'0' if kind == 'label' else '1.0'})."
     )
 
 
 def missing_in_list(length: int) -> str:
-    """What to say of a list that lacks values, which integers have no sign for."""
+    """The message for a list of integers with missing values."""
     return (
-        f"Expected {length} integers, but some are missing (null or an empty list). Declare what stands for "
-        "them: Fixed(…, default=0)."
+        f"Expected {length} integers, but some are missing (null or an empty list). Declare their "
+        "value: Fixed(…, default=0)."
     )
 
 
@@ -85,13 +85,13 @@ class ValueChecks:
         self._transform = transform
 
     def require(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
-        """Let missing values of these columns be errors, unless it is a transform that makes the column.
+        """Make missing values of these columns errors, unless a transform computes the column.
 
-        To the end of the context manager, if the result is used as one.
+        Until the context manager exits, if the result is used as one.
         """
         known = {column.name for column in self._columns}
         required = [
-            (counts, Counter(name for name in set(names) if name in known and not self._is_made(name)))
+            (counts, Counter(name for name in set(names) if name in known and not self._is_computed(name)))
             for counts, names in ((self._labels, labels), (self._weights, weights))
         ]
         for counts, names in required:
@@ -105,11 +105,11 @@ class ValueChecks:
         stack.callback(end)
         return stack
 
-    def _is_made(self, name: str) -> bool:
+    def _is_computed(self, name: str) -> bool:
         if self._transform is None:
             return False
         features = getattr(self._transform, "features", None)
-        # A function may fill in what is missing; a FeatureEngine says what it makes.
+        # A function may fill in missing values; a FeatureEngine lists its outputs.
         return features is None or any(name in feature.outputs() for feature in features)
 
     def over(self, source: Source) -> Source:
@@ -131,7 +131,7 @@ class ValueChecks:
 
 
 class _Check(NamedTuple):
-    """How to find a record that cannot be used, and what to say of it."""
+    """How to find a record that cannot be used, and how to describe it."""
 
     column: str
     find: _Find
@@ -139,7 +139,7 @@ class _Check(NamedTuple):
 
 
 def _declared(column: Fixed, type_: pa.DataType) -> Iterator[_Check]:
-    """What a `Fixed` says of its values."""
+    """The checks that a `Fixed` implies."""
     levels, leaf = unnest(type_)
     floating = arrow_to_torch.is_floating(leaf)
     whole = not (floating if column.dtype is None else column.dtype.is_floating_point)
@@ -199,7 +199,7 @@ class _CheckedSource:
             ]
             if found:
                 row, number = min(found)
-                if row:  # the records before it are as good as any
+                if row:  # the records before it are valid
                     yield records.slice(0, row)
                 name, _, describe = self._checks[number]
                 message = describe(records.column(name).slice(row, 1))

@@ -12,24 +12,24 @@ _EXAMPLES = (
 )
 
 
-def type_of(given: str | pa.DataType, column: str) -> pa.DataType:
-    """The type of that name; a type itself is given back."""
-    if isinstance(given, pa.DataType):
-        return given
-    if not isinstance(given, str):
+def type_of(type_: str | pa.DataType, column: str) -> pa.DataType:
+    """The type with this name; a type is returned as it is."""
+    if isinstance(type_, pa.DataType):
+        return type_
+    if not isinstance(type_, str):
         raise TypeError(
             f"The type of column '{column}' must be a name such as {_EXAMPLES}, or a pyarrow type, "
-            f"but is {type(given).__name__}."
+            f"but is {type(type_).__name__}."
         )
     try:
-        made, rest = _parse(given)
+        parsed, rest = _parse(type_)
         if rest.strip():
             raise ValueError(rest)
     except ValueError:
         raise ValueError(
-            f"The type of column '{column}' must be one such as {_EXAMPLES}, but is {given!r}."
+            f"The type of column '{column}' must be one such as {_EXAMPLES}, but is {type_!r}."
         ) from None
-    return made
+    return parsed
 
 
 def _parse(text: str) -> tuple[pa.DataType, str]:

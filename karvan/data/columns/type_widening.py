@@ -1,8 +1,8 @@
 """One type for a column whose type differs between files.
 
-Files of one data set are often written by several programs, or by pandas, which chooses types by what it
-happens to see. Types that hold the same values in different widths are widened. A mix that would lose
-something, such as integers and floats, stays an error.
+Files of one data set are often written by several programs, or by pandas, which chooses types by the
+values that it sees. Types that hold the same values in different widths are widened. A mix that would lose
+information, such as integers and floats, stays an error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _hint(a: pa.DataType, b: pa.DataType) -> str:
     if _is_mix(a, b):
         return (
             " (pandas makes floats of integers where one is missing; its type Int64 does not), or declare "
-            "what they become, Fixed(…, dtype=torch.int64)"
+            "their type, Fixed(…, dtype=torch.int64)"
         )
     return ""
 
@@ -54,7 +54,7 @@ def _is_mix(a: pa.DataType, b: pa.DataType) -> bool:
 
 
 def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both; None if there is none that loses nothing."""
+    """The type that holds the values of both; None if every such type would lose information."""
     if a == b or types.is_null(b):
         return a
     if types.is_null(a):
@@ -65,9 +65,9 @@ def widest(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         strings = all(_is_string(each) for each in (a, b))
         return pa.large_string() if strings else pa.large_binary()
     for common in (_integers, _floats, _times, _lists, _fields):
-        made = common(a, b)
-        if made is not None:
-            return made
+        type_ = common(a, b)
+        if type_ is not None:
+            return type_
     return None
 
 
@@ -80,7 +80,7 @@ def _integers(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None
     if types.is_signed_integer(a) == types.is_signed_integer(b):
         return max(a, b, key=lambda type_: type_.bit_width)
-    return pa.int64()  # of unsigned 64-bit ids it keeps the bits, as a batch does
+    return pa.int64()  # unsigned 64-bit ids keep their bits, as in a batch
 
 
 def _floats(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
@@ -116,5 +116,5 @@ def _fields(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         return None if key is None or item is None else pa.map_(key, item)
     if not (types.is_struct(a) and types.is_struct(b)) or a.names != b.names:
         return None
-    made = [(name, widest(a.field(name).type, b.field(name).type)) for name in a.names]
-    return None if any(type_ is None for _, type_ in made) else pa.struct(made)
+    fields = [(name, widest(a.field(name).type, b.field(name).type)) for name in a.names]
+    return None if any(type_ is None for _, type_ in fields) else pa.struct(fields)

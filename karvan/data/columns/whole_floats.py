@@ -9,7 +9,7 @@ from pyarrow import types
 
 from karvan.data.errors import DataError
 
-_EXACT_BITS = {16: 11, 32: 24, 64: 53}  # integers of so many bits are different floats
+_EXACT_BITS = {16: 11, 32: 24, 64: 53}  # integers up to this many bits are exact as floats
 
 
 def whole_numbers(array: pa.Array, first_record: int | None = None) -> pa.Array:
@@ -25,7 +25,7 @@ def whole_numbers(array: pa.Array, first_record: int | None = None) -> pa.Array:
 
 
 def first_inexact(array: pa.Array) -> int | None:
-    """The first float that is a fraction, or as large as integers that are rounded to the same float."""
+    """The first float that is a fraction, or so large that different integers round to it."""
     if types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if not types.is_floating(array.type):
@@ -40,13 +40,13 @@ def first_inexact(array: pa.Array) -> int | None:
 
 
 def describe_inexact(array: pa.Array, at: int) -> str:
-    """What is wrong with the float that `first_inexact` has found."""
+    """The message for the float that `first_inexact` has found."""
     value = array[at].as_py()
     if not np.isfinite(value) or value != np.trunc(value):
         return f"Expected whole numbers, since an integer dtype is declared, but received {value}."
     type_ = array.type.value_type if types.is_dictionary(array.type) else array.type
     return (
         f"Expected integers below 2**{_EXACT_BITS[type_.bit_width]}, but received {value:.0f}: {type_} rounds"
-        " integers of this size, so that different ids become the same. Keep them as integers (in pandas "
+        " integers of this size, so that different ids become the same. Store them as integers (in pandas "
         "with the type Int64) or as strings where the data is written."
     )

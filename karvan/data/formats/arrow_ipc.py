@@ -1,7 +1,8 @@
 """Arrow IPC: files (also called Feather, version 2) and streams. Groups are record batches.
 
 A stream has no index: it is read through once to count, and always from its beginning, so small splits of it
-are best read in order. It must end with its end mark, since without it a cut could not be told from the end.
+are best read in order. It must end with its end mark, since without it a truncated stream would look
+complete.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class IpcSource(FileSource):
         file.seek(0)
         schema = (ipc.open_file(file) if is_file else ipc.open_stream(file)).schema
         file.seek(0)
-        # No column at all would read every column.
+        # An empty list would read every column.
         narrow = ipc.IpcReadOptions(included_fields=[_narrowest(schema)] if len(schema) else [])
         if is_file:
             opened = ipc.open_file(file, options=narrow)
@@ -56,15 +57,15 @@ class IpcSource(FileSource):
             else:
                 batches = islice(ipc.open_stream(file, options=options), group, None)
             for number, batch in enumerate(batches, group):
-                # Arrow trusts the offsets in a file; followed blindly, damaged ones lead anywhere.
+                # Arrow trusts the offsets in a file; damaged ones would point outside of the buffers.
                 batch.validate(full=True)
                 yield number, batch
 
 
 def _narrowest(schema: pa.Schema) -> int:
-    def width(place: int) -> int:
+    def width(index: int) -> int:
         try:
-            return int(schema.field(place).type.bit_width)
+            return int(schema.field(index).type.bit_width)
         except ValueError:
             return 1 << 16
 

@@ -2,12 +2,12 @@
 
 A file is a sequence of *groups* whose records are counted in advance: row groups of Parquet, stripes of ORC,
 record batches of Arrow IPC, runs of lines of CSV, runs of records of TFRecord and RecordIO. A split is read
-by going to the group its first record lies in. Every group is held against its count, so that damaged files
+from the group that contains its first record. Every group is checked against its count, so that damaged files
 are errors and not silently shorter.
 
-A split that ends inside of a group leaves its reader behind, and the split that follows goes on from there:
+The reader of a split that ends inside of a group is stored, and the split that follows continues with it:
 reading a file in small splits, in order, decodes each group once. Splits in random order decode the group
-they begin in up to their end, so they should be about as long as groups are.
+that they start in from its beginning, so they should be about as long as groups are.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError, located
 from karvan.data.fingerprint import fingerprint_files
 from karvan.data.formats.paths import Files
-from karvan.data.retry.place import FilePlace
+from karvan.data.retry.place import FileOutages
 from karvan.data.source import Part, Split
 
-_KEPT_READERS = 4  # each may hold a decoded stripe
+_STORED_READERS = 4  # each may hold a decoded stripe
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A file's columns and where its groups begin: `starts` has one entry more than there are groups."""
+    """A file's columns and where its groups start: `starts` has one entry more than there are groups."""
 
     schema: pa.Schema
     starts: NDArray[np.int64]
@@ -53,15 +53,15 @@ class FileSource(ABC):
     """Files of one format, with the columns of the first of them.
 
     Every file must have these columns, with types that one type can hold (see
-    `karvan/data/columns/type_widening.py`); `columns` narrows them down, so that others are not read. All
-    files are inspected when the schema is first asked for.
+    `karvan/data/columns/type_widening.py`); `columns` selects some of them, so that others are not read. All
+    files are inspected when the schema is first requested.
     """
 
     group_name: ClassVar[str]
 
     def __init__(self, files: Files, columns: Sequence[str] | None = None) -> None:
         self._files = files
-        self.place = FilePlace(files)
+        self.outages = FileOutages(files)
         self._columns = None if columns is None else list(columns)
         self._layouts: dict[str, Layout] = {}
         self._schema: pa.Schema | None = None
@@ -96,7 +96,7 @@ class FileSource(ABC):
     def _inspect_all(self) -> None:
         unknown = [path for path in self._files.paths if path not in self._layouts]
 
-        def inspect(path: str) -> None:  # what is known stays, even if another file cannot be reached
+        def inspect(path: str) -> None:  # layouts found so far remain, even if another file cannot be reached
             self._layouts[path] = self._inspect_file(path)
 
         if unknown:
@@ -109,11 +109,11 @@ class FileSource(ABC):
         return common_type(name, found, self._declared.get(name))
 
     def declare_numbers(self, name: str, floating: bool) -> None:
-        """Say what a column becomes of which some files have integers and others floats."""
+        """Declare the type of a column of which some files have integers and others floats."""
         self._declared[name] = pa.float64() if floating else pa.int64()
 
     def declare_list(self, name: str) -> None:
-        """Say that a column has lists, for formats whose files do not say it."""
+        """Declare that a column has lists, for formats whose files do not store this."""
         self._declared_lists.add(name)
 
     @property
@@ -133,7 +133,7 @@ class FileSource(ABC):
 
     @property
     def group_records(self) -> int | None:
-        """How many records a group has, as a rule: splits of about that size decode nothing twice."""
+        """How many records a group typically has: splits of about that size decode nothing twice."""
         sizes = np.concatenate([np.diff(self._layout(part.path).starts) for part in self.parts()])
         return int(np.median(sizes)) if len(sizes) and np.median(sizes) >= 1 else None
 
@@ -145,7 +145,7 @@ class FileSource(ABC):
         first, end = split.first, split.first + split.count
         if not 0 <= first <= end <= layout.records:
             raise DataError(
-                f"Records {first} to {end} were asked for, but there are {layout.records}.", path=split.path
+                f"Records {first} to {end} were requested, but there are {layout.records}.", path=split.path
             )
         if first == end:
             return
@@ -158,7 +158,7 @@ class FileSource(ABC):
         if end < layout.records:
             with self._lock:
                 self._readers[(split.path, end)] = reader
-                while len(self._readers) > _KEPT_READERS:
+                while len(self._readers) > _STORED_READERS:
                     del self._readers[next(iter(self._readers))]
 
     def fingerprint(self) -> str:
@@ -167,13 +167,13 @@ class FileSource(ABC):
 
     @abstractmethod
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
-        """Read what a file says about itself."""
+        """Read the columns and the groups of a file."""
 
     @abstractmethod
     def _groups(
         self, path: str, layout: Layout, group: int, columns: Sequence[str]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """From a group on, the number of the group and a piece of it, to the end of the file."""
+        """The pieces of all groups from `group` to the end of the file, each with its group's number."""
 
     def _open(self, path: str) -> pa.NativeFile:
         return self._files.filesystem.open_input_file(path)
@@ -193,7 +193,7 @@ class FileSource(ABC):
                 return self._inspect(path, file)
 
     def _batches(self, path: str, layout: Layout, group: int) -> Iterator[pa.RecordBatch]:
-        """The pieces of a file from a group on, each group held against its count."""
+        """The pieces of a file from a group on, each group checked against its count."""
         schema = self.schema
         pieces = self._groups(path, layout, group, schema.names)
         starts = layout.starts
@@ -205,7 +205,8 @@ class FileSource(ABC):
                 with located(path, self._place(layout, group)):
                     found, batch = next(pieces, (-1, None))
                     if batch is not None:
-                        # The same schema object for all, without the metadata of whoever wrote the file.
+                        # The same schema object for all, without the metadata of the program that wrote the
+                        # file.
                         batch = pa.RecordBatch.from_arrays(
                             [_widened(batch.column(field.name), field, at) for field in schema],
                             schema=schema,
@@ -225,7 +226,7 @@ class FileSource(ABC):
             yield batch
 
     def _blamed(self, error: DataError, path: str, layout: Layout, group: int) -> DataError:
-        """The error of a group again, with the column that cannot be read by itself."""
+        """The same error with the name of the column that fails if it is read alone."""
         if error.column is not None or error.__cause__ is None or error.temporary:
             return error
         found: list[DataError] = []
@@ -235,7 +236,7 @@ class FileSource(ABC):
                     next(self._groups(path, layout, group, [name]), None)
             except DataError as narrower:
                 found.append(narrower)
-        # Where none, or every one, fails by itself, the columns are not to blame.
+        # If none, or every one, fails alone, the error is not specific to a column.
         return found[0] if 0 < len(found) < len(self.schema) else error
 
     def _place(self, layout: Layout, group: int) -> str:
@@ -246,7 +247,7 @@ class FileSource(ABC):
 
 
 class _Reader:
-    """Where the reading of a file stands: the pieces to come, and the rest of the one at hand."""
+    """The reading position in a file: the pieces that follow, and the rest of the current one."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], at: int) -> None:
         self._batches = batches
@@ -268,7 +269,8 @@ class _Reader:
 
 def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
     type_ = field.type
-    # Only to types that hold all values: "unsafe" lets the bits of unsigned ids through, and binary text.
+    # Only to types that hold all values; safe=False is needed for the bits of unsigned ids and for binary
+    # text.
     if types.is_floating(column.type) and types.is_integer(type_):
         with located(column=field.name):
             return whole_numbers(column, first_record)
@@ -276,12 +278,12 @@ def _widened(column: pa.Array, field: pa.Field, first_record: int) -> pa.Array:
 
 
 def _field(schema: pa.Schema, name: str, path: str) -> pa.Field:
-    places = schema.get_all_field_indices(name)
-    if len(places) != 1:
-        what = "missing" if not places else f"there {len(places)} times"
+    indices = schema.get_all_field_indices(name)
+    if len(indices) != 1:
+        what = "missing" if not indices else f"present {len(indices)} times"
         raise DataError(
             f"The column is {what}. The file's columns are: {', '.join(schema.names)}.",
             path=path,
             column=name,
         )
-    return schema.field(places[0])
+    return schema.field(indices[0])

@@ -28,7 +28,7 @@ def schema() -> pa.Schema:
 
 
 def columns(missing_integer: int = 0, missing_id: int = -1) -> list[Column]:
-    """Label and integers as float32, ids as int64; real ids have 32 bits, so -1 can only be a missing one."""
+    """Label and integers as float32, ids as int64; real ids have 32 bits, so -1 is always a missing id."""
     label = Fixed(LABEL, dtype=torch.float32)
     integers = [Fixed(name, default=missing_integer, dtype=torch.float32) for name in INTEGERS]
     return [label, *integers, *(Fixed(name, default=missing_id) for name in IDS)]

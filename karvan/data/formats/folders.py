@@ -1,7 +1,7 @@
 """Lists folders of any file system.
 
-fsspec's own walk leaves out folders that it cannot list, so a store that fails for a moment would look like
-one with fewer files, and their records would silently not be read. Here its folders are listed one by one,
+fsspec's own walk skips folders that it cannot list, so a store that fails for a moment would seem to have
+fewer files, and records would be lost silently. Here its folders are listed one by one,
 and a folder that cannot be listed is an error.
 """
 
@@ -15,7 +15,7 @@ from pyarrow import fs
 def list_folder(
     system: fs.FileSystem, folder: str, *, recursive: bool = False, missing_ok: bool = False
 ) -> list[fs.FileInfo]:
-    """Files and folders inside of a folder; missing_ok: none of one that is not there."""
+    """Files and folders inside of a folder; missing_ok: an empty list if the folder does not exist."""
     if isinstance(system, fs.PyFileSystem) and isinstance(system.handler, fs.FSSpecHandler):
         return _list_fsspec(system.handler.fs, folder, recursive, missing_ok)
     found: list[fs.FileInfo] = system.get_file_info(
@@ -32,7 +32,7 @@ def _list_fsspec(files: Any, folder: str, recursive: bool, missing_ok: bool) -> 
         try:
             entries = files.ls(inside, detail=True)
         except FileNotFoundError:
-            if missing_ok or inside != folder:  # somebody has just removed it
+            if missing_ok or inside != folder:  # it has just been removed
                 continue
             raise
         for entry in entries:

@@ -1,8 +1,8 @@
 """Hive partitions: folders such as `day=2026-01-31/hour=07`, whose names are columns of the files inside.
 
-Folders count from the one that is read on, or from the first part of a glob that is not fixed: reading
+Only folders below the path that is read count, or those from the first wildcard of a glob on: reading
 `clicks` or `clicks/day=*/*.parquet` gives the column `day`, `clicks/day=2026-01-31` does not. They are
-columns only if all files lie in folders of the same keys. A column is int64 if all of its values are
+columns only if all files are in folders with the same keys. A column is int64 if all of its values are
 integers, else string.
 """
 
@@ -24,22 +24,22 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def partition_columns(files: Files) -> dict[str, pa.Array]:
-    """The columns that the files' folders make, one value for each file."""
+    """The columns given by the files' folders, one value for each file."""
     found = [_pairs(below) for below in files.below]
     keys = [key for key, _ in found[0]]
     if len(set(keys)) != len(keys) or any([key for key, _ in pairs] != keys for pairs in found):
         return {}
-    return {key: _typed([pairs[place][1] for pairs in found]) for place, key in enumerate(keys)}
+    return {key: _typed([pairs[index][1] for pairs in found]) for index, key in enumerate(keys)}
 
 
 class PartitionedSource:
-    """The records of a source of files, with what the folders of each file say."""
+    """The records of a source of files, with the columns of each file's folders."""
 
     def __init__(self, source: FileSource, files: Files, columns: Mapping[str, pa.Array]) -> None:
         self._source = source
-        self.place = source.place
+        self.outages = source.outages
         self._columns = dict(columns)
-        self._places = {path: place for place, path in enumerate(files.paths)}
+        self._file_numbers = {path: number for number, path in enumerate(files.paths)}
 
     @property
     def schema(self) -> pa.Schema:
@@ -49,7 +49,7 @@ class PartitionedSource:
 
     @property
     def group_records(self) -> int | None:
-        """As the files have it."""
+        """That of the files."""
         return self._source.group_records
 
     def parts(self) -> list[Part]:
@@ -57,15 +57,15 @@ class PartitionedSource:
         return self._source.parts()
 
     def fingerprint(self) -> str:
-        """As the files have it."""
+        """That of the files."""
         return self._source.fingerprint()
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:
         """The records of a split in order."""
         schema = self.schema
         for batch in self._source.read(split):
-            place = self._places[split.path]
-            added = [pa.repeat(values[place], batch.num_rows) for values in self._columns.values()]
+            number = self._file_numbers[split.path]
+            added = [pa.repeat(values[number], batch.num_rows) for values in self._columns.values()]
             yield pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
 
     def __repr__(self) -> str:

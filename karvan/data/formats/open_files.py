@@ -33,7 +33,7 @@ _MAGIC = {
     b"ARROW1": "ipc",
     b"\xff\xff\xff\xff": "ipc",
     b"\x04\x03\x02\x01": "recordio",
-    b"KVRECORD": "recordio",  # whose source says what to do
+    b"KVRECORD": "recordio",  # an unsupported format; the error of its source explains what to do
 }
 _COMPRESSIONS = (".gz", ".bz2", ".zst", ".lz4")
 _SHARD = re.compile(r"-\d+-of-\d+$")  # as in clicks.tfrecord-00000-of-00016
@@ -60,8 +60,8 @@ def open_files(
 ) -> FileSource | PartitionedSource:
     """The source of files: a path, folder, glob, URL, or several.
 
-    The format is that of the first file's extension, or of its first bytes, unless given: "parquet", "orc",
-    "ipc", "csv", "tsv", "tfrecord" or "recordio". Folders such as `day=2026-01-31` are columns, unless
+    Unless `format` is passed, it is found from the files' extension or first bytes: "parquet", "orc", "ipc",
+    "csv", "tsv", "tfrecord" or "recordio". Folders such as `day=2026-01-31` are columns, unless
     `partitions` is False; see `hive_partitions.py`. `options` are those of the format's source (`CsvSource`,
     `RecordSource`).
     """
@@ -77,20 +77,20 @@ def open_files(
     found = partition_columns(files) if partitions else {}
     if not found:
         return make(files, columns, **options)
-    whole = make(files, **options)
-    if both := [name for name in found if name in whole.names]:
+    source = make(files, **options)
+    if both := [name for name in found if name in source.names]:
         raise DataError(
-            "The file has the column, and its folders are named by it; partitions=False reads the file's.",
+            "Both the file and the names of its folders have the column; partitions=False reads the file's.",
             path=files.paths[0],
             column=both[0],
         )
     if columns is None:
-        return PartitionedSource(whole, files, found)
+        return PartitionedSource(source, files, found)
     inside = [name for name in columns if name not in found]
     if not inside:
-        raise DataError("At least one column must be of the files, but all are of their folders.")
-    asked = {name: found[name] for name in columns if name in found}
-    return PartitionedSource(make(files, inside, **options), files, asked)
+        raise DataError("At least one column must be in the files, but all are names of their folders.")
+    requested = {name: found[name] for name in columns if name in found}
+    return PartitionedSource(make(files, inside, **options), files, requested)
 
 
 def read_records(
@@ -140,7 +140,7 @@ def _format(filesystem: fs.FileSystem, path: str) -> str:
     if is_tfrecord(start):
         return "tfrecord"
     raise DataError(
-        "Neither its name nor its first bytes say what the file is: pass format=, which may be "
+        "Neither its name nor its first bytes show the format of the file: pass format=, which may be "
         f"{', '.join(sorted(set(_FORMATS.values())))}.",
         path=path,
     )

@@ -1,7 +1,7 @@
 """Parquet files. Groups are row groups; page checksums are verified where the file has them.
 
-pyarrow decodes a whole row group at a time, its columns on all cores: a loader's readers work side by side
-only where the next file begins, so mostly all of them wait for one.
+pyarrow decodes a complete row group at a time, its columns on all cores: a loader's readers work in parallel
+only at the start of the next file, so most of the time all of them wait for one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pyarrow import parquet as pq
 
 from karvan.data.formats.base import FileSource, Layout
 
-_WHOLE = 64 << 20  # row groups up to this size are decoded at once, which is fastest
-_ROWS = 131_072  # of larger ones, which may not fit into memory, so many records
+_DECODED_AT_ONCE = 64 << 20  # row groups up to this size; this is fastest
+_ROWS = 131_072  # records at a time of larger ones, which may not fit into memory
 
 
 class ParquetSource(FileSource):
@@ -29,7 +29,7 @@ class ParquetSource(FileSource):
         counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if min(counts, default=0) < 0 or sum(counts) != metadata.num_rows:
             raise ValueError(
-                f"The footer promises {metadata.num_rows} records, its row groups {sum(counts)}."
+                f"The footer counts {metadata.num_rows} records, but its row groups have {sum(counts)}."
             )
         return Layout(parquet.schema_arrow, np.cumsum([0, *counts], dtype=np.int64), metadata)
 
@@ -40,7 +40,7 @@ class ParquetSource(FileSource):
             parquet = _reader(file, layout, pre_buffer=True)
             for number in range(group, len(layout.starts) - 1):
                 pieces: Iterable[pa.RecordBatch]
-                if layout.detail.row_group(number).total_byte_size > _WHOLE:
+                if layout.detail.row_group(number).total_byte_size > _DECODED_AT_ONCE:
                     pieces = _reader(file, layout, pre_buffer=False).iter_batches(_ROWS, [number], columns)
                 else:
                     pieces = parquet.read_row_group(number, columns).to_batches()

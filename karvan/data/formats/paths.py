@@ -1,8 +1,8 @@
 """Finds the files of a path: a file, a folder, a glob, a URL of any file system, or a list of them.
 
-Folders are read recursively, in sorted order. Names that begin with "_" or "." are passed over inside of
-folders and globs, because other programs keep their marks (`_SUCCESS`) and unfinished files there; a file
-named in full is always read.
+Folders are read recursively, in sorted order. Names that begin with "_" or "." are skipped inside of
+folders and globs, because other programs use them for markers (`_SUCCESS`) and unfinished files; a file whose
+path is given in full is always read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from karvan.outages import is_temporary
 PathLike = str | os.PathLike[str]
 
 _OF_PYARROW = ("file", "s3", "gs", "gcs", "hdfs", "viewfs")
-_TRIED_FOR = 30  # seconds; Google's client would try to reach its server for a quarter of an hour
+_GOOGLE_RETRY_SECONDS = 30  # by default, Google's client retries for 15 minutes
 _HINTS = dict.fromkeys(
     ("hdfs", "viewfs"), ". It needs Java and Hadoop: set JAVA_HOME, HADOOP_HOME and CLASSPATH to them."
 )
@@ -35,7 +35,8 @@ _HINTS = dict.fromkeys(
 class Files:
     """Files of one file system, in the order in which they are read.
 
-    `below` has the part of each path that was found, not named: what follows a folder, or begins with a glob.
+    `below` has the part of each path that was found by listing: what follows a given folder, or starts with a
+    glob.
     """
 
     filesystem: fs.FileSystem
@@ -48,11 +49,11 @@ def find(paths: PathLike | Iterable[PathLike], filesystem: fs.FileSystem | None 
 
     `filesystem` is a `pyarrow.fs.FileSystem` or an fsspec file system for paths without a scheme.
     """
-    asked = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    requested = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     found: list[str] = []
     below: list[str] = []
     chosen: fs.FileSystem | None = None
-    for each in asked:
+    for each in requested:
         text = os.fspath(each)
         system, inside = resolve(text, filesystem)
         if chosen is not None and not system.equals(chosen):
@@ -87,8 +88,8 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
     scheme = text.partition("://")[0]
     if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in query:
         query = f"{query}&" if query else "?"
-        query += f"retry_limit_seconds={_TRIED_FOR}"
-    # Globs hold characters that are not allowed in URLs, so only what lies before them is parsed.
+        query += f"retry_limit_seconds={_GOOGLE_RETRY_SECONDS}"
+    # Globs hold characters that are not allowed in URLs, so only the part before them is parsed.
     fixed = text[: min((text.find(mark) for mark in "*?[" if mark in text), default=len(text))]
     cut = len(text) if fixed == text else max(fixed.rfind("/") + 1, fixed.find("://") + 3)
     head, tail = text[:cut] + query, text[cut:]
@@ -115,7 +116,7 @@ def join(path: str, name: str) -> str:
 
 
 def folders(system: fs.FileSystem, root: str, pattern: str) -> list[str]:
-    """Folders below `root` that match a glob, sorted, without the root; looked up anew each time."""
+    """Folders below `root` that match a glob, sorted, relative to the root; listed again on each call."""
     if isinstance(system, fs.PyFileSystem):
         system.handler.fs.invalidate_cache()  # of fsspec
     listing = _Listing(system)
@@ -137,10 +138,10 @@ def exists(system: fs.FileSystem, path: str) -> bool:
 
 
 class _Listing:
-    """What lies in folders, without what lies in folders of theirs.
+    """The direct contents of folders.
 
-    Google's storage has objects and no folders, and pyarrow lists only those folders for which a writer left
-    an object. So everything below the first folder that is asked for is listed there, all at once, and the
+    Google's storage has objects and no folders, and pyarrow lists only those folders for which a writer has
+    created an object. So there, everything below the first requested folder is listed at once, and the
     folders are taken from the objects' names.
     """
 
@@ -149,7 +150,7 @@ class _Listing:
         self._below: dict[str, set[tuple[str, bool]]] = {}
 
     def inside(self, folder: str) -> Iterable[tuple[str, bool]]:
-        """Names, and whether each is a folder; none for a folder that is not there."""
+        """Names, and whether each is a folder; nothing for a folder that does not exist."""
         if self._system.type_name != "gcs":
             listed = list_folder(self._system, folder, missing_ok=True)
             return [(info.base_name, info.type == fs.FileType.Directory) for info in listed]
@@ -186,12 +187,12 @@ def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:
     return fs.PyFileSystem(fs.FSSpecHandler(system)), str(inside)
 
 
-def _fixed(asked: str, path: str) -> int:
-    """How much of a path was named by what was asked for: a file's folder, a folder, or up to a glob."""
-    if asked == path:
+def _fixed(request: str, path: str) -> int:
+    """The length of the part of a path that was given: a file's folder, a folder, or up to a glob."""
+    if request == path:
         return path.rfind("/") + 1
-    start = min((asked.find(mark) for mark in "*?[" if mark in asked), default=len(asked))
-    return start if start == len(asked) else asked.rfind("/", 0, start) + 1
+    start = min((request.find(mark) for mark in "*?[" if mark in request), default=len(request))
+    return start if start == len(request) else request.rfind("/", 0, start) + 1
 
 
 def _expand(system: fs.FileSystem, path: str) -> Iterator[str]:
@@ -212,7 +213,7 @@ def _inside(system: fs.FileSystem, folder: str) -> list[str]:
 
 
 def _match(system: fs.FileSystem, listing: _Listing, done: str, segments: list[str]) -> Iterator[str]:
-    """Files below `done` that match the segments of a glob; a folder that matches wholly is read inside."""
+    """Files below `done` that match the segments of a glob; of a matching folder, all files inside."""
     while segments and not any(mark in segments[0] for mark in "*?["):
         done, segments = done + segments[0] + ("/" if len(segments) > 1 else ""), segments[1:]
     if not segments:

@@ -130,12 +130,12 @@ class ShufflePlan:
         return blocks((part for split in splits for part in _evenly(split, most)), 1)
 
     def order(self, epoch: int, block: Block) -> npt.NDArray[np.int64]:
-        """In which order the block's records come, if they are shuffled."""
+        """The order of the block's records, if they are shuffled."""
         window = self.shuffle if self.split_records > self.shuffle else None
         return permutation(block.records, self.seed, epoch, block.number, window=window)
 
     def settings(self) -> dict[str, Any]:
-        """What a position is valid for, JSON-able. Folders do not count: data may move as a whole."""
+        """What a position is valid for, JSON-able. Names of folders do not count: a data set may be moved."""
         return dict(self._settings)
 
     @property

@@ -17,7 +17,7 @@ from karvan.data.source import Part, Split
 
 MOST_RECORDS_PER_SPLIT = 65_536
 FEWEST_RECORDS_PER_BLOCK = 8_192
-"""Reading a block costs about as much for a few records as for this many."""
+"""Reading a smaller block costs about as much as reading one of this size."""
 FEWEST_SPLITS = 64
 
 T = TypeVar("T")
@@ -36,23 +36,23 @@ def cut(parts: Iterable[Part], records_per_split: int) -> list[Split]:
 
 
 def default_split_records(parts: Iterable[Part], shuffle: int, group_records: int | None = None) -> int:
-    """How many records a split gets unless somebody says otherwise.
+    """How many records a split has by default.
 
-    It depends on the data alone, never on the number of ranks: a position must mean the same on any of them.
-    Small data is cut finer, so that a shuffle mixes well, and ranks move through unshuffled data side by
-    side. But splits do not become small because the shuffle is. Files whose records must be decoded in groups
-    are read by whole groups, because smaller splits would decode each group many times.
+    It depends on the data alone, never on the number of ranks: a position must mean the same for any number.
+    Small data is cut finer, so that a shuffle mixes well, and ranks advance through unshuffled data at the
+    same pace. But a small shuffle does not make splits small. Files whose records must be decoded in groups
+    are read in complete groups, because smaller splits would decode each group many times.
     """
     if group_records:
         return group_records
     total = sum(part.records for part in parts)
     finest = max(1, -(-total // FEWEST_SPLITS))
-    wanted = max(shuffle, FEWEST_RECORDS_PER_BLOCK) if shuffle else finest
-    return min(MOST_RECORDS_PER_SPLIT, finest, wanted)
+    target = max(shuffle, FEWEST_RECORDS_PER_BLOCK) if shuffle else finest
+    return min(MOST_RECORDS_PER_SPLIT, finest, target)
 
 
 def shuffled(items: Sequence[T], *seeds: int) -> list[T]:
-    """The items in the order that the seeds, for example (seed, epoch), stand for."""
+    """The items in the order that the seeds, for example (seed, epoch), determine."""
     return [items[i] for i in permutation(len(items), *seeds)]
 
 
@@ -68,7 +68,7 @@ def permutation(count: int, *seeds: int, window: int | None = None) -> npt.NDArr
     """A permutation of 0 … count - 1 that depends on nothing but the seeds.
 
     Numbers are sorted by a hash of (seeds, number), made of SplitMix64 steps; equal hashes keep their order.
-    With a `window`, each run of so many numbers is sorted for itself.
+    With a `window`, each run of that many numbers is sorted separately.
     """
     if window == 1:
         return np.arange(count)
@@ -78,9 +78,9 @@ def permutation(count: int, *seeds: int, window: int | None = None) -> npt.NDArr
     keys = _mix(state + np.arange(count, dtype=np.uint64))
     if window is None or window >= count:
         return _sorted(keys)
-    whole = count - count % window
-    rows = _sorted(keys[:whole].reshape(-1, window)) + np.arange(0, whole, window)[:, None]
-    return np.concatenate([rows.reshape(-1), whole + _sorted(keys[whole:])])
+    last = count - count % window
+    full = _sorted(keys[:last].reshape(-1, window)) + np.arange(0, last, window)[:, None]
+    return np.concatenate([full.reshape(-1), last + _sorted(keys[last:])])
 
 
 def _sorted(keys: Words) -> npt.NDArray[np.int64]:

@@ -1,9 +1,9 @@
-"""Outages of Kafka brokers, asked of librdkafka, which reconnects by itself.
+"""Outages of Kafka brokers, as librdkafka reports them, which reconnects by itself.
 
-It reports a lost broker to a callback and then tries for ever, in silence. `BrokerOutage` warns at the first
-report, and ends the waiting after `retry_seconds`, unless a message has come or the brokers answer a
-question.
-Positions are those of messages that were handed out, so nothing is lost or comes twice.
+librdkafka reports a lost broker to a callback and then retries forever without logging. `BrokerOutage` warns
+at the first report, and stops waiting after `retry_seconds`, unless a message has arrived or the brokers
+answer a request. Positions are those of messages that were handed out, so no message is lost or delivered
+twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class BrokerOutage:
-    """Whether the brokers of a consumer are away, and for how long."""
+    """Whether the brokers of a consumer are unreachable, and for how long."""
 
     def __init__(self, kafka: Any, topics: str, seconds: float) -> None:
         self._kafka = kafka
@@ -35,50 +35,50 @@ class BrokerOutage:
         self._since: float | None = None
         self._error = ""
 
-    def is_away(self, error: Any) -> bool:
-        """Whether an error of Kafka is about brokers that cannot be reached."""
+    def is_outage(self, error: Any) -> bool:
+        """Whether a Kafka error means that brokers cannot be reached."""
         return error.code() in self._codes or bool(error.retriable())
 
     def note(self, error: Any) -> None:
-        """A broker was lost; called by librdkafka, or for an error that came as a message."""
-        if self._since is None and self.is_away(error):
+        """Record that a broker was lost; called by librdkafka, or for an error that arrived as a message."""
+        if self._since is None and self.is_outage(error):
             self._error = str(error.str())
             self._since = time.monotonic()
             _log.warning(
-                "Kafka topics %s: %s. It is tried again for up to %g seconds.",
+                "Kafka topics %s: %s. Retrying for up to %g seconds.",
                 self._topics,
                 self._error,
                 self._patience.seconds,
             )
 
-    def heard(self) -> None:
-        """A message has come."""
+    def clear(self) -> None:
+        """The brokers answer: the outage, if there was one, is over."""
         since, self._since = self._since, None
         if since is not None:
             _log.warning("Kafka answers again, after %.0f seconds.", time.monotonic() - since)
 
     def check(self, ask: Callable[[], object]) -> None:
-        """After `retry_seconds` without a message: raise, unless the brokers answer a question."""
+        """After `retry_seconds` without a message: raise, unless the brokers answer a request."""
         if self._since is None or time.monotonic() < self._since + self._patience.seconds:
             return
         try:
             ask()
         except self._kafka.KafkaException as error:
             raise DataError(
-                f"Kafka was away for {self._patience.seconds:g} seconds: {self._error}",
+                f"Kafka was unreachable for {self._patience.seconds:g} seconds: {self._error}",
                 path=self._topics,
                 temporary=True,
             ) from error
-        self.heard()
+        self.clear()
 
-    def ask(self, question: Callable[[], T], path: str, what: str) -> T:
-        """The answer to a question; while brokers are away it is asked again."""
+    def ask(self, request: Callable[[], T], path: str, failure: str) -> T:
+        """The answer to a request, which is repeated during an outage; `failure` begins the error's text."""
 
-        def asked() -> T:
+        def send() -> T:
             try:
-                return question()
+                return request()
             except self._kafka.KafkaException as error:
-                away = self.is_away(error.args[0])
-                raise DataError(f"{what}: {error}", path=path, temporary=away) from error
+                temporary = self.is_outage(error.args[0])
+                raise DataError(f"{failure}: {error}", path=path, temporary=temporary) from error
 
-        return retrying(asked, self._patience)
+        return retrying(send, self._patience)

@@ -1,7 +1,8 @@
-"""`Patience`: how long an outage is waited for, with which pauses, and what is logged.
+"""`Patience`: how long readers wait for an outage to end, with which pauses, and what is logged.
 
-The first failure is a warning at once, and there is another one every half minute, however many threads meet
-the same outage; its end is one, too. Pauses double from a tenth of a second up to five seconds.
+The first failure is logged as a warning at once, then one warning follows every half minute, however many
+threads are affected, and one when the outage is over. Pauses double from a tenth of a second up to five
+seconds.
 """
 
 from __future__ import annotations
@@ -36,21 +37,24 @@ class Patience:
         self.seconds = check_retry_seconds(seconds)
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._since: float | None = None  # when the outage began that somebody waits for
+        self._since: float | None = None  # when the current outage started
         self._warned = -math.inf
 
     def end(self) -> None:
-        """Nobody wants the data any more: those who wait give up."""
+        """The data is no longer needed: threads that wait give up."""
         self._ended.set()
 
     def wait(self, error: BaseException, attempt: int, since: float) -> bool:
-        """Wait before the next attempt, the first is 0; False if time is up. since: of the first failure."""
+        """Wait before the next attempt; False if time is up.
+
+        attempt: counted from 0. since: the time of the first failure.
+        """
         now = time.monotonic()
         left = since + self.seconds - now
         if left <= 0 or self._ended.is_set():
             return False
         self._warn(error, now)
-        activity.advance()  # to wait is no stall, as long as there is an end to it
+        activity.advance()  # waiting is not a stall, since it is limited
         pause = min(_FIRST_PAUSE * 2.0 ** min(attempt, 20), _LONGEST_PAUSE, left)
         return not self._ended.wait(pause)
 
@@ -58,8 +62,8 @@ class Patience:
         """Something was read after a failure."""
         with self._lock:
             since, self._since = self._since, None
-            told = since is not None and self._warned >= since
-        if since is not None and told:
+            was_reported = since is not None and self._warned >= since
+        if since is not None and was_reported:
             _log.warning("Data can be read again, after %.0f seconds.", time.monotonic() - since)
 
     def _warn(self, error: BaseException, now: float) -> None:
@@ -67,9 +71,9 @@ class Patience:
             if self._since is None:
                 self._since = now
             if now < self._warned + _WARN_EVERY:
-                return  # also of a source that comes and goes
+                return  # also for a source that fails again and again
             self._warned = now
-        _log.warning("%s It is tried again for up to %g seconds.", _sentence(error), self.seconds)
+        _log.warning("%s Retrying for up to %g seconds.", _sentence(error), self.seconds)
 
 
 def _sentence(error: BaseException) -> str:

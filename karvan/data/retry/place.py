@@ -1,12 +1,12 @@
 """Decides whether files cannot be read because of an outage or because they are damaged.
 
-Errors of a local disk and of connections have numbers or classes that say so. Clients of object stores raise
-a plain OSError with a text, as decoders do for damaged bytes: a few texts are known, and for the others one
-byte of the file is read. If that fails, the place is away; otherwise the error is *doubtful*, and what comes
-back twice more is taken as damage.
+Errors of local disks and of connections have numbers or classes that identify outages. Clients of object
+stores raise a plain OSError with a text, as decoders do for damaged bytes: a few texts are known, and for the
+others one byte of the file is read. If that fails, it is an outage; otherwise the error is *doubtful*, and if
+it occurs twice more, it is treated as damage.
 
-A local file that is not there any more is missing, unless the file system that it was on has been unmounted:
-the nearest folder that is there is then on another device than the file's folder was.
+A local file that no longer exists is missing, unless the file system that it was on has been unmounted: then
+the nearest existing folder is on another device than the file's folder was.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from karvan.data.errors import DataError
 from karvan.data.formats.paths import Files
 from karvan.outages import is_temporary
 
-# Of the clients of S3, Google Cloud Storage and HDFS.
-_AWAY = re.compile(
+# Texts of the clients of S3, Google Cloud Storage and HDFS.
+_OUTAGE = re.compile(
     r"NETWORK_CONNECTION|SLOW_DOWN|SERVICE_UNAVAILABLE|INTERNAL_FAILURE|REQUEST_TIMEOUT|THROTTLING|curlCode"
     r"|UNAVAILABLE|DEADLINE_EXCEEDED|[Tt]imed? ?out|[Cc]onnection (refused|reset|closed|aborted)"
     r"|[Cc]ouldn.t connect|[Cc]ould not connect"
 )
-_IN_PYTHON = "Detail: Python exception"  # how Arrow tells of an error that a file system of fsspec has raised
-# Their errors are of classes of their own.
+_IN_PYTHON = "Detail: Python exception"  # how Arrow reports an error that a file system of fsspec has raised
+# Clients that raise their own classes of errors.
 _CLIENTS = ("aiohttp", "azure", "botocore", "google", "paramiko", "requests", "urllib3")
 
 
-def is_away(error: BaseException) -> bool:
-    """Whether an error alone says that its place is away."""
+def is_outage(error: BaseException) -> bool:
+    """Whether the error alone shows that the storage cannot be reached."""
     if is_temporary(error):
         return True
-    return any(_says_away(each) for each in _causes(error))
+    return any(_has_outage_text(each) for each in _causes(error))
 
 
-class FilePlace:
-    """Where files are."""
+class FileOutages:
+    """Recognizes outages of the storage of some files."""
 
     def __init__(self, files: Files) -> None:
         self._filesystem = files.filesystem
@@ -52,9 +52,9 @@ class FilePlace:
                 with suppress(OSError):
                     self._devices[folder] = os.stat(folder).st_dev
 
-    def is_away(self, error: BaseException, path: str) -> bool | None:
-        """Whether an error of reading a file is an outage; None: perhaps."""
-        if is_away(error):
+    def is_outage(self, error: BaseException, path: str) -> bool | None:
+        """Whether an error of reading a file is an outage; None if it is doubtful."""
+        if is_outage(error):
             return True
         if self._local:
             return _is_missing(error) and self._is_unmounted(path)
@@ -67,7 +67,7 @@ class FilePlace:
             with self._filesystem.open_input_file(path) as file:
                 return bool(file.read(1))
         except FileNotFoundError:
-            return True  # the file system answers; the next attempt says what is missing
+            return True  # the file system answers; the next attempt reports what is missing
         except Exception:
             return False
 
@@ -91,11 +91,11 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         each = each.__cause__
 
 
-def _says_away(error: BaseException) -> bool:
+def _has_outage_text(error: BaseException) -> bool:
     text = str(error)
     if isinstance(error, OSError | pa.ArrowException) and _IN_PYTHON in text:
         return "FileNotFoundError" not in text
-    return _is_plain(error) and _AWAY.search(text) is not None
+    return _is_plain(error) and _OUTAGE.search(text) is not None
 
 
 def _is_plain(error: BaseException) -> bool:

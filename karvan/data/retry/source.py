@@ -1,8 +1,8 @@
 """`RetryingSource`: a source that waits for outages to end.
 
-A split that an outage interrupts is read on behind the last record that was handed out, so no record is lost
-and none comes twice. What is not an outage is raised at once, and so is an outage that lasts longer than
-`retry_seconds`; its error then is `temporary`.
+A split that an outage interrupts is resumed after the last record that was handed out, so no record is lost
+or read twice. Other errors are raised at once, and so is the error of an outage that lasts longer than
+`retry_seconds`, marked as `temporary`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import pyarrow as pa
 
 from karvan.data.errors import DataError
 from karvan.data.retry.patience import Patience
-from karvan.data.retry.place import FilePlace, is_away
+from karvan.data.retry.place import FileOutages, is_outage
 from karvan.data.source import Part, Source, Split
 
-_DOUBTFUL = 3  # attempts after which an error that may be an outage is taken as damage
+_DOUBTFUL = 3  # attempts after which an error that may be an outage is treated as damage
 
 T = TypeVar("T")
 
 
 class RetryingSource:
-    """A source like another one. `close` ends waiting, from any thread."""
+    """Wraps a source. `close` ends waiting, from any thread."""
 
     def __init__(self, source: Source, seconds: float) -> None:
         self._source = source
-        self._place: FilePlace | None = getattr(source, "place", None)
+        self._outages: FileOutages | None = getattr(source, "outages", None)
         self._patience = Patience(seconds)
 
     def close(self) -> None:
-        """Nobody wants records any more."""
+        """No more records are needed."""
         self._patience.end()
 
     @property
@@ -58,27 +58,27 @@ class RetryingSource:
                     yield batch
                 return
             except Exception as error:
-                away = self._is_away(error, split.path)
-                if away is False or not failure.repeats(error, away, self._patience):
+                outage = self._is_outage(error, split.path)
+                if outage is False or not failure.wait(error, outage, self._patience):
                     raise
 
-    def _is_away(self, error: Exception, path: str) -> bool | None:
-        return is_away(error) if self._place is None else self._place.is_away(error, path)
+    def _is_outage(self, error: Exception, path: str) -> bool | None:
+        return is_outage(error) if self._outages is None else self._outages.is_outage(error, path)
 
 
 class _Failure:
-    """Failures in a row of one thread."""
+    """Consecutive failures of one thread."""
 
     def __init__(self) -> None:
         self.count = 0
         self._since = time.monotonic()
         self._doubtful = 0
 
-    def repeats(self, error: BaseException, away: bool | None, patience: Patience) -> bool:
-        """Wait, unless it has been too long; the last failure of a place that is away is temporary."""
+    def wait(self, error: BaseException, outage: bool | None, patience: Patience) -> bool:
+        """Wait for the next attempt; False if time is up, and then the error of an outage is temporary."""
         if not self.count:
             self._since = time.monotonic()
-        self._doubtful = self._doubtful + 1 if away is None else 0
+        self._doubtful = self._doubtful + 1 if outage is None else 0
         if self._doubtful >= _DOUBTFUL:
             return False
         self.count += 1
@@ -89,15 +89,15 @@ class _Failure:
 
 
 def retrying(work: Callable[[], T], patience: Patience) -> T:
-    """What work gives; it is repeated while errors say that a place is away."""
+    """The result of `work`, which is repeated during an outage."""
     failure = _Failure()
     while True:
         try:
-            made = work()
+            result = work()
         except Exception as error:
-            if not is_away(error) or not failure.repeats(error, True, patience):
+            if not is_outage(error) or not failure.wait(error, True, patience):
                 raise
         else:
             if failure.count:
                 patience.succeeded()
-            return made
+            return result

@@ -1,16 +1,16 @@
 """Kafka topics as a stream of record batches (needs the extra `kafka`).
 
 Messages become rows by `decode`: by default their bytes, with `json_rows(schema)` the columns of JSON
-objects, or by a function of your own. A stream has no parts, so a reader is no `Source` but an iterator:
+objects, or by your own function. A stream has no parts, so a reader is not a `Source` but an iterator:
 
     reader = KafkaReader("clicks", {"bootstrap.servers": "…"}, json_rows(schema), size=4096)
     for records in reader:
         train(decoder(records))
 
-Where a reader stands is the next offset of every partition: `state_dict()` counts exactly what has been
-handed out, and goes into the same checkpoint as the model. Nothing is committed to Kafka, whose own idea of
-a position would disagree with the model after a crash. If the messages at the position have been deleted,
-that is an error, not a jump. Partitions are divided among ranks by their place in sorted order.
+The position of a reader is the next offset of every partition: `state_dict()` counts exactly what has been
+handed out, and is saved in the same checkpoint as the model. Nothing is committed to Kafka, since committed
+offsets would disagree with the model after a crash. If the messages at the position have been deleted, that
+is an error; they are not silently skipped. Partitions are divided among ranks by their index in sorted order.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from karvan.data.retry.patience import RETRY_SECONDS
 from karvan.data.streaming.record_batches import DecodeBytes, bytes_rows
 from karvan.former_names import former_arguments
 
-_ASK_SECONDS = 5.0  # for an answer of brokers that may be away
+_ASK_SECONDS = 5.0  # for an answer of brokers that may be unreachable
 _POLL_SECONDS = 0.1  # how long close() may go unnoticed
 
 
 class KafkaReader:
     """The messages of topics in batches of `size`; fewer when `wait` seconds have passed since the first.
 
-    `config` is librdkafka's. Without a position reading begins at `start`, "earliest" or "latest". With
-    `until_end` it ends with the last message that was there when it began; otherwise at `close()`, which may
-    be called from another thread. Brokers that are away are waited for, with a warning, for `retry_seconds`;
-    then a `DataError` that is `temporary` is raised. Messages without a value (deletions in compacted topics)
-    are passed over.
+    `config` is librdkafka's. Without a position reading starts at `start`, "earliest" or "latest". With
+    `until_end` it ends with the last message that existed when it started; otherwise at `close()`, which may
+    be called from another thread. If brokers cannot be reached, the reader logs a warning and waits up to
+    `retry_seconds`; then it raises a `DataError` that is `temporary`. Messages without a value (deletions in
+    compacted topics) are skipped.
     """
 
     @former_arguments(world="world_size")
@@ -79,14 +79,14 @@ class KafkaReader:
         self._offsets: dict[str, int] = {}
         self._closed = Event()
         self._outage = BrokerOutage(confluent_kafka, ", ".join(self._topics), retry_seconds)
-        also = config.get("error_cb")
+        user_callback = config.get("error_cb")
 
         def note(error: Any) -> None:
             self._outage.note(error)
-            if also is not None:
-                also(error)
+            if user_callback is not None:
+                user_callback(error)
 
-        # The library asks for a group id, which is never used: partitions are assigned, nothing is committed.
+        # The library requires a group id, which is never used: partitions are assigned, nothing is committed.
         self._consumer = confluent_kafka.Consumer(
             {
                 "group.id": "karvan",
@@ -104,7 +104,7 @@ class KafkaReader:
         return {"offsets": dict(self._offsets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, if called before iterating; partitions it does not name begin at `start`."""
+        """Continue from a position, before iterating; partitions that it does not name start at `start`."""
         self._offsets = {str(name): int(offset) for name, offset in state["offsets"].items()}
 
     def identity(self) -> Identity:
@@ -116,7 +116,7 @@ class KafkaReader:
     def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         """Join the positions of all ranks into one that any number of ranks can start from."""
         offsets: dict[str, int] = {}
-        for state in states:  # a rank keeps what it started from for the partitions of others
+        for state in states:  # for the partitions of others, a rank has the offsets that it started from
             for name, offset in state["offsets"].items():
                 offsets[name] = max(offset, offsets.get(name, 0))
         return {"offsets": offsets}
@@ -137,7 +137,9 @@ class KafkaReader:
                 if messages:
                     batch = self._decode(messages)
                     if batch.num_rows != len(messages):
-                        raise DataError(f"decode made {batch.num_rows} rows of {len(messages)} messages.")
+                        raise DataError(
+                            f"decode returned {batch.num_rows} rows for {len(messages)} messages."
+                        )
                     self._offsets = dict(reached)
                     yield batch
             self._offsets = dict(reached)
@@ -145,7 +147,7 @@ class KafkaReader:
             self._consumer.unassign()
 
     def _assign(self) -> dict[str, int]:
-        """Take over this rank's partitions; the offset after the last message of each."""
+        """Assign this rank's partitions; returns the offset after the last message of each."""
         partitions = sorted(
             (topic, number) for topic in self._topics for number in self._partitions_of(topic)
         )[self._rank :: self._world_size]
@@ -156,7 +158,7 @@ class KafkaReader:
             low, high = self._outage.ask(
                 partial(self._consumer.get_watermark_offsets, partition, timeout=self._timeout),
                 name,
-                "The offsets cannot be asked for",
+                "The offsets cannot be read",
             )
             offset = self._offsets.setdefault(name, low if self._start == "earliest" else high)
             if not low <= offset <= high:
@@ -172,7 +174,7 @@ class KafkaReader:
         found = self._outage.ask(
             lambda: self._consumer.list_topics(topic, timeout=self._timeout).topics[topic],
             topic,
-            "Kafka cannot be asked for its topics",
+            "The topics cannot be listed",
         )
         if found.error is not None or not found.partitions:
             raise DataError(f"There is no such topic: {found.error}.", path=topic)
@@ -183,17 +185,17 @@ class KafkaReader:
         values: list[bytes] = []
         deadline: float | None = None
         while len(values) < self._size and not self._closed.is_set():
-            activity.advance()  # to wait for messages is no stall
+            activity.advance()  # waiting for messages is not a stall
             if self._until_end and not open_ends:
                 break
             if deadline is not None and time.monotonic() >= deadline:
                 break
             self._outage.check(lambda: self._consumer.list_topics(self._topics[0], timeout=_ASK_SECONDS))
             for message in self._consumer.consume(self._size - len(values), timeout=_POLL_SECONDS):
-                if (problem := message.error()) is not None and self._outage.is_away(problem):
+                if (problem := message.error()) is not None and self._outage.is_outage(problem):
                     self._outage.note(problem)
                     continue
-                self._outage.heard()
+                self._outage.clear()
                 name = f"{message.topic()}/{message.partition()}"
                 error, value, offset = message.error(), message.value(), message.offset()
                 assert offset is not None

@@ -14,39 +14,40 @@ from karvan.ragged import Batch
 
 
 class Stream:
-    """Iterates over the batches of any iterable, up to `prefetch` of them ahead, to its end or to `close()`.
+    """Iterates over the batches of any iterable, prefetching up to `prefetch`, until its end or `close()`.
 
     Closing works from any thread and at any moment, also while the iterable waits for data: batches that it
-    has delivered by then still come, and then the iteration ends. An error of the iterable comes in its
-    place. The thread ends when the stream is closed or dropped, as soon as the iterable lets it.
+    has delivered by then are still returned, and then the iteration ends. An error of the iterable is raised
+    after the batches before it. The thread ends when the stream is closed or dropped, as soon as the iterable
+    returns control.
 
     If the iterable has `state_dict()` and `load_state_dict()`, so has the stream: its position is that after
-    the last batch that was handed out, whatever has been taken ahead.
+    the last batch that was handed out, however many have been prefetched.
     """
 
     def __init__(self, batches: Iterable[Batch], prefetch: int = 4) -> None:
         check_counts(1, prefetch=prefetch)
         self._batches = batches
         self._queue = _Queue(prefetch)
-        self._begun = False
+        self._started = False
         self._position: Any = None
 
     @property
     def transform(self) -> Any:
-        """The transform of the iterable, if it has one; a Trainer keeps its state in checkpoints."""
+        """The transform of the iterable, if it has one; a Trainer saves its state in checkpoints."""
         return getattr(self._batches, "transform", None)
 
     def transform_states(self) -> dict[str, Any]:
         """The statistics of transforms in other processes, if the iterable is `from_loaders()` or like it."""
-        tell = getattr(self._batches, "transform_states", None)
-        return dict(tell()) if tell is not None else {}
+        states = getattr(self._batches, "transform_states", None)
+        return dict(states()) if states is not None else {}
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self._position = _state_of(self._batches)
             arguments = (self._batches, self._queue)
             threading.Thread(target=_take, args=arguments, name="karvan-data", daemon=True).start()
@@ -61,18 +62,18 @@ class Stream:
         self._queue.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_queue"):  # a refused construction has none
+        if hasattr(self, "_queue"):  # it is missing if the arguments were refused
             self._queue.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The iterable's position after the last batch that was handed out."""
         state = self._positioned("state_dict")
-        return dict(self._position if self._begun else state())
+        return dict(self._position if self._started else state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Move the iterable to a position; only before the first batch."""
-        if self._begun:
-            raise RuntimeError("A stream must be moved before its first batch is taken, but it has begun.")
+        if self._started:
+            raise RuntimeError("A stream must be moved before its first batch is taken, but it has started.")
         self._positioned("load_state_dict")(state)
 
     def merge(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -82,17 +83,17 @@ class Stream:
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
     ) -> AbstractContextManager[Any]:
-        """Let missing values of these columns be errors, if the iterable can do so, as a `Loader` can."""
-        ask = getattr(self._batches, "require_values", None)
-        if ask is None:
+        """Make missing values of these columns errors, if the iterable supports it, as a `Loader` does."""
+        require = getattr(self._batches, "require_values", None)
+        if require is None:
             return nullcontext()
-        required: AbstractContextManager[Any] = ask(labels, weights)
+        required: AbstractContextManager[Any] = require(labels, weights)
         return required
 
     def identity(self) -> Identity | None:
-        """What tells the iterable's data from other data; None if it cannot say."""
-        ask = getattr(self._batches, "identity", None)
-        return None if ask is None else ask()
+        """The identity of the iterable's data; None if it has none."""
+        identity = getattr(self._batches, "identity", None)
+        return None if identity is None else identity()
 
     def _positioned(self, method: str) -> Any:
         found = getattr(self._batches, method, None)
@@ -105,7 +106,7 @@ class Stream:
 
 
 class _Queue:
-    """What has been taken ahead; shared with the thread, which must not keep the stream itself alive."""
+    """Prefetched batches; shared with the thread, which must not keep the stream itself alive."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -114,7 +115,7 @@ class _Queue:
         self._ended = False
 
     def put(self, batch: Batch | BaseException, position: Any) -> bool:
-        """Wait for room and add; False, and nothing added, after the end."""
+        """Wait for space and add; False, with nothing added, after the end."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self._size or self._ended)
             if not self._ended:

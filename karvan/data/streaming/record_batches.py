@@ -1,4 +1,4 @@
-"""Python iterables as records, which can be read once.
+"""Record batches from Python iterables, which can be read once.
 
 A stream has no parts and no splits, so it is not a `Source`: it is an iterator of record batches, and a
 decoder turns these into batches.
@@ -17,7 +17,7 @@ from pyarrow import json
 
 from karvan.data.errors import DataError, reason
 
-# What turns messages of a stream, or byte records of a file, into as many rows.
+# Turns messages of a stream, or byte records of a file, into the same number of rows.
 DecodeBytes = Callable[[list[bytes]], pa.RecordBatch]
 BYTES_SCHEMA = pa.schema([("record", pa.binary())])
 
@@ -34,7 +34,7 @@ def json_rows(schema: pa.Schema) -> DecodeBytes:
     def decode(records: list[bytes]) -> pa.RecordBatch:
         if not records:
             return pa.RecordBatch.from_pylist([], schema)
-        # Within JSON a line end can only be between tokens, where a space is as good.
+        # Within JSON a line end can only be between tokens, where a space means the same.
         lines = b"\n".join(record.replace(b"\n", b" ").replace(b"\r", b" ") for record in records)
         try:
             reading = json.ReadOptions(block_size=len(lines) + 1, use_threads=False)
@@ -55,26 +55,26 @@ def json_rows(schema: pa.Schema) -> DecodeBytes:
 def record_batches(
     rows: Iterable[Mapping[str, Any]], size: int, schema: pa.Schema | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of `size` rows of an iterable of dicts, and the rest at its end.
+    """Batches of `size` rows of an iterable of dicts, and the remaining ones at its end.
 
-    Without a schema, that of the first batch holds for all, and a column with nothing but null there takes
-    its type from the first batch that tells it. A row that lacks a column has null there; a column that the
+    Without a schema, that of the first batch is used for all, and a column that has only nulls there takes
+    its type from the first batch with a value. A row that lacks a column has null there; a column that the
     schema does not have is an error, since it would be lost.
     """
     if size < 1:
         raise ValueError(f"A batch needs a size of at least 1, but it is {size}.")
     source = iter(rows)
     done = 0
-    given = schema is not None
+    has_schema = schema is not None
     while chunk := list(islice(source, size)):
-        batch = _batch(chunk, schema, done, given)
+        batch = _batch(chunk, schema, done, has_schema)
         schema = batch.schema
         done += len(chunk)
         yield batch
 
 
 def _batch(
-    chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int, given: bool
+    chunk: list[Mapping[str, Any]], schema: pa.Schema | None, done: int, has_schema: bool
 ) -> pa.RecordBatch:
     for number, row in enumerate(chunk, done):
         if not isinstance(row, Mapping):
@@ -84,7 +84,7 @@ def _batch(
     arrays = []
     for name in names:
         type_ = None if schema is None else schema.field(name).type
-        if type_ == pa.null() and not given:
+        if type_ == pa.null() and not has_schema:
             type_ = None
         try:
             arrays.append(pa.array([row.get(name) for row in chunk], type_))
@@ -100,6 +100,6 @@ def _batch(
                 place=f"record {number}",
                 column=extra,
             )
-    if not given:
+    if not has_schema:
         schema = pa.schema([(name, array.type) for name, array in zip(names, arrays, strict=True)])
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,10 +1,10 @@
 """Online training: windows of data that arrive in time-partitioned folders, e.g. `date=2026-01-31/hour=07`.
 
 Names sort in the order of time. A writer fills a folder and then puts an empty file `_SUCCESS` into it; only
-then it is read. Where writers leave no such file (`complete=None`), a folder is complete as soon as a later
-one, or the end, exists. A file `_END` in the root says that no more folders will come. Windows come strictly
-in order: a folder that is not complete holds the later ones back, and one that appears before the current
-window is too late and never read.
+then is it read. Where writers leave no such file (`complete=None`), a folder is complete as soon as a later
+one, or the end, exists. A file `_END` in the root says that no more folders will come. Windows are read
+strictly in order: later folders wait for one that is not complete, and a folder that appears before the
+current window is too late and is never read.
 
 The position is the current window's name and its loader's position. All ranks must be in the same window
 when positions are saved to be merged, so `next_window` is called by all of them together.
@@ -37,8 +37,8 @@ class Window:
 class Windows:
     """The folders under `root` that match `pattern`, one window each, as they become complete.
 
-    `root` is a path or the URL of any file system. `read` makes the loader of a folder, whose URL ends in the
-    options that the root's ends in. `poll` is how many seconds pass between looks at the root.
+    `root` is a path or the URL of any file system. `read` makes the loader of a folder, whose URL has the
+    same options at its end as the root's. `poll` is the number of seconds between listings of the root.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Windows:
         end: str = "_END",
         poll: float = 5.0,
     ) -> None:
-        self._named = os.fspath(root).rstrip("/")
-        self._files, self._root = resolve(self._named)
+        self._root_url = os.fspath(root).rstrip("/")
+        self._files, self._root = resolve(self._root_url)
         self._pattern = pattern
         self._read = read
         self._complete = complete
@@ -66,18 +66,18 @@ class Windows:
 
     @property
     def ended(self) -> bool:
-        """Whether `next_window` has come to the end: no more windows will ever come."""
+        """Whether `next_window` has reached the end: there will be no more windows."""
         return self._over
 
     def next_window(self, timeout: float | None = None) -> Window | None:
-        """The next complete window; what was left of the current one is skipped.
+        """The next complete window; the unread rest of the current one is skipped.
 
-        Waits for up to `timeout` seconds, None for as long as it takes. Without a window, gives None: `ended`
-        tells whether that is the end, or only that none is complete yet; the current window then stays.
+        Waits up to `timeout` seconds, without limit if it is None. Returns None if there is no window:
+        `ended` is True at the end, and False if none is complete yet; the current window then stays.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            activity.advance()  # to wait for data that does not exist yet is no stall
+            activity.advance()  # waiting for data that does not exist yet is not a stall
             name = self._look()
             if name is not None or self._over:
                 return self._open(name)
@@ -92,7 +92,7 @@ class Windows:
             yield window
 
     def close(self) -> None:
-        """Say that the current window is the last one; wakes a `next_window` that waits on another thread."""
+        """Make the current window the last one; wakes a `next_window` that waits on another thread."""
         self._closed.set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Windows:
         return self._resumed or {"window": self._after, "position": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the first `next_window` gives its window, from where it was left on."""
+        """Go to a position: the next `next_window` returns its window, which continues at the position."""
         self._current = None
         self._over = False
         self._after = state["window"]
@@ -118,18 +118,19 @@ class Windows:
         inside = [state["position"] for state in states if state["position"] is not None]
         if inside and len(inside) != len(states):
             raise ValueError(
-                f"All {len(states)} ranks must have begun window '{names[0]}' to merge their positions, "
+                f"All {len(states)} ranks must have started window '{names[0]}' to merge their positions, "
                 f"but {len(inside)} have."
             )
         return {"window": names[0], "position": merge(inside) if inside else None}
 
     def _look(self) -> str | None:
-        """The name of the next window if it is complete; notes the end."""
+        """The name of the next window if it is complete; sets `ended` at the end."""
         if self._closed.is_set():
             self._over = True
             return None
-        with located(self._named):
-            # Before the folders: those that came before the end marker are then all seen.
+        with located(self._root_url):
+            # Checked before the folders are listed, so that all folders written before the end marker are
+            # seen.
             ending = exists(self._files, f"{self._root}/{self._end}")
             names = folders(self._files, self._root, self._pattern)
         if self._resumed is not None:
@@ -147,13 +148,13 @@ class Windows:
     def _is_complete(self, names: list[str], ending: bool) -> bool:
         if self._complete is None:
             return ending or len(names) > 1
-        with located(self._named):
+        with located(self._root_url):
             return exists(self._files, f"{self._root}/{names[0]}/{self._complete}")
 
     def _open(self, name: str | None) -> Window | None:
         if name is None:
             return None
-        loader = self._read(join(self._named, name))
+        loader = self._read(join(self._root_url, name))
         loader.call_data(name)
         if self._resumed is not None:
             loader.load_state_dict(self._resumed["position"])

@@ -117,7 +117,7 @@ class ClickLog:
         return expected_auc(self.probabilities(0, AUC_RECORDS))
 
     def source(self, rows: int, parts: int = 1) -> ClickLogSource:
-        """The first `rows` records as a source, nothing written."""
+        """The first `rows` records as a source, without writing files."""
         return ClickLogSource(self, rows, parts)
 
     def write(
@@ -144,12 +144,12 @@ class ClickLog:
         """Write a share of the records, and return how many clicks are among them."""
         clicks = 0.0
         with _writer(path, format) as writer:
-            for table in self._ahead(*share):
+            for table in self._drawn_in_background(*share):
                 writer.write(table)
                 clicks += float(np.sum(table.column("label").to_numpy(), dtype=np.float64))
         return clicks
 
-    def _ahead(self, first: int, count: int) -> Iterator[pa.Table]:
+    def _drawn_in_background(self, first: int, count: int) -> Iterator[pa.Table]:
         """The records in row groups, at least one, drawn on a second thread while the caller writes."""
         with ThreadPoolExecutor(1, thread_name_prefix="karvan-synthetic") as pool:
             pending: deque[Future[pa.Table]] = deque()
@@ -186,11 +186,11 @@ class ClickLogSource:
         }
 
     def parts(self) -> list[Part]:
-        """As asked for, of nearly equal sizes."""
+        """The requested number of parts, of nearly equal sizes."""
         return [Part(path, count) for path, (_, count) in self._parts.items()]
 
     def fingerprint(self) -> str:
-        """The bias is another one for every log; see `identity.py`."""
+        """The bias, which differs between logs; see `identity.py`."""
         return repr(float(self._log._bias))
 
     def read(self, split: Split) -> Iterator[pa.RecordBatch]:

@@ -96,7 +96,7 @@ class Planted:
 def _zipf_ids(rng: np.random.Generator, ids: int, exponent: float, count: int) -> tuple[Ids, Bits]:
     """Ids of frequency about (id + 1) ** -exponent, by the inverse of a bounded power law; and 8 bits each.
 
-    A draw of 32 bits serves both. Where 24 bits could not reach all ids, the ids get a draw of their own.
+    A draw of 32 bits serves both. Where 24 bits could not reach all ids, the ids get a separate draw.
     """
     bits = rng.integers(0, 2**32, count, np.uint32)
     chance: npt.NDArray[Any] = (bits >> 8) * np.float32(2**-24) if ids <= 2**20 else rng.random(count)

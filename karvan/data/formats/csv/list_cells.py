@@ -15,15 +15,15 @@ from karvan.data.errors import DataError
 
 
 def from_text(array: pa.Array, type_: pa.DataType, separators: tuple[str, str, str], column: str) -> pa.Array:
-    """Cells as lists, lists of lists, or maps; `separators` are those of the two lists, and of a pair."""
+    """Cells as lists, lists of lists, or maps; `separators`: of the outer list, the inner list, a pair."""
     outer, inner, pair = separators
     if types.is_map(type_):
         entries = _split(array, outer)
         keys, weights = _pairs(entries.values, pair, column)
-        made = pa.MapArray.from_arrays(
+        maps = pa.MapArray.from_arrays(
             entries.offsets, keys.cast(type_.key_type), weights.cast(type_.item_type), mask=_null_mask(array)
         )
-        return made.cast(type_)
+        return maps.cast(type_)
     if not is_list(type_):
         raise DataError(f"A cell of text cannot hold the type {type_}.", column=column)
     parts = _split(array, outer)
@@ -47,12 +47,12 @@ def _parsed(texts: pa.Array, type_: pa.DataType) -> pa.Array:
     except pa.ArrowInvalid:
         if not pc.any(pc.equal(texts, "")).as_py():
             raise
-    # An empty place in a list of numbers is a missing number.
+    # An empty item in a list of numbers is a missing number.
     return pc.if_else(pc.equal(texts, ""), None, texts).cast(type_)
 
 
 def from_digits(array: pa.Array, column: str) -> pa.Array:
-    """Integers as int64; where they are not, as the bits of unsigned 64-bit ids."""
+    """Integers as int64; if they do not fit, as the bits of unsigned 64-bit ids."""
     array = pc.utf8_trim_whitespace(array)
     try:
         return array.cast(pa.int64())
@@ -87,11 +87,11 @@ def from_hex(array: pa.Array, column: str) -> pa.Array:
         ids[full] = _eight_digits(data, int(offsets[0]), int(count), column)
         return pa.array(ids, mask=None if count == len(array) else ~full)
     try:
-        # Cells that are null stay so in both steps.
-        whole = pc.binary_join_element_wise("0x", array, "").cast(pa.uint64())
+        # Null cells remain null in both steps.
+        unsigned = pc.binary_join_element_wise("0x", array, "").cast(pa.uint64())
     except pa.ArrowInvalid as error:
         raise DataError(f"Expected ids in base 16: {error}", column=column) from error
-    return whole.view(pa.int64())
+    return unsigned.view(pa.int64())
 
 
 def _eight_digits(data: pa.Buffer, begin: int, count: int, column: str) -> NDArray[np.int64]:
@@ -131,8 +131,8 @@ def _pairs(entries: pa.Array, separator: str, column: str) -> tuple[pa.Array, pa
     if len(entries) and pc.min_max(pc.list_value_length(cut)).as_py() != {"min": 2, "max": 2}:
         raise DataError(f"Expected an id, '{separator}' and a weight in each entry.", column=column)
     both = cut.flatten()
-    places = pa.array(np.arange(0, len(both), 2))
-    return both.take(places), both.take(pc.add(places, 1))
+    indices = pa.array(np.arange(0, len(both), 2))
+    return both.take(indices), both.take(pc.add(indices, 1))
 
 
 def _null_mask(array: pa.Array) -> pa.Array | None:

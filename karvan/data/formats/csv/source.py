@@ -38,10 +38,10 @@ _LONGEST_LINE = 256 << 20
 class CsvSource(FileSource):
     """CSV files with a header line, or without one if a schema names the columns.
 
-    `schema` gives types, by name (see `karvan/data/columns/type_names.py`) or as pyarrow's: of all columns
-    without a header; with one, of those that should not be inferred from the first lines of the first file
-    that has a value.
-    `hexadecimal` columns are ids written in base 16. `nulls` are the cells that stand for a missing value.
+    `schema` gives types, by name (see `karvan/data/columns/type_names.py`) or as pyarrow types: of all
+    columns without a header; with one, of those that should not be inferred from the first lines of the first
+    file that has a value.
+    `hexadecimal` columns are ids written in base 16. `nulls` are the cells that mean a missing value.
     `quote` is None where quotes have no meaning.
     """
 
@@ -64,15 +64,15 @@ class CsvSource(FileSource):
         super().__init__(files, columns)
         if isinstance(schema, pa.Schema):
             schema = {field.name: field.type for field in schema}
-        given = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
-        if not header and not given:
+        declared = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
+        if not header and not declared:
             raise ValueError("A CSV file without a header needs a schema that names its columns.")
         if isinstance(nulls, str) or isinstance(hexadecimal, str):
             raise TypeError("nulls and hexadecimal must be lists of strings, but one is a single string.")
         if len(set(separators)) != 3 or len(separators) != 3:
             raise ValueError(f"The three separators must differ, but are {tuple(separators)}.")
-        self._types: dict[str, pa.DataType] = given | dict.fromkeys(hexadecimal, pa.int64())
-        self._names = None if header else list(given)
+        self._types: dict[str, pa.DataType] = declared | dict.fromkeys(hexadecimal, pa.int64())
+        self._names = None if header else list(declared)
         self._header = header
         self._hexadecimal = frozenset(hexadecimal)
         self._separators = (separators[0], separators[1], separators[2])
@@ -103,7 +103,7 @@ class CsvSource(FileSource):
         if unknown:
             has = ", ".join(names)
             raise DataError(
-                f"The schema has a column that the file has not. Its columns are: {has}.",
+                f"The schema has a column that the file does not have. Its columns are: {has}.",
                 path=path,
                 column=unknown[0],
             )
@@ -145,9 +145,9 @@ class CsvSource(FileSource):
             for number, (begin, end) in enumerate(pairwise(bounds[group:]), group):
                 data = text.read(end - begin)
                 rows = int(layout.starts[number + 1] - layout.starts[number])
-                whole = None if integers is None else integers.parse(data, rows)
-                if whole is not None:
-                    yield number, whole
+                parsed = None if integers is None else integers.parse(data, rows)
+                if parsed is not None:
+                    yield number, parsed
                     continue
                 for batch in self._parse(data, names, columns).to_batches():
                     yield number, self._convert(batch)
@@ -184,7 +184,7 @@ class CsvSource(FileSource):
             raise DataError(f"The header cannot be read: {error}.", path=path) from error
 
     def _infer_types(self, path: str, unknown: Sequence[str]) -> dict[str, pa.DataType]:
-        """Types of columns without any, as far as the first lines of a file tell them."""
+        """Types of columns without one, as far as the first lines of a file have values."""
         layout = self._layouts[path]
         names = layout.schema.names
         with located(path):
@@ -197,7 +197,7 @@ class CsvSource(FileSource):
             if not data.strip():
                 return {}
             found = {f.name: f.type for f in self._parse(data, names, unknown).schema}
-            # Arrow takes integers that are too large for int64 for floats, which would round them.
+            # Arrow reads integers that are too large for int64 as floats, which would round them.
             floats = [name for name, type_ in found.items() if type_ == pa.float64()]
             if floats:
                 text_of = self._read(data, names, self._converting(names, floats, as_text=floats))
@@ -259,7 +259,7 @@ class CsvSource(FileSource):
             column_types=plain | in_cells,
             null_values=self._nulls,
             strings_can_be_null=True,
-            # Many programs write a null that is alone in its line as quotes with nothing between them.
+            # Many programs write a null that is the only cell of its line as empty quotes.
             quoted_strings_can_be_null=len(names) == 1 and not is_text(self._types.get(names[0], pa.null())),
             include_columns=list(columns),
         )
@@ -311,19 +311,19 @@ def _scan(
 
 
 def _lines(run: bytes | memoryview) -> int:
-    """Lines that are not empty; pyarrow passes over the others."""
+    """Lines that are not empty; pyarrow skips the others."""
     return _native.count_lines(np.frombuffer(run, np.uint8)) if len(run) else 0
 
 
 def _all_lines(run: bytes | memoryview) -> int:
-    """Lines, with the empty ones among them."""
+    """Lines, including empty ones."""
     text = bytes(run)
     ends = text.count(b"\n") + text.count(b"\r") - text.count(b"\r\n")
     return ends + (text[-1:] not in (b"", b"\n", b"\r"))
 
 
 class _LineFeeds(io.RawIOBase):
-    """Text with a line feed for each carriage return; bytes stay at their places."""
+    """Text with a line feed for each carriage return; positions of bytes do not change."""
 
     def __init__(self, text: pa.NativeFile) -> None:
         super().__init__()
@@ -339,8 +339,8 @@ class _LineFeeds(io.RawIOBase):
     def seekable(self) -> bool:
         return bool(self._file.seekable())
 
-    def seek(self, place: int, whence: int = 0) -> int:
-        return int(self._file.seek(place, whence))
+    def seek(self, position: int, whence: int = 0) -> int:
+        return int(self._file.seek(position, whence))
 
     def close(self) -> None:
         self._file.close()
@@ -354,5 +354,5 @@ def _skip(text: pa.NativeFile, size: int) -> None:
     while size:
         skipped = len(text.read(min(size, _SPAN)))
         if not skipped:
-            raise EOFError("The file ends earlier than when it was counted.")
+            raise EOFError("The file is shorter than when its records were counted.")
         size -= skipped

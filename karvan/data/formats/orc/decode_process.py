@@ -1,15 +1,15 @@
 """The program that decodes ORC stripes in a child process; see `isolated_decode.py`.
 
-It is run as a script, knows nothing of karvan and so starts without torch. Requests come as lines of JSON on
-standard input, and each is answered by a line on standard output:
+It is run as a script and does not import karvan, so it starts without torch. Requests arrive as lines of JSON
+on standard input, and each is answered by a line on standard output:
 
     {"stripe": 2, "columns": ["history"], "bytes": 2147483648, "seconds": 60}
     {"size": 81920}   or   {"error": "bad read in RleDecoderV2::readByte"}
 
-Its arguments are the descriptors of two nameless files in memory, of which one holds the ORC file and the
-other takes the decoded stripe as an Arrow IPC stream, and how many seconds it waits for the next request. It
-ends when its input does or nothing comes, and may end at any moment over a damaged stripe: that is what it is
-for.
+Its arguments are the descriptors of two anonymous files in memory, one with the ORC file and one for the
+decoded stripe as an Arrow IPC stream, and how many seconds it waits for the next request. It ends when its
+input ends or no request arrives, and a damaged stripe may crash it at any moment: that is why it is a
+separate process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyarrow import ipc, orc
 
 
 def _decode(request: dict[str, Any], source: int, result: int) -> int:
-    """Decode a stripe into the file `result`, and return how many bytes it has become."""
+    """Decode a stripe into the file `result`, and return the size of the result in bytes."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime)
     _limit(resource.RLIMIT_CPU, spent + request["seconds"])
@@ -51,7 +51,7 @@ def _limit(kind: int, most: int) -> None:
 def _main(source: int, result: int, idle: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where memory runs out, this process is the one to go
+        score.write("1000")  # if memory runs out, this process is killed first
     while select.select([sys.stdin], [], [], idle)[0]:
         line = sys.stdin.readline()
         if not line:

@@ -1,19 +1,19 @@
 """Decodes ORC stripes in a child process, so that a crash of the ORC library is only an error.
 
-The library trusts the lengths of strings, lists and maps that a stripe holds: damaged ones make it ask for
-absurd amounts of memory and write where it got none. So such columns are decoded by a small program
+The library trusts the lengths of strings, lists and maps that a stripe holds: damaged ones make it request
+huge amounts of memory and write outside of its buffers. So such columns are decoded by a small program
 (`decode_process.py`), with bounds on its memory and time:
 
 ```
  this process                                                       the child
- the stripe, and the file's tail, at their places ──► file in memory ──► ORC library
+ the stripe, and the file's tail, at same offsets ──► file in memory ──► ORC library
  RecordBatch ◄── copy ◄────────────────────────────── file in memory ◄── Arrow IPC
 ```
 
-The child reads nothing else, so the file may lie anywhere. Children are started as many as threads decode at
-once, and kept for the next stripe. They end when this process does, however it ends, since their input ends
-with it, and after half a minute without work. A child that has ended by itself is replaced; one that dies
-over a stripe is an `OSError` that says of what.
+The child reads nothing else, so the file may be on any file system. There are as many children as threads
+that decode at the same time, and they are reused for the next stripe. They end when this process does,
+however it ends, since their input ends with it, and after half a minute without work. A child that has ended
+by itself is replaced; if one crashes while decoding a stripe, an `OSError` states the cause.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from pyarrow import ipc
 from karvan.data.formats.orc.stripes import Stripe
 
 _PROGRAM = Path(__file__).with_name("decode_process.py")
-_MAGIC = 3  # bytes at the beginning, which old versions are known by
-# What no undamaged stripe needs, in bytes: for all, for each byte of the stripe, for each value.
+_MAGIC = 3  # bytes at the beginning, which identify old versions
+# Limits that no undamaged stripe exceeds, in bytes: constant, per byte of the stripe, per value.
 _MEMORY, _MEMORY_PER_BYTE, _MEMORY_PER_VALUE = 2 << 30, 256, 64
 _SECONDS, _BYTES_PER_SECOND = 60, 1 << 20
 _IDLE_SECONDS = 30
 
 
-def read_apart(file: pa.NativeFile, number: int, stripe: Stripe, columns: Sequence[str]) -> pa.RecordBatch:
-    """Columns of a stripe of the open `file`."""
+def decode_in_child(
+    file: pa.NativeFile, number: int, stripe: Stripe, columns: Sequence[str]
+) -> pa.RecordBatch:
+    """Columns of a stripe of the open `file`, decoded in a child process."""
     request = {
         "stripe": number,
         "columns": list(columns),
@@ -65,7 +67,7 @@ def read_apart(file: pa.NativeFile, number: int, stripe: Stripe, columns: Sequen
     _idle.append(child)
     if isinstance(answer, str):
         raise OSError(answer)
-    # The offsets come from a process that may have gone astray.
+    # The offsets come from a process whose memory may have been corrupted.
     answer.validate(full=True)
     return answer
 
@@ -90,7 +92,7 @@ class _Child:
     def ask(
         self, file: pa.NativeFile, stripe: Stripe, request: dict[str, Any]
     ) -> pa.RecordBatch | str | None:
-        """The decoded stripe, or what the library has against it, or None if the child has ended before."""
+        """The decoded stripe, or the library's error, or None if the child had ended before."""
         size = file.size()
         self._file.truncate(size)
         for begin, end in [(0, _MAGIC), (stripe.begin, stripe.end), (stripe.tail, size)]:
@@ -124,7 +126,7 @@ class _Child:
         if status > 0:
             raise OSError(f"The process that decodes ORC has ended with status {status}.")
         cause, columns = signal.Signals(-status).name, ", ".join(request["columns"])
-        raise OSError(f"Decoding {columns} ends the ORC library ({cause}), as only damage does.")
+        raise OSError(f"Decoding {columns} crashes the ORC library ({cause}): the file is damaged.")
 
     def close(self) -> None:
         """End the process, whatever it does."""
@@ -161,5 +163,5 @@ def _close_all() -> None:
         _idle.pop().close()
 
 
-# After a fork, the children answer to the process that started them.
+# After a fork, the children still belong to the process that started them.
 os.register_at_fork(after_in_child=_idle.clear)

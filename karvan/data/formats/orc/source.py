@@ -1,8 +1,8 @@
-"""ORC files. Groups are stripes, each of which is decoded whole.
+"""ORC files. Groups are stripes, each of which is decoded completely.
 
-The format has no checksums: damage is noticed where it breaks the encoding or the counts of records, which
-compressed files make likelier. Of numbers the ORC library notices it by itself; strings, lists and whatever
-else has lengths in the file can bring it down, and are decoded in another process (`isolated_decode.py`).
+The format has no checksums: damage is detected where it breaks the encoding or the counts of records, which
+is more likely in compressed files. In numbers the ORC library detects it by itself; strings, lists and other
+types with lengths in the file can crash it, and are decoded in another process (`isolated_decode.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 from pyarrow import orc, types
 
 from karvan.data.formats.base import FileSource, Layout
-from karvan.data.formats.orc.isolated_decode import read_apart
+from karvan.data.formats.orc.isolated_decode import decode_in_child
 from karvan.data.formats.orc.stripes import Stripe, stripes
 
 
@@ -36,12 +36,12 @@ class OrcSource(FileSource):
         with self._open(path) as file:
             opened = orc.ORCFile(file)
             for number, stripe in enumerate(found[group:], group):
-                # Memory for all records is taken at once, so their number must be one that can be true.
-                here = numbers if stripe.records <= stripe.size else []
-                apart = [name for name in columns if name not in here]
-                pieces = [opened.read_stripe(number, here)] if here else []
-                if apart or not here:
-                    pieces.append(read_apart(file, number, stripe, apart))
+                # Memory for all records is allocated at once, so their number must be plausible.
+                local = numbers if stripe.records <= stripe.size else []
+                isolated = [name for name in columns if name not in local]
+                pieces = [opened.read_stripe(number, local)] if local else []
+                if isolated or not local:
+                    pieces.append(decode_in_child(file, number, stripe, isolated))
                 yield number, _side_by_side(pieces)
 
 

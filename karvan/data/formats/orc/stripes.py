@@ -1,7 +1,7 @@
 """The stripes of an ORC file, read from its tail.
 
-The tail is a protobuf message; https://orc.apache.org/specification/ORCv1 has its fields. It is looked at
-before pyarrow builds a schema of it, since the types of some damaged ones end the process.
+The tail is a protobuf message; https://orc.apache.org/specification/ORCv1 has its fields. It is checked
+before pyarrow builds a schema of it, since damaged types can crash the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DECIMAL, _MOST_DIGITS = 14, 38
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """How many records a stripe has and which bytes it lies in; `tail` is where the file's tail begins."""
+    """How many records a stripe has, and its first and last byte; `tail` is where the file's tail begins."""
 
     records: int
     begin: int
@@ -29,7 +29,7 @@ class Stripe:
 
 
 def stripes(opened: orc.ORCFile, size: int) -> list[Stripe]:
-    """The stripes of a file of `size` bytes; raises a ValueError if they cannot be so."""
+    """The stripes of a file of `size` bytes; raises a ValueError if they are inconsistent."""
     message = bytes(opened.reader.serialized_file_tail())
     footers = _parts(message, 2)
     for type_ in (type_ for footer in footers for type_ in _parts(footer, 4)):
@@ -44,12 +44,12 @@ def stripes(opened: orc.ORCFile, size: int) -> list[Stripe]:
     records = sum(count for count, _, _ in found)
     if len(found) != opened.nstripes or records != opened.nrows:
         raise ValueError(
-            f"The footer promises {opened.nrows} records in {opened.nstripes} stripes, "
+            f"The footer counts {opened.nrows} records in {opened.nstripes} stripes, "
             f"but lists {records} in {len(found)}."
         )
     if tail > size:
         raise ValueError(f"The footer lists a stripe up to byte {tail}, but the file has {size}.")
-    return [Stripe(*place, tail) for place in found]
+    return [Stripe(*fields, tail) for fields in found]
 
 
 def _parts(message: bytes, field: int) -> list[bytes]:

@@ -1,1 +1,1 @@
-"""Files of byte records, TFRecord and RecordIO, and tf.Example, which they mostly hold."""
+"""Files of byte records, TFRecord and RecordIO, and tf.Example, their usual content."""

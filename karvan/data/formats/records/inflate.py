@@ -1,4 +1,4 @@
-"""Whole files that were compressed with gzip or zlib, read from their beginning."""
+"""Files compressed as a whole with gzip or zlib, read from their beginning."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _GZIP_OR_ZLIB = 47  # of zlib: the largest window, and the header says which of 
 
 
 class ByteStream(Protocol):
-    """What can be read in order."""
+    """Bytes that can be read in order."""
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end."""
 
 
 def is_compressed(start: bytes) -> bool:
-    """Whether bytes that begin a file begin gzip (`1f 8b 08`) or zlib (a header that 31 divides)."""
+    """Whether a file starts with a header of gzip (`1f 8b 08`) or zlib (divisible by 31)."""
     if start[:3] == b"\x1f\x8b\x08":
         return True
     return (
@@ -31,7 +31,7 @@ def is_compressed(start: bytes) -> bool:
 
 
 class InflatedFile:
-    """The bytes that a compressed file stands for. Cut off or damaged, it is an error."""
+    """The uncompressed bytes of a compressed file. A file that is cut off or damaged is an error."""
 
     def __init__(self, file: pa.NativeFile) -> None:
         self._file = file
@@ -40,15 +40,15 @@ class InflatedFile:
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; fewer only at the end."""
-        made: list[bytes] = []
+        pieces: list[bytes] = []
         left = size
         while left:
             piece = self._next(left)
             if not piece:
                 break
-            made.append(piece)
+            pieces.append(piece)
             left -= len(piece)
-        return made[0] if len(made) == 1 else b"".join(made)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _next(self, most: int) -> bytes:
         while True:

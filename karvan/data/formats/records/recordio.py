@@ -6,9 +6,8 @@
     data  = for each record, once decompressed: u32 length, bytes
 
 All numbers are little-endian, and Snappy is its stream of frames (`snappy_frames.py`). The number of records
-has no checksum of its own; it must be the number that the data holds. An early Python writer and
-PaddlePaddle's in C++ use the same magic number with the fields in another order; such files are an error that
-says so.
+has no checksum; it is compared with the records in the data. An early Python writer and PaddlePaddle's C++
+writer use the same magic number with the fields in another order; the error for such files explains that.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ _COMPRESSORS = {"none": 0, "snappy": 1, "gzip": 2}
 _CHUNK = 1 << 20
 _OTHER_ORDER = (
     "The header has the fields in the order of PaddlePaddle's C++ writer or of an early Python writer "
-    "(count, checksum, compressor, size), which is not read. Write the records with kv.data.RecordIOWriter."
+    "(count, checksum, compressor, size), which is unsupported. Write the records with "
+    "kv.data.RecordIOWriter."
 )
 
 
@@ -70,7 +70,7 @@ class _Head:
 
 
 class RecordIOSource(RecordSource):
-    """RecordIO files; see `RecordSource` for what the records may hold. Runs are made of whole chunks."""
+    """RecordIO files; see `RecordSource` for what the records may hold. Runs consist of complete chunks."""
 
     format_name = "RecordIO"
 
@@ -86,7 +86,7 @@ class RecordIOSource(RecordSource):
             head = _Head.parse(file.read(_HEAD.size), at, total)
             if head.size > size - at - _HEAD.size:
                 raise DataError("The chunk is cut off: the file ends before it does.", place=head.place)
-            # A record takes four bytes at least, and no compressor makes less than a thousandth of them.
+            # A record has at least four bytes, and no compressor reduces them to less than a thousandth.
             if head.records > max(head.size, 1) * 1100:
                 raise DataError(
                     f"The chunk cannot hold {head.records} records: it is damaged.", place=head.place
@@ -99,12 +99,12 @@ class RecordIOSource(RecordSource):
         return Index(np.array(bounds, np.int64), np.array(starts, np.int64))
 
     def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
-        place = 0
+        position = 0
         parts: list[Payloads] = []
-        while place < len(data):
-            head = _Head.parse(data[place : place + _HEAD.size], at + place, first)
-            begin, place = place + _HEAD.size, place + _HEAD.size + head.size
-            parts.append(_records(head, data[begin:place], first))
+        while position < len(data):
+            head = _Head.parse(data[position : position + _HEAD.size], at + position, first)
+            begin, position = position + _HEAD.size, position + _HEAD.size + head.size
+            parts.append(_records(head, data[begin:position], first))
             first += head.records
         return _joined(parts)
 
@@ -123,7 +123,7 @@ class RecordIOSource(RecordSource):
 class RecordIOWriter(RecordFileWriter):
     """Writes a RecordIO file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
 
-    `compression` of each chunk is "snappy", "gzip" or "none". If the name ends in `.gz`, the whole file is
+    `compression` of each chunk is "snappy", "gzip" or "none". If the name ends in `.gz`, the entire file is
     compressed as well, and can no longer be read in parts.
     """
 
@@ -140,8 +140,8 @@ class RecordIOWriter(RecordFileWriter):
         if not 1 <= chunk_bytes <= 1 << 30:
             raise ValueError(f"chunk_bytes must be from 1 to 1 GiB, but is {chunk_bytes}.")
         self._compression = compression
-        whole = "gzip" if str(path).lower().endswith(".gz") else None
-        super().__init__(path, filesystem, whole, chunk_bytes)
+        file_compression = "gzip" if str(path).lower().endswith(".gz") else None
+        super().__init__(path, filesystem, file_compression, chunk_bytes)
 
     def _frame(self, data: Bytes, bounds: Places) -> bytes:
         plain = bytes(_native.frame_chunk_records(data, bounds))
@@ -155,7 +155,7 @@ class RecordIOWriter(RecordFileWriter):
 
 def _records(head: _Head, stored: bytes, first: int) -> Payloads:
     if zlib.crc32(stored) != head.checksum:
-        raise DataError("The chunk does not fit its checksum: the file is damaged.", place=head.place)
+        raise DataError("The chunk does not match its checksum: the file is damaged.", place=head.place)
     try:
         data = _decompressed(head.compressor, stored)
     except (ValueError, EOFError, OSError, zlib.error) as error:
@@ -163,7 +163,8 @@ def _records(head: _Head, stored: bytes, first: int) -> Payloads:
     starts, lengths, _, fault = _native.find_chunk_records(data, head.records)
     if fault:
         raise DataError(
-            f"Expected {head.records} records that fill the chunk, but it holds others: the file is damaged.",
+            f"Expected {head.records} records that fill the chunk, but its data has other lengths: "
+            "the file is damaged.",
             place=head.place,
         )
     return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)

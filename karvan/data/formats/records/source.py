@@ -1,15 +1,15 @@
 """`RecordSource`: what TFRecord and RecordIO share, files of byte records.
 
-Groups are runs of records of about 2 MB, which are found once, when a file is inspected, by the frames of the
-records. A file that was compressed as a whole (gzip, zlib) has no positions to start at, so it is one group,
-read through once to count, and always from its beginning.
+Groups are runs of records of about 2 MB, which are found once, from the records' frames, when a file is
+inspected. A file that was compressed as a whole (gzip, zlib) has no positions to start at, so it is one
+group, read through once to count, and always from its beginning.
 
-What a record holds, `content` says:
+`content` says what a record holds:
 
 - "example": a tf.Example (see `tf_example.py`). The columns are the features of the first records of all
-  files, with their types, as far as `schema` does not give them.
-- "bytes": anything. It is the one column `record`, unless `decode` makes rows of a list of records, as many
-  as there are records.
+  files, with their types, unless `schema` declares them.
+- "bytes": anything. It is the only column, `record`, unless `decode` turns a list of records into the same
+  number of rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from karvan.data.formats.records.tf_example import Payloads, Places
 from karvan.data.streaming.record_batches import BYTES_SCHEMA, DecodeBytes, bytes_rows
 
 RUN = 2 << 20
-_SAMPLE = 1000  # records that say what features there are
+_SAMPLE = 1000  # records from which the features are inferred
 _OTHERS = {
     b"PAR1": "Parquet",
     b"ORC": "ORC",
@@ -49,7 +49,7 @@ _OTHERS = {
 class Index:
     """Where runs begin: their first bytes and their first records, with the end added to both.
 
-    A file that is compressed as a whole has no bytes to begin at.
+    `bounds` is None for a file that is compressed as a whole.
     """
 
     bounds: Places | None
@@ -78,14 +78,14 @@ class RecordSource(FileSource):
             raise ValueError(f"content must be 'example' or 'bytes', but is {content!r}.")
         if content == "bytes" and schema is not None:
             raise ValueError(
-                "schema is for tf.Example records; of bytes, the columns are those that decode= makes."
+                "schema is for tf.Example records; for bytes, the columns are those that decode= returns."
             )
         if content == "example" and decode is not None:
-            raise ValueError("decode is for content='bytes'; tf.Example records are decoded by themselves.")
+            raise ValueError("decode is for content='bytes'; tf.Example records are decoded automatically.")
         if isinstance(schema, pa.Schema):
             schema = {field.name: field.type for field in schema}
-        self._given = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
-        for name, type_ in self._given.items():
+        self._declared_types = {name: type_of(type_, name) for name, type_ in (schema or {}).items()}
+        for name, type_ in self._declared_types.items():
             examples.check_type(name, type_)
         self._is_example = content == "example"
         self._decode = decode
@@ -105,17 +105,17 @@ class RecordSource(FileSource):
         for path in self._files.paths:
             for field in self._layouts[path].schema:
                 found.setdefault(field.name, []).append((path, field.type))
-        known = [*self._given, *sorted(name for name in found if name not in self._given)]
+        known = [*self._declared_types, *sorted(name for name in found if name not in self._declared_types)]
         fields = []
         for name in known if self._columns is None else self._columns:
             if name not in known:
                 raise DataError(
                     "The column is missing. The first records have: "
-                    f"{', '.join(known) or 'none'}. Of later ones, schema= gives the type.",
+                    f"{', '.join(known) or 'none'}. Declare features of later records with schema=.",
                     path=self._files.paths[0],
                     column=name,
                 )
-            fields.append((name, self._given.get(name) or self._found_type(name, found[name])))
+            fields.append((name, self._declared_types.get(name) or self._found_type(name, found[name])))
         return pa.schema(fields)
 
     def _found_type(self, name: str, found: Sequence[tuple[str, pa.DataType]]) -> pa.DataType:
@@ -144,7 +144,7 @@ class RecordSource(FileSource):
             found = {} if first is None else examples.summarise(first.head(_SAMPLE))
             return pa.schema(list(found.items()))
         if first is None:
-            raise DataError("The file has no record from which decode= could tell the columns.")
+            raise DataError("The file has no record from which decode= could infer the columns.")
         assert self._decode is not None
         return self._decode(first.head(1).to_list()).schema
 
@@ -161,7 +161,7 @@ class RecordSource(FileSource):
                 payloads = records.to_list()
                 batch = bytes_rows(payloads) if self._decode is None else self._decode(payloads)
                 if batch.num_rows != len(payloads):
-                    raise ValueError(f"decode made {batch.num_rows} rows of {len(payloads)} records.")
+                    raise ValueError(f"decode returned {batch.num_rows} rows for {len(payloads)} records.")
                 yield number, batch.select(list(columns))
 
     def _payloads(self, file: pa.NativeFile, layout: Layout, group: int) -> Iterator[tuple[int, Payloads]]:
@@ -182,20 +182,20 @@ class RecordSource(FileSource):
             yield number, self._read_run(data, begin, int(index.starts[number]))
 
     def _wrong(self, start: bytes) -> str:
-        """What to say of a file that begins otherwise."""
+        """The message for a file that begins differently."""
         if start.startswith(b"KVRECORD"):
             return (
-                "This is a KVRECORD file, a format of earlier versions of Karvan, which is no longer read. "
-                "Read it with the version that wrote it, and write Parquet or TFRecord."
+                "This is a KVRECORD file, a format of earlier versions of Karvan, which is no longer "
+                "supported. Read it with the version that wrote it, and write Parquet or TFRecord."
             )
         for magic, name in _OTHERS.items():
             if start.startswith(magic) and name != self.format_name:
-                return f"The file does not begin as {self.format_name} does. By its first bytes it is {name}."
-        return f"The file does not begin as {self.format_name} does: it is damaged, or of another format."
+                return f"The file is not {self.format_name}. By its first bytes it is {name}."
+        return f"The file does not begin like {self.format_name}: it is damaged, or of another format."
 
     @abstractmethod
     def _is_plain(self, start: bytes) -> bool:
-        """Whether the first bytes begin a file of this format that is not compressed as a whole."""
+        """Whether these are the first bytes of a file of this format that is not compressed as a whole."""
 
     @abstractmethod
     def _find_runs(self, file: pa.NativeFile) -> Index:
@@ -203,8 +203,8 @@ class RecordSource(FileSource):
 
     @abstractmethod
     def _read_run(self, data: bytes, at: int, first: int) -> Payloads:
-        """The records of a run, which begins at that byte of the file; all checksums are checked."""
+        """The records of a run that begins at byte `at` of the file; all checksums are verified."""
 
     @abstractmethod
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
-        """The records of a stream, some at a time; all checksums are checked."""
+        """The records of a stream, some at a time; all checksums are verified."""

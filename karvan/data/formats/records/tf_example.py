@@ -1,8 +1,8 @@
 """tf.Example and Arrow: records of named features as columns, and rows as records.
 
-A feature is a list of bytes, of float32 or of int64. Which of them, and whether a column is a list or one
-value, its type says: `int64`, `list<float32>`, `string`. A feature that a record does not have is null; one
-that is there and empty is an empty list, or null in a column of single values.
+A feature is a list of bytes, of float32 or of int64. The type of a column says which of them it is, and
+whether it is a list or one value: `int64`, `list<float32>`, `string`. A feature that a record does not have
+is null; one that is present and empty is an empty list, or null in a column of single values.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Payloads:
         return Payloads(self.data, self.starts[:count], self.lengths[:count], self.first)
 
     def to_list(self) -> list[bytes]:
-        """Each record by itself."""
+        """The records as separate bytes."""
         view = self.data.data
         ends = self.starts + self.lengths
         return [bytes(view[a:b]) for a, b in zip(self.starts.tolist(), ends.tolist(), strict=True)]
@@ -63,23 +63,23 @@ def summarise(records: Payloads) -> dict[str, pa.DataType]:
     found, fault = _native.summarise_examples(records.data, records.starts, records.lengths)
     if fault is not None:
         raise _error(fault, records)
-    made = {}
+    column_types = {}
     for name, kind, single in found:
         leaf = _LEAVES.get(kind, pa.null())
-        made[_text(name)] = leaf if single or kind == "none" else pa.list_(leaf)
-    return made
+        column_types[_text(name)] = leaf if single or kind == "none" else pa.list_(leaf)
+    return column_types
 
 
 def decode(records: Payloads, columns: Mapping[str, pa.DataType], all_named: bool) -> pa.RecordBatch:
-    """Columns of records. With `all_named`, a feature that is no column is an error."""
+    """Columns of records. With `all_named`, a feature without a column is an error."""
     kinds = {name: _kind(_leaf(type_)) or "bytes" for name, type_ in columns.items()}
-    made, fault = _native.decode_examples(
+    decoded, fault = _native.decode_examples(
         records.data, records.starts, records.lengths, list(kinds), list(kinds.values()), all_named
     )
     if fault is not None:
         raise _error(fault, records, columns)
     arrays = []
-    for (name, type_), (present, offsets, values, byte_offsets) in zip(columns.items(), made, strict=True):
+    for (name, type_), (present, offsets, values, byte_offsets) in zip(columns.items(), decoded, strict=True):
         with located(column=name):
             arrays.append(
                 _array(type_, present, offsets, _values(type_, values, byte_offsets), records.first)
@@ -88,7 +88,7 @@ def decode(records: Payloads, columns: Mapping[str, pa.DataType], all_named: boo
 
 
 def encode(rows: pa.RecordBatch) -> tuple[Bytes, Places]:
-    """A record for each row, one after the other, and their bounds; nulls are left out."""
+    """A record for each row, one after the other, and their bounds; nulls are omitted."""
     names, kinds, present, offsets, values, byte_offsets = [], [], [], [], [], []
     for field, column in zip(rows.schema, rows.columns, strict=True):
         with located(column=field.name):
@@ -106,10 +106,10 @@ def encode(rows: pa.RecordBatch) -> tuple[Bytes, Places]:
         offsets.append(bounds)
         values.append(numbers)
         byte_offsets.append(inner)
-    made: tuple[Bytes, Places] = _native.encode_examples(
+    records: tuple[Bytes, Places] = _native.encode_examples(
         rows.num_rows, names, kinds, present, offsets, values, byte_offsets
     )
-    return made
+    return records
 
 
 def _kind(leaf: pa.DataType) -> str | None:
@@ -147,7 +147,7 @@ def _array(
     if (counts > 1).any():
         at = int((counts > 1).argmax())
         raise DataError(
-            f"Expected one value, but there are {counts[at]}. Say that the column has lists: "
+            f"Expected one value, but there are {counts[at]}. Declare that the column has lists: "
             f"schema={{…: 'list<{type_}>'}}.",
             place=f"record {first + at}",
         )
@@ -156,7 +156,7 @@ def _array(
             at = int(counts.argmax())
             raise DataError(
                 "The first records have no value of the feature, so its type is unknown: "
-                "give it one with schema=.",
+                "declare it with schema=.",
                 place=f"record {first + at}",
             )
         return pa.nulls(len(counts))
@@ -164,7 +164,7 @@ def _array(
 
 
 def _flatten(column: pa.Array) -> tuple[NDArray[np.int32], pa.Array]:
-    """The offsets of each row's values, and the values; nothing of rows that are null."""
+    """The offsets of each row's values, and the values; rows that are null have none."""
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if (
@@ -198,8 +198,8 @@ def _stored(flat: pa.Array, kind: str) -> tuple[Bytes, NDArray[np.int32]]:
         return content, offsets if len(offsets) else np.zeros(1, np.int32)
     if kind == "integers":
         unsigned = types.is_uint64(flat.type)
-        whole = flat.view(pa.int64()) if unsigned else flat.cast(pa.int64())
-        return np.ascontiguousarray(whole.to_numpy(zero_copy_only=False)).view(np.uint8), none
+        signed = flat.view(pa.int64()) if unsigned else flat.cast(pa.int64())
+        return np.ascontiguousarray(signed.to_numpy(zero_copy_only=False)).view(np.uint8), none
     wide = flat.to_numpy(zero_copy_only=False)
     narrow = wide.astype(np.float32)
     if not np.array_equal(narrow.astype(wide.dtype), wide, equal_nan=True):
@@ -215,8 +215,8 @@ def _error(
     name = _text(feature) if feature else None
     if what == "malformed":
         return DataError(
-            "The record is not a tf.Example. Of other records, pass options={'content': 'bytes'} to get them "
-            "as they are, or decode=, a function that makes rows of them.",
+            "The record is not a tf.Example. For other records, pass options={'content': 'bytes'} to get "
+            "their bytes, or decode=, a function that turns them into rows.",
             place=place,
         )
     if what == "size":
@@ -229,7 +229,9 @@ def _error(
             column=name,
         )
     if columns is None or name is None:
-        return DataError(f"Other records have another list than {_LISTS[kind]}.", place=place, column=name)
+        return DataError(
+            f"Other records have another kind of list than {_LISTS[kind]}.", place=place, column=name
+        )
     type_ = columns[name]
     expected = _LISTS[_kind(_leaf(type_)) or "bytes"]
     return DataError(
@@ -244,7 +246,7 @@ def _text(name: bytes) -> str:
 
 
 def merged(found: Sequence[pa.DataType], is_list: bool) -> list[pa.DataType]:
-    """The types of one feature in several files: lists in all of them, if in one or if asked for."""
+    """The types of one feature in several files: lists in all of them, if they are in one or if `is_list`."""
     if not is_list and not any(map(types.is_list, found)):
         return list(found)
     return [type_ if types.is_list(type_) or types.is_null(type_) else pa.list_(type_) for type_ in found]

@@ -3,8 +3,8 @@
     record = u64 length, u32 masked CRC-32C of the length, data, u32 masked CRC-32C of the data
 
 All numbers are little-endian; a checksum is masked by rotating it right by 15 bits and adding 0xA282EAD8.
-There is no header, no footer and no count, so a file that ends between two records cannot be told from a
-whole one; anything else that is cut off or changed is an error. A file may be compressed as a whole, with
+There is no header, no footer and no count, so a file that ends between two records looks complete; anything
+else that is cut off or changed is an error. A file may be compressed as a whole, with
 gzip or zlib.
 """
 
@@ -27,8 +27,8 @@ from karvan.data.formats.records.writer import RecordFileWriter
 _HEAD = 12
 _CUT_OFF = "The record is cut off: the file ends before it does."
 _FAULTS = {
-    "length": "The length of the record does not fit its checksum: the file is damaged.",
-    "data": "The data of the record does not fit its checksum: the file is damaged.",
+    "length": "The length of the record does not match its checksum: the file is damaged.",
+    "data": "The data of the record does not match its checksum: the file is damaged.",
 }
 
 
@@ -50,13 +50,13 @@ class TFRecordSource(RecordSource):
         bounds, starts = [0], [0]
         while bounds[-1] < size:
             file.seek(bounds[-1])
-            # Data is not looked at, so the last record of a block need not be in it.
+            # Data is not checked, so the last record of a block need not be in it completely.
             found, _, end, fault = _native.find_tfrecords(file.read(RUN), False)
             if fault or not len(found) or bounds[-1] + end > size:
-                whole = len(found) if fault or not len(found) else len(found) - 1
-                at = end if whole == len(found) else int(found[-1]) - _HEAD
+                intact = len(found) if fault or not len(found) else len(found) - 1
+                at = end if intact == len(found) else int(found[-1]) - _HEAD
                 raise DataError(
-                    _FAULTS.get(fault, _CUT_OFF), place=_place(starts[-1] + whole, bounds[-1] + at)
+                    _FAULTS.get(fault, _CUT_OFF), place=_place(starts[-1] + intact, bounds[-1] + at)
                 )
             bounds.append(bounds[-1] + end)
             starts.append(starts[-1] + len(found))
@@ -69,29 +69,29 @@ class TFRecordSource(RecordSource):
         return Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
 
     def _scan(self, stream: ByteStream) -> Iterator[Payloads]:
-        rest, at, first, wanted = b"", 0, 0, RUN
+        rest, at, first, block = b"", 0, 0, RUN
         while True:
-            more = stream.read(wanted)
+            more = stream.read(block)
             data = rest + more
             starts, lengths, end, fault = _native.find_tfrecords(data, True)
-            if fault or (len(more) < wanted and end != len(data)):
+            if fault or (len(more) < block and end != len(data)):
                 raise DataError(
                     _FAULTS.get(fault, _CUT_OFF),
                     place=f"{_place(first + len(starts), at + end)} of the data before compression",
                 )
             if len(starts):
                 yield Payloads(np.frombuffer(data, np.uint8), starts, lengths, first)
-            if len(more) < wanted:
+            if len(more) < block:
                 return
             rest, at, first = data[end:], at + end, first + len(starts)
             # A record that is larger than a run is read in steps that double: its length may be wrong.
-            wanted = RUN if len(starts) else max(RUN, len(rest))
+            block = RUN if len(starts) else max(RUN, len(rest))
 
 
 class TFRecordWriter(RecordFileWriter):
     """Writes a TFRecord file: `write` takes bytes, `write_rows` tables, whose rows become tf.Example records.
 
-    `compression` of the whole file is "gzip", "zlib" or "none"; by default gzip if the name ends in `.gz`.
+    `compression` of the file is "gzip", "zlib" or "none"; by default gzip if the name ends in `.gz`.
     """
 
     def __init__(

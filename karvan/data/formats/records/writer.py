@@ -1,8 +1,8 @@
 """`RecordFileWriter`: what the writers of TFRecord and RecordIO share.
 
-A file of these formats that ends after any record, or chunk, is whole. So that a writer that fails does not
-leave one that is shorter, it writes to a hidden file next to it, which gets its name at the end; object
-stores show a file only at the end anyway.
+A file of these formats that ends after any record, or chunk, looks complete. So that a failed writer does not
+leave a shorter file, it writes to a hidden file next to it, which is renamed at the end; object stores show a
+file only when it is closed anyway.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class RecordFileWriter(ABC):
         self._system, self._path = resolve(path, filesystem)
         folder, slash, name = self._path.rpartition("/")
         in_place = self._system.type_name in _OBJECT_STORES
-        self._written = self._path if in_place else f"{folder}{slash}.{name}.unfinished"
-        self._file = self._system.open_output_stream(self._written, compression=None)
+        self._temporary_path = self._path if in_place else f"{folder}{slash}.{name}.unfinished"
+        self._file = self._system.open_output_stream(self._temporary_path, compression=None)
         self._deflate: Any = None
         if compression is not None:
             self._deflate = zlib.compressobj(wbits=_WINDOW_BITS[compression])
         self._flush_bytes = flush_bytes
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = 0
+        self._buffered: list[bytes] = []
+        self._buffered_bytes = 0
 
     def write(self, record: bytes) -> None:
         """Append one record."""
         self._check(len(record))
-        if self._waiting and self._waiting_bytes + len(record) > self._flush_bytes:
+        if self._buffered and self._buffered_bytes + len(record) > self._flush_bytes:
             self._flush()
-        self._waiting.append(bytes(record))
-        self._waiting_bytes += len(record)
+        self._buffered.append(bytes(record))
+        self._buffered_bytes += len(record)
 
     def write_rows(self, rows: pa.RecordBatch | pa.Table) -> None:
-        """Append rows as tf.Example records, one for each. Nulls are left out; see `tf_example.py`."""
+        """Append rows as tf.Example records, one for each. Nulls are omitted; see `tf_example.py`."""
         self._flush()
         table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
         for batch in table.to_batches(max_chunksize=_ROWS):
@@ -67,21 +67,21 @@ class RecordFileWriter(ABC):
                 first = end
 
     def close(self) -> None:
-        """Write what waits, and let the file appear under its name."""
+        """Write buffered records, and give the file its name."""
         if self._file.closed:
             return
         self._flush()
         if self._deflate is not None:
             self._file.write(self._deflate.flush())
         self._file.close()
-        if self._written != self._path:
-            self._system.move(self._written, self._path)
+        if self._temporary_path != self._path:
+            self._system.move(self._temporary_path, self._path)
 
     def discard(self) -> None:
-        """Write nothing more, and remove what was written."""
+        """Stop writing, and remove the unfinished file."""
         if not self._file.closed:
             self._file.close()
-            self._system.delete_file(self._written)
+            self._system.delete_file(self._temporary_path)
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +96,7 @@ class RecordFileWriter(ABC):
 
     @abstractmethod
     def _frame(self, data: Bytes, bounds: Places) -> bytes:
-        """The bytes to write of records, data[bounds[i]:bounds[i + 1]]."""
+        """The bytes to write for records data[bounds[i]:bounds[i + 1]]."""
 
     def _check(self, size: int) -> None:
         """Raise if a record is too large."""
@@ -104,11 +104,11 @@ class RecordFileWriter(ABC):
             raise ValueError(f"A record must be smaller than 2 GiB, but has {size} bytes.")
 
     def _flush(self) -> None:
-        if not self._waiting:
+        if not self._buffered:
             return
-        bounds = np.cumsum([0, *map(len, self._waiting)], dtype=np.int64)
-        data = np.frombuffer(b"".join(self._waiting), np.uint8)
-        self._waiting, self._waiting_bytes = [], 0
+        bounds = np.cumsum([0, *map(len, self._buffered)], dtype=np.int64)
+        data = np.frombuffer(b"".join(self._buffered), np.uint8)
+        self._buffered, self._buffered_bytes = [], 0
         self._put(self._frame(data, bounds))
 
     def _put(self, data: bytes) -> None:
