@@ -1,6 +1,6 @@
 """Builds the parts of training and evaluation, for the Trainer and the contexts alike.
 
-`Trainer`, `TrainContext`, `EvalContext` and `InferContext` all begin here: `make_model_setup` gives what runs
+`Trainer`, `TrainContext`, `EvalContext` and `InferContext` all start here: `make_model_setup` makes what runs
 a model on batches, `make_training_setup` adds what trains it.
 """
 
@@ -63,7 +63,7 @@ class ModelSetup:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What trains a model: how it runs, what is frozen, where dense parameters are, how steps are made."""
+    """What trains a model: how it runs, what is frozen, who holds dense parameters, how steps are made."""
 
     runs: ModelSetup
     frozen: Frozen
@@ -73,7 +73,7 @@ class TrainingSetup:
     routine: StepRoutine
 
     def check(self) -> None:
-        """Raise unless all of the model is trained or said to be frozen, under the program's connection."""
+        """Raise unless all of the model is trained or frozen, under the program's connection."""
         check_trained(self.runs.model, self.update, self.frozen, self.runs.connection)
 
 
@@ -86,13 +86,13 @@ def make_model_setup(
     prepare: Callable[[Any], Any] = same,
     check: Check = no_check,
 ) -> ModelSetup:
-    """What runs this model; it is moved to the device, if one is given. The arguments are a Trainer's."""
+    """What runs this model, moved to the device unless that is None. The arguments are a Trainer's."""
     connection = distributed.current()
     prefetch = prefetch_of(prefetch, connection)
     where = target_device(model, device)
     moved = model if device is None else model.to(where)
     engines = engines_of(moved)
-    for engine in engines:  # batches that wait, in training and in an evaluation meanwhile
+    for engine in engines:  # batches that wait, in training and in an evaluation at the same time
         engine.hold_prepared(2 * prefetch + 2)
     return ModelSetup(
         moved,
@@ -114,25 +114,25 @@ def make_training_setup(
     global_accumulation_steps: int | None = None,
     must_train: bool,
 ) -> TrainingSetup:
-    """What trains a model; a collective. must_train: one that is not trained completely is an error."""
-    model, here, engines = runs.model, runs.connection, engines_of(runs.model)
+    """What trains a model; a collective. must_train: a model that is not trained completely is an error."""
+    model, connection, engines = runs.model, runs.connection, engines_of(runs.model)
     passes = Accumulation(
         settings.gradient_accumulation_steps,
         global_accumulation_steps,
-        here.rank,
-        here.world_size,
-        here.joint_steps,
+        connection.rank,
+        connection.world_size,
+        connection.joint_steps,
     )
-    left = Frozen(model, frozen)
-    optimizer = make_dense(dense_optimizer, model, left)
-    dense = make_stepping(model, optimizer, engines, here, runs.prefetch)
-    sparse = make_sparse(sparse_optimizer, model, left)
-    update = OptimizerStep(optimizer, sparse, settings, runs.precision, dense, left)
+    frozen_parts = Frozen(model, frozen)
+    optimizer = make_dense(dense_optimizer, model, frozen_parts)
+    dense = make_stepping(model, optimizer, engines, connection, runs.prefetch)
+    sparse = make_sparse(sparse_optimizer, model, frozen_parts)
+    update = OptimizerStep(optimizer, sparse, settings, runs.precision, dense, frozen_parts)
     if must_train:
-        check_trained(model, update, left, here)
-    elif update.optimizers:  # one that only evaluates may have rows of its own
-        check_connection(model, here)
+        check_trained(model, update, frozen_parts, connection)
+    elif update.optimizers:  # a Trainer that only evaluates may have local rows
+        check_connection(model, connection)
     for engine in engines:
         engine.hold_prepared(2 * runs.prefetch + passes.count + 2)
-    routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, here), passes, update)
-    return TrainingSetup(runs, left, dense, update, passes, routine)
+    routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, connection), passes, update)
+    return TrainingSetup(runs, frozen_parts, dense, update, passes, routine)

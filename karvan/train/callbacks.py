@@ -2,17 +2,17 @@
 
 | moment | when |
 |---|---|
-| `on_new_data(trainer)` | the fit brings other data than the fits before; earlier than on_fit_begin |
+| `on_new_data(trainer)` | the data is not that of the fits before; earlier than on_fit_begin |
 | `on_fit_begin(trainer)` | once, after a checkpoint was loaded if there was one |
 | `on_epoch_begin(trainer, epoch)` | before an epoch's first batch; not again when one is resumed |
-| `on_step_end(trainer, logs)` | after every optimizer step, taken or left out; `trainer.step` counts it |
+| `on_step_end(trainer, logs)` | after every optimizer step, taken or skipped; `trainer.step` counts it |
 | `on_evaluate_end(trainer, metrics)` | after every evaluation of a fit; the model is back in training |
-| `on_checkpoint(trainer, step)` | when a checkpoint's state has been taken; it may still be being written |
-| `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that belongs there |
+| `on_checkpoint(trainer, step)` | when a checkpoint's state was captured; it may not be written yet |
+| `on_epoch_end(trainer, epoch)` | after an epoch's last step and the evaluation that follows it |
 | `on_fit_end(trainer, result)` | once, unless there was an error; the last checkpoint is written |
 
 `trainer` is the `kv.Trainer`; `TrainerView` lists what callbacks may use of it.
-A callback with `state_dict` and `load_state_dict` has its state in every checkpoint. `trainer.stop(reason)`
+A callback with `state_dict` and `load_state_dict` is saved in every checkpoint. `trainer.stop(reason)`
 ends the fit after the current step.
 """
 
@@ -34,18 +34,17 @@ __all__ = ["Callback", "EarlyStopping", "TrainerView"]
 class Callback:
     """Does nothing at any moment; override those you need.
 
-    `needed_metrics` are the names of metrics that it needs from evaluations; a fit without evaluations, or
-    without one of these metrics, is then an error when it begins. An evaluation that gives NaN for one is an
-    error, too.
+    `needed_metrics` are the names of metrics that it needs from evaluations. A fit without evaluations, or
+    without one of these metrics, is then an error when it starts; so is an evaluation in which one is NaN.
     """
 
     needed_metrics: Sequence[str] = ()
 
     def on_new_data(self, trainer: TrainerView) -> None:
-        """The data is other data than that of the fits before."""
+        """The data is not that of the fits before."""
 
     def on_fit_begin(self, trainer: TrainerView) -> None:
-        """Training begins, or goes on."""
+        """Training starts, or resumes."""
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """An epoch begins; the first is 0."""
@@ -66,7 +65,7 @@ class Callback:
         """Training is over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a tree of dicts, lists, numbers, strings and tensors."""
+        """The state for checkpoints: a tree of dicts, lists, numbers, strings and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -74,10 +73,10 @@ class Callback:
 
 
 class EarlyStopping(Callback):
-    """Stops when a metric has not become better for `patience` evaluations.
+    """Stops when a metric has not improved for `patience` evaluations.
 
     mode is "max" if larger is better, "min" if smaller is. Better means by more than min_delta; a NaN
-    is an error of the fit. New data begins with neither a best value nor a wait: it may be harder than the
+    is an error of the fit. New data starts without a best value and without a wait: it may be harder than the
     data before.
     """
 
@@ -104,7 +103,7 @@ class EarlyStopping(Callback):
     def on_evaluate_end(self, trainer: TrainerView, metrics: Mapping[str, float]) -> None:
         """Compare with the best so far."""
         if self.metric not in metrics:
-            raise KeyError(f"EarlyStopping wants '{self.metric}', but there are: {', '.join(metrics)}.")
+            raise KeyError(f"EarlyStopping needs '{self.metric}', but there are: {', '.join(metrics)}.")
         value = metrics[self.metric]
         gain = value - self.best if self.mode == "max" else self.best - value
         if gain > self.min_delta or (math.isnan(self.best) and not math.isnan(value)):
@@ -143,7 +142,7 @@ class Callbacks(Callback):
 
     @property
     def needs(self) -> dict[str, Sequence[str]]:
-        """The metrics that callbacks need, by the names of these."""
+        """The metrics that callbacks need, by the callbacks' names."""
         return {name: each.needed_metrics for name, each in self._callbacks.items() if each.needed_metrics}
 
     def on_new_data(self, trainer: TrainerView) -> None:
@@ -191,7 +190,7 @@ class Callbacks(Callback):
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A callback that is new keeps the state it has; that of one that is gone is left out."""
+        """Restore each callback that has saved state; state of absent callbacks is ignored."""
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])

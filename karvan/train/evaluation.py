@@ -34,7 +34,7 @@ class Evaluator:
         self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
-        """Losses, means over samples, and metrics of fresh copies; over the data of all ranks."""
+        """Losses, as means over samples, and metrics, by new copies of them; over the data of all ranks."""
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
@@ -69,27 +69,27 @@ class Evaluator:
         return {**{name: value / count for name, value in of_all.items()}, **merged(channel, fresh)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
-        """Outputs on the CPU, and columns of the batch beside them; of this rank's data."""
-        wanted = list(columns)
+        """Outputs on the CPU, with columns of the batch; of this rank's data."""
+        names = list(columns)
         seen = NonFinite("The output")
         with self._runs.evaluation_feed(data) as batches:
             for batch, output in self._outputs(batches):
-                if missing := [name for name in wanted if name not in batch]:
+                if missing := [name for name in names if name not in batch]:
                     raise KeyError(
                         f"There is no column '{missing[0]}' in the batch, which has: "
                         f"{listed(missing[0], batch)}"
                     )
                 on_cpu = _to_cpu(output)
                 seen.see(batch, has_no_nan(on_cpu))
-                yield Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in wanted})
+                yield Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in names})
         seen.warn()
 
     def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
         for fed in batches:
             self._runs.placement.receive(fed.batch)
-            with evaluating(self._runs.model):  # between batches the caller's own code runs
+            with evaluating(self._runs.model):  # only here: between batches the caller's code runs
                 output = self._runs.infer(fed.batch)
-            if fed.rows or self._runs.connection.world_size == 1:  # else it was for the others
+            if fed.rows or self._runs.connection.world_size == 1:  # otherwise it was only for the other ranks
                 yield fed.batch, output
 
 

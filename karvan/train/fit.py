@@ -2,7 +2,7 @@
 
 A checkpoint has all that the rest of training depends on, and nothing that depends on time: model, rows,
 optimizers, schedules, scaler, callbacks, metrics, random generators, counts, and the position of the data
-behind the batches that were trained on. So a fit that goes on from one ends with the same bits as one that
+after the batches that were trained on. So a fit that resumes from one ends with the same bits as one that
 was never stopped.
 """
 
@@ -61,7 +61,7 @@ def check_fit(trainer: TrainerView, parts: TrainerParts, goal: Goal) -> None:
 
 
 class Fit:
-    """Trains a Trainer's model on data until a goal is reached or somebody wants it to stop."""
+    """Trains a Trainer's model on data until a goal is reached or a stop is requested."""
 
     def __init__(
         self, trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin
@@ -78,7 +78,7 @@ class Fit:
         self._transforms = Transforms()
         runs, self._passes = parts.setup.runs, parts.setup.passes
         self._placement = runs.placement
-        self._course = Epoch(
+        self._epoch = Epoch(
             data,
             runs.connection,
             runs.placement,
@@ -107,7 +107,7 @@ class Fit:
             stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
             self._begin(stack)
             while not self._over():
-                with closing(self._course.groups(self._begin_epoch)) as groups, self._failing():
+                with closing(self._epoch.groups(self._begin_epoch)) as groups, self._failing():
                     for group in groups:
                         self._train(group)
                         if self._counts.step % parts.log_every == 0:
@@ -116,12 +116,12 @@ class Fit:
                             self._evaluate()
                         due = self._save_due(group)
                         if self._over():
-                            break  # what is saved at the end is repeated if it fails
+                            break  # the save at the end is repeated if it fails
                         if due:
                             self._save()
-                if self._course.complete:
+                if self._epoch.complete:
                     self._end_epoch()
-            self._placement.forget()  # what was looked up ahead is withdrawn, and counts nowhere
+            self._placement.forget()  # lookups made in advance are withdrawn, and are not counted
             return self._end()
 
     def _over(self) -> bool:
@@ -137,12 +137,12 @@ class Fit:
         try:
             yield
         except BaseException as error:
-            self._course.abandon(error)
+            self._epoch.abandon(error)
             raise
 
     def _begin(self, stack: ExitStack) -> None:
         parts, counts = self._parts, self._counts
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         check_fit(self._trainer, parts, self._goal)
         stack.enter_context(owned_folder(parts.saver.folder, parts.connection))
         check_choice(parts.saver, self._how.resume)
@@ -192,7 +192,7 @@ class Fit:
         return self._parts.saver.load(found, self._parts.model), other
 
     def _begin_alone(self) -> None:
-        """Without a checkpoint: from 0, or behind what this Trainer has trained before."""
+        """Start without a checkpoint: at 0, or after what this Trainer has trained before."""
         parts, counts = self._parts, self._counts
         self._window.load_state_dict(ReportWindow().state_dict())
         if not self._how.resume:
@@ -216,14 +216,14 @@ class Fit:
     def _train(self, group: list[FedBatch]) -> None:
         """One optimizer step."""
         parts, counts = self._parts, self._counts
-        samples = self._course.samples(group)
-        step = parts.setup.routine.begin(group, self._course)
+        samples = self._epoch.samples(group)
+        step = parts.setup.routine.begin(group, self._epoch)
         with closing(parts.setup.dense.attempts()) as attempts:
             for attempt in attempts:
                 losses = self._compute(step, first=attempt == 0)
                 if (taken := parts.setup.routine.apply(step)) is not None:
                     break
-        self._course.trained(group, samples)
+        self._epoch.trained(group, samples)
         self._trained += 1
         self._unsaved = True
         activity.advance()
@@ -241,7 +241,7 @@ class Fit:
         )
 
     def _compute(self, step: StepBatches, first: bool) -> Losses:
-        """The gradients of a step; metrics see what the first attempt at it gives."""
+        """The gradients of a step; metrics see the outputs of the first attempt."""
         parts, routine = self._parts, self._parts.setup.routine
         losses = Losses()
         for made in step.passes():
@@ -267,7 +267,7 @@ class Fit:
         self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
         parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
         self._stopping.ask_all()
-        if parts.saver.keeps_best:  # the best is then the very model that was evaluated
+        if parts.saver.keeps_best:  # so that the best checkpoint is the model that was evaluated
             self._save()
 
     def _end_epoch(self) -> None:
@@ -276,18 +276,20 @@ class Fit:
         if self._goal.eval_data is not None and self._goal.eval_every is None:
             self._evaluate()
         parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
-        self._course.end_epoch()
+        self._epoch.end_epoch()
         self._unsaved = True
         self._stopping.ask_all()
 
     def _end(self) -> FitResult:
         parts, counts = self._parts, self._counts
         self._reporter.training()
-        if self._stopping.reason is None and self._passes.together:  # so that all ranks come to the same
+        if (
+            self._stopping.reason is None and self._passes.together
+        ):  # only then do all ranks come to the same result
             self._skips.end()
         parts.setup.dense.take()
-        wanted = self._goal.eval_data is not None and self._stopping.reason is None
-        if wanted and counts.evaluated != counts.step:
+        evaluates = self._goal.eval_data is not None and self._stopping.reason is None
+        if evaluates and counts.evaluated != counts.step:
             self._evaluate()
         path = parts.saver.finish(self._unsaved, self._snapshot)
         if self._unsaved:
@@ -299,7 +301,7 @@ class Fit:
             samples=counts.samples,
             skipped=self._skips.count,
             trained=self._trained,
-            seconds=time.monotonic() - self._begun,
+            seconds=time.monotonic() - self._started,
             stopped=self._stopping.reason,
             checkpoint=path,
             metrics=self._reporter.metrics(),
@@ -331,7 +333,7 @@ class Fit:
         data = dataset.state_of(self._identity, finished, self._goal.wanted, early, self._past)
         return {
             **train_state.take(self._parts),
-            **self._course.state(),
+            **self._epoch.state(),
             **self._transforms.state(),
             "data": data,
         }
@@ -349,9 +351,9 @@ class Fit:
                 parts.callbacks.on_new_data(self._trainer)
             return
         if self._identity is None or not self._identity.grows:
-            self._course.load_or_drop(saved, random, self._how.drop_unfinished)
+            self._epoch.load_or_drop(saved, random, self._how.drop_unfinished)
             return
-        # Without its position, all that has ever come would be trained again.
-        self._course.load(saved, random)
+        # Without its position, all data since its beginning would be trained again.
+        self._epoch.load(saved, random)
         if self._goal.reached(counts):
             dataset.begin_data(counts)

@@ -19,9 +19,9 @@ from karvan.train.types import AnyBatch, Losses, Output
 
 @dataclass(frozen=True)
 class ColumnLoss(ABC):
-    """The mean over the batch of what each sample loses.
+    """The mean of the losses of a batch's samples.
 
-    `label` is the batch's column to be met, `output` the name of the head if the model gives several, and
+    `label` is the batch's column of labels, `output` the name of the head if the model has several, and
     `weight` a column of weights: the mean is then weighted, so a sample of weight 0 does not count.
     """
 
@@ -30,29 +30,29 @@ class ColumnLoss(ABC):
     weight: str | None = None
 
     def __call__(self, output: Output, batch: AnyBatch) -> Tensor:
-        """The mean, computed in float32 whatever the output's precision."""
+        """The mean, computed in float32 for any precision of the output."""
         scores = _head(output, self.output).float()
         labels = _column(batch, self.label, scores)
         if self.weight is None:
             return self.mean(scores, labels)
-        lost = self.each(scores, labels)
+        losses = self.each(scores, labels)
         weights = _column(batch, self.weight, scores)
-        # The bound makes a batch without any weight lose 0 instead of 0 / 0.
-        return (lost * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        # The bound makes the loss of a batch without any weight 0 instead of 0 / 0.
+        return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
 
-    label_range: ClassVar[tuple[float, float] | None] = None  # what labels may be, if it matters
+    label_range: ClassVar[tuple[float, float] | None] = None  # allowed labels, if limited
 
     def check_labels(self, batch: AnyBatch) -> None:
-        """Raise if labels are not finite, or not in the range; a Trainer asks before each step."""
+        """Raise if labels are not finite, or not in the range; a Trainer calls it before each step."""
         check_column(type(self).__name__, batch, self.label, self.weight, self.label_range)
 
     def mean(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """What samples lose on average."""
+        """The mean of the samples' losses."""
         return self.each(scores, labels).mean()
 
     @abstractmethod
     def each(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """What each sample loses."""
+        """The loss of each sample."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class MeanSquaredError(ColumnLoss):
 
 
 class Sum:
-    """Several losses at once, each under its name and times its weight, 1 unless given.
+    """Several losses, each under its name and multiplied by its weight, by default 1.
 
     `Sum({"ctr": BinaryCrossEntropy(output="ctr", label="click"), "cvr": …}, weights={"cvr": 0.5})`
     """
@@ -98,12 +98,12 @@ class Sum:
             raise ValueError(f"There is no loss for the weight of {', '.join(unknown)}; there are: {known}.")
 
     def check_labels(self, batch: AnyBatch) -> None:
-        """Ask each loss that can tell."""
+        """Call `check_labels` of each loss that has it."""
         for loss in self.losses.values():
             check_of(loss)(batch)
 
     def __call__(self, output: Output, batch: AnyBatch) -> dict[str, Tensor]:
-        """All of them; the Trainer trains their sum and logs each."""
+        """All of the losses; the Trainer trains on their sum and logs each."""
         return {
             name: total(loss(output, batch)) * self.weights.get(name, 1.0)
             for name, loss in self.losses.items()
@@ -111,7 +111,7 @@ class Sum:
 
 
 def total(losses: Losses) -> Tensor:
-    """The sum of what a loss gave."""
+    """The sum of a loss function's results."""
     if not isinstance(losses, Mapping):
         return _scalar("The loss", losses)
     if not losses:
@@ -120,10 +120,10 @@ def total(losses: Losses) -> Tensor:
     return sum(others, start=first)  # one after the other, as a + b would be written by hand
 
 
-def named(losses: Losses, whole: Tensor) -> dict[str, Tensor]:
-    """As they are logged: the whole as "loss", and each of several as "loss/NAME"."""
+def named(losses: Losses, total: Tensor) -> dict[str, Tensor]:
+    """As they are logged: the total as "loss", and each of several as "loss/NAME"."""
     parts = {} if isinstance(losses, Tensor) else {f"loss/{name}": loss for name, loss in losses.items()}
-    return {name: loss.detach() for name, loss in {"loss": whole, **parts}.items()}
+    return {name: loss.detach() for name, loss in {"loss": total, **parts}.items()}
 
 
 def nothing_of(output: Any) -> Tensor:
@@ -137,14 +137,14 @@ def _scalar(what: str, loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise TypeError(f"{what} must be a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
-        raise ValueError(f"{what} must be one number, a mean as a rule, got shape {tuple(loss.shape)}.")
+        raise ValueError(f"{what} must be one number, usually a mean, got shape {tuple(loss.shape)}.")
     return loss.reshape(())
 
 
 def _head(output: Output, name: str | None) -> Tensor:
     if isinstance(output, Tensor):
         if name is not None:
-            raise TypeError(f"The loss wants the output '{name}', but the model gives a single tensor.")
+            raise TypeError(f"The loss expects the output '{name}', but the model gives a single tensor.")
         return output
     if name is None:
         raise TypeError(f"The model gives several outputs; name one by output=: {', '.join(output)}.")

@@ -49,13 +49,13 @@ class Trainer:
     dense_optimizer is a torch optimizer, or a function that makes one of parameters; sparse_optimizer one of
     kv.optim, which the Trainer attaches to all tables of the model unless it is attached. A Trainer that only
     evaluates and predicts needs neither.
-    frozen names tables, parameters and modules that are not trained: frozen=["user", "net.*"]. What has no
-    optimizer and is not named is an error when a fit begins.
+    frozen names tables, parameters and modules that are not trained: frozen=["user", "net.*"]. Any other part
+    without an optimizer is an error when a fit starts.
     metrics are gathered over the training batches of an epoch, and by copies in every evaluation.
     scheduler: see `Schedule`; it moves after each step, or after each epoch (schedule_per="epoch").
     precision: see `karvan/train/step/precision.py`. gradient_accumulation_steps, clip_norm, clip_value,
     nonfinite: see `OptimizerStepSettings`. callbacks: see `kv.callbacks`. loggers: see `kv.loggers`; they and
-    progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, lines elsewhere),
+    progress get numbers every log_every steps. progress is "auto" (a bar on a terminal, otherwise lines),
     "bar", "plain", "none", or an object. checkpoints is a `kv.Checkpoints` or a folder; one is saved every
     checkpoint_every steps, every checkpoint_seconds, and at the end; with keep_best also after every
     evaluation. A save that the disk or the servers refuse is a warning; after more than tolerate_failed_saves
@@ -67,8 +67,8 @@ class Trainer:
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
     share of the data. global_accumulation_steps is the number of batches of all ranks that make a step,
     however many ranks there are. Rank 0 shows progress and writes logs. In mode async of
-    `kv.connect("remote")` every rank makes steps of its own, on dense parameters that servers have:
-    `trainer.dense.staleness` tells how far behind its gradients came.
+    `kv.connect("remote")` every rank makes its own steps, on dense parameters that servers hold:
+    `trainer.dense.staleness` says how stale its gradients were.
     """
 
     @former_arguments(
@@ -142,7 +142,7 @@ class Trainer:
         self.nonfinite = nonfinite
         self.schedule = Schedule(scheduler, self.update.optimizers, schedule_per)
         self.callbacks = Callbacks(callbacks)
-        first = self.connection.rank == 0  # who watches wants to see everything once
+        first = self.connection.rank == 0  # progress and logs are shown once, by rank 0
         self.log_every = log_every
         self.progress = make_progress(progress if first else "none")
         self.saver = make_saver(
@@ -179,7 +179,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those that were left out included."""
+        """Optimizer steps so far, including skipped ones."""
         return self.run_progress.counts.step
 
     @property
@@ -198,16 +198,16 @@ class Trainer:
 
     @property
     def stopping(self) -> str | None:
-        """Why the fit is to stop, if it is: "interrupt", "terminate", or what `stop` was given."""
+        """Why the fit should stop, if it should: "interrupt", "terminate", or the reason passed to `stop`."""
         return self._stop_request.reason
 
     def stop(self, reason: str, *, final: bool = False) -> None:
         """End the fit after the current step; callbacks call this.
 
-        final: this data is trained enough, so the next fit may bring other data. Otherwise it is unfinished.
+        final: this data is trained enough, so the next fit may use other data. Otherwise it is unfinished.
 
-        Several ranks stop together if one wants to: at once if it was asked for in an evaluation or between
-        epochs, otherwise behind the batches that were taken ahead.
+        Several ranks stop together if one requests it: at once if that was in an evaluation or between
+        epochs, otherwise after the batches that were prefetched.
         """
         self._stop_request.stop(reason, final=final)
 
@@ -225,27 +225,27 @@ class Trainer:
         data_name: str | None = None,
         new_settings: bool = False,
     ) -> FitResult:
-        """Train on data, any iterable of batches, an iteration of which is an epoch.
+        """Train on data, any iterable of batches; one iteration of it is an epoch.
 
-        It ends after `epochs` epochs or `max_steps` optimizer steps of this data, whatever comes first;
+        It ends after `epochs` epochs or `max_steps` optimizer steps of this data, whichever comes first;
         without either after one epoch. eval_data is evaluated every eval_every steps, or after each epoch,
         and at the end.
 
-        resume: continue from the newest checkpoint, if there is one. If that is of the same data, epochs and
-        steps of before count: a fit that had reached its end does nothing, any other continues behind the
-        last batch. Data that knows its position is moved to it, of other data the batches of before are
-        skipped. If it is of other data, which was trained to its end, training continues with the new data:
+        resume: continue from the newest checkpoint, if there is one. If that is of the same data, its epochs
+        and steps count: a fit that had reached its end does nothing, any other continues after the last
+        batch. Data that has a position is moved to it; of other data the trained batches are skipped. If the
+        checkpoint is of other data, which was trained to its end, training continues with the new data:
         model, optimizers, schedules and `step` as they were, epochs and max_steps from 0. Other data that
-        was not trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of
-        data has begun (`kv.data.from_loaders()` instead of a Loader), which drop_unfinished starts again.
-        resume=False refuses checkpoints, and counts steps from 0, with the model as it is. A damaged
-        checkpoint is a warning, renamed to damaged-step-…, and the newest whole one is taken.
-        "step-000000001000" takes that checkpoint or none; those of later steps are renamed to
+        was not trained to its end is an error, unless drop_unfinished; so is an epoch that was started with
+        another kind of data (`kv.data.from_loaders()` instead of a Loader), which drop_unfinished starts
+        again. resume=False refuses checkpoints, and counts steps from 0, with the model as it is. A damaged
+        checkpoint is renamed to damaged-step-…, with a warning, and the newest intact one is used.
+        "step-000000001000" uses that checkpoint or none; those of later steps are renamed to
         abandoned-step-….
-        data_name: what the data is called in checkpoints. Loaders know which data they read; a list or a
-        torch DataLoader does not, and is taken as the checkpoint's unless it has a name.
-        new_settings: a fit that continues from a checkpoint takes the learning rates and other settings of
-        the optimizers as they are given now. Otherwise it takes the checkpoint's, and warns if they differ.
+        data_name: the name of the data in checkpoints. Loaders know which data they read; a list or a
+        torch DataLoader does not, and is taken as the checkpoint's data unless it has a name.
+        new_settings: a fit that resumes uses the learning rates and other settings of the optimizers that
+        this program sets. Otherwise it uses the checkpoint's, and warns if they differ.
         """
         check_data("fit", data)
         if eval_data is not None:
@@ -262,7 +262,7 @@ class Trainer:
         The first is the one that the newest checkpoint left unfinished, if it did; `fit(window.loader)`
         continues in it.
         """
-        # Of a damaged checkpoint, `fit` would not continue: windows would be skipped.
+        # `fit` would not continue from a damaged checkpoint, and windows would be skipped.
         resumed = self.saver.resume(Checkpoint.require_intact)
         return remaining(None if resumed is None else resumed[0], windows)
 
@@ -271,11 +271,11 @@ class Trainer:
         return self.fit(data, eval_data=eval_data, **options)
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Checkpoint:
-        """Take the model and its rows from a checkpoint, to evaluate and predict with them.
+        """Load the model and its rows from a checkpoint, to evaluate and predict with them.
 
-        It is the newest one of the Trainer's own folder unless `path` says otherwise. Feature engines of the
-        data that is evaluated take their statistics from it, too. Several ranks all call it. A fit needs no
-        load: it continues from the newest checkpoint anyway.
+        By default it is the newest one of the Trainer's own folder. Feature engines of the data that is
+        evaluated take their statistics from it, too. With several ranks all call it. A fit needs no load: it
+        continues from the newest checkpoint anyway.
         """
         found = self.saver.latest() if path is None else find(path)
         if found is None:
@@ -297,7 +297,7 @@ class Trainer:
             newest = self.saver.latest()
             if newest is not None and self.connection.rank == 0:
                 _log.warning(
-                    "%s uses the model as it was made, although there is %s: call trainer.load() before.",
+                    "%s uses the model as it was created, although there is %s: call trainer.load() before.",
                     call,
                     newest.path,
                 )
@@ -308,7 +308,7 @@ class Trainer:
         return self.evaluator.evaluate(data, self.metrics)
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
-        """For each batch the model's output, on the CPU, and beside it the columns of the batch asked for."""
+        """For each batch the model's output, on the CPU, with the requested columns of the batch."""
         self._prepare_evaluation("predict", data)
         if isinstance(columns, str):
             raise TypeError(f"columns expects a list of names, got {columns!r}: give it [{columns!r}].")

@@ -17,7 +17,7 @@ class TrainerView(Protocol):
     """What a callback may use of the `kv.Trainer` that calls it.
 
     Every `kv.Trainer` has these members; callbacks with type annotations say `trainer: TrainerView`.
-    `dense.staleness` reports how far behind the gradients of dense parameters on servers were.
+    `dense.staleness` says how stale the gradients of dense parameters on servers were.
     """
 
     model: nn.Module
@@ -29,7 +29,7 @@ class TrainerView(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those that were skipped included."""
+        """Optimizer steps so far, including skipped ones."""
 
     @property
     def epoch(self) -> int:
@@ -41,7 +41,7 @@ class TrainerView(Protocol):
 
     @property
     def stopping(self) -> str | None:
-        """Why the fit is to stop, if it is."""
+        """Why the fit should stop, if it should."""
 
     def stop(self, reason: str, *, final: bool = False) -> None:
         """End the fit after the current step; final: this data is trained enough."""
@@ -50,4 +50,4 @@ class TrainerView(Protocol):
         """Losses and metrics of the model on data."""
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
-        """For each batch the model's output, and the columns that were asked for."""
+        """For each batch the model's output, and the requested columns."""

@@ -1,4 +1,4 @@
-"""`TrainingJob`: everything a run needs, for the command line and for programs that make runs."""
+"""`TrainingJob`: everything a run needs, for the command line and for programs that start runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TrainingJob:
     """A Trainer, its data, and how long it trains: what `def job()` of a file for `karvan train` returns.
 
     `epochs`, `max_steps`, `eval_data` and `eval_every` are those of `Trainer.fit`. `predict_columns` are
-    the columns of the data that `karvan predict` puts beside predictions, unless it is told otherwise.
-    `data_name` is that of `Trainer.fit`. `warm_start` has the arguments of `kv.checkpoint.warm_start`, by
-    which a run begins that has no checkpoint of its own.
+    the columns of the data that `karvan predict` writes with the predictions by default. `data_name` is that
+    of `Trainer.fit`. `warm_start` has the arguments of `kv.checkpoint.warm_start`, with which a run starts
+    that has no checkpoint yet.
     """
 
     trainer: Trainer
@@ -69,7 +69,7 @@ class TrainingJob:
         )
 
     def check(self) -> None:
-        """Raise what a fit would raise at its beginning, before a pass over the data that fits features."""
+        """Raise what a fit would raise at its start, before a pass over the data that fits features."""
         check_fit(
             self.trainer,
             self.trainer.parts(),

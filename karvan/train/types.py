@@ -1,4 +1,4 @@
-"""What models, losses, metrics and data are to a Trainer."""
+"""Types of models' outputs, losses, metrics and data, as a Trainer uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Loss: TypeAlias = Callable[[Any, Any], Losses]
 
 
 class MetricLike(Protocol):
-    """What is asked of a metric; those of `karvan.metrics` have it."""
+    """The interface of metrics; those of `karvan.metrics` have it."""
 
     def update(self, output: Any, batch: Any) -> None:
         """Count a batch."""
@@ -36,13 +36,13 @@ class MetricLike(Protocol):
 
 @runtime_checkable
 class Positioned(Protocol):
-    """Data that knows where it is, such as a `Loader`."""
+    """Data that has a position, such as a `Loader`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: behind all batches that were handed out."""
+        """The position: after all batches that were handed out."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go there."""
+        """Go to a position."""
 
 
 class Prediction(NamedTuple):

@@ -121,7 +121,7 @@ def test_early_stopping_counts_gains_above_its_delta_and_names_what_it_misses():
     for score in (0.5, 0.54, 0.549):
         stopping.on_evaluate_end(asked, {"auc": score})
     assert asked.stopped
-    with pytest.raises(KeyError, match="EarlyStopping wants 'auc', but there are: loss"):
+    with pytest.raises(KeyError, match="EarlyStopping needs 'auc', but there are: loss"):
         stopping.on_evaluate_end(asked, {"loss": 1.0})
 
 

@@ -136,7 +136,7 @@ def test_another_order_in_the_middle_of_an_epoch_has_two_ways_out(tmp_path, capl
     assert fit(1, stop_at=17).trained == 2
     result = fit(2, drop_unfinished=True)
     assert (result.trained, result.epoch, result.step) == (12, 2, 29)
-    assert "The epoch begins once more, after 5 batches of it" in caplog.text
+    assert "The epoch starts again, after 5 batches of it" in caplog.text
 
 
 def test_the_same_data_once_more_is_nothing_to_do_and_says_so(tmp_path, capfd):

@@ -1,1 +1,1 @@
-"""Checks before and during training: what is wrong is an error with what to do."""
+"""Checks before and during training: mistakes are errors that say what to do."""

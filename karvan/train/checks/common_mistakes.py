@@ -44,7 +44,7 @@ def check_data(call: str, data: Any) -> None:
     iterable = isinstance(data, Iterable) or hasattr(data, "__getitem__")
     if isinstance(data, torch.Tensor) or not iterable:
         raise TypeError(
-            f"{call} expects batches, such as kv.data.read(…) or a list of kv.Batch, got {_said(data)}."
+            f"{call} expects batches, such as kv.data.read(…) or a list of kv.Batch, got {_text_of(data)}."
         )
 
 
@@ -53,7 +53,7 @@ def check_trainer(
 ) -> None:
     """Raise for arguments of a Trainer that are of the wrong kind."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"Trainer expects a torch.nn.Module as its model, got {_said(model)}.")
+        raise TypeError(f"Trainer expects a torch.nn.Module as its model, got {_text_of(model)}.")
     _check_loss(loss)
     _check_optimizers(dense, sparse)
     _check_metrics(metrics)
@@ -61,7 +61,9 @@ def check_trainer(
         name = type(callbacks).__name__
         raise TypeError(f"callbacks expects a list, got a single {name}: give it [{name}(…)].")
     if not isinstance(checkpoints, str | os.PathLike | Checkpoints | None):
-        raise TypeError(f"checkpoints expects a folder or kv.Checkpoints(folder), got {_said(checkpoints)}.")
+        raise TypeError(
+            f"checkpoints expects a folder or kv.Checkpoints(folder), got {_text_of(checkpoints)}."
+        )
 
 
 def check_device(device: torch.device | str) -> torch.device:
@@ -79,7 +81,7 @@ def check_device(device: torch.device | str) -> torch.device:
             else "torch.cuda.is_available() is False; nvidia-smi and karvan doctor say more"
         )
         raise ValueError(
-            f"device={str(device)!r} expects a GPU, but {why}: leave device out, or use device='cpu'."
+            f"device={str(device)!r} expects a GPU, but {why}: omit device, or use device='cpu'."
         )
     if made.index is not None and made.index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
@@ -90,9 +92,9 @@ def check_device(device: torch.device | str) -> torch.device:
 def _check_loss(loss: Any) -> None:
     own = 'kv.losses.BinaryCrossEntropy(label="label")'
     if isinstance(loss, type):
-        raise TypeError(f"loss expects a function or an instance, got {_said(loss)}.")
+        raise TypeError(f"loss expects a function or an instance, got {_text_of(loss)}.")
     if not callable(loss):
-        raise TypeError(f"loss expects a function of output and batch, such as {own}, got {_said(loss)}.")
+        raise TypeError(f"loss expects a function of output and batch, such as {own}, got {_text_of(loss)}.")
     if getattr(loss, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
@@ -106,18 +108,20 @@ def _check_optimizers(dense: Any, sparse: Any) -> None:
         name = dense.__name__ if isinstance(dense, type) else type(dense).__name__
         raise TypeError(f"{name} of kv.optim is for rows: give it as sparse_optimizer={_SPARSE}.")
     if dense is not None and not isinstance(dense, torch.optim.Optimizer) and not callable(dense):
-        raise TypeError(f"dense_optimizer expects {_DENSE}, got {_said(dense)}.")
+        raise TypeError(f"dense_optimizer expects {_DENSE}, got {_text_of(dense)}.")
     if sparse is None or isinstance(sparse, SparseOptimizer):
         return
     kind = sparse if isinstance(sparse, type) else type(sparse)
     if issubclass(kind, SparseOptimizer):
-        raise TypeError(f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {_said(sparse)}.")
+        raise TypeError(
+            f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {_text_of(sparse)}."
+        )
     if issubclass(kind, torch.optim.Optimizer):
         raise TypeError(
             f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {kind.__name__} of torch, "
             "which is for parameters: give it as dense_optimizer."
         )
-    raise TypeError(f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {_said(sparse)}.")
+    raise TypeError(f"sparse_optimizer must be one of kv.optim, such as {_SPARSE}, got {_text_of(sparse)}.")
 
 
 def _check_metrics(metrics: Any) -> None:
@@ -125,15 +129,15 @@ def _check_metrics(metrics: Any) -> None:
     if metrics is None:
         return
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics expects a mapping of names to metrics, {example}, got {_said(metrics)}.")
+        raise TypeError(f"metrics expects a mapping of names to metrics, {example}, got {_text_of(metrics)}.")
     for name, metric in metrics.items():
         if isinstance(metric, type):
-            raise TypeError(f"Metric '{name}' must be an instance, got {_said(metric)}.")
+            raise TypeError(f"Metric '{name}' must be an instance, got {_text_of(metric)}.")
         if not all(hasattr(metric, call) for call in ("update", "compute", "reset")):
-            raise TypeError(f"Metric '{name}' must be a metric, {example}, got {_said(metric)}.")
+            raise TypeError(f"Metric '{name}' must be a metric, {example}, got {_text_of(metric)}.")
 
 
-def _said(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}: call it, {value.__name__}(…)"
     shown = value is None or isinstance(value, str | bool | int | float)

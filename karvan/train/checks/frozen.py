@@ -14,10 +14,10 @@ Patterns = str | Iterable[str]
 
 
 class Frozen:
-    """The tables and parameters of a model that are to stay as they are.
+    """The tables and parameters of a model that are not trained.
 
     A pattern is the name of a table ("user", or "tower.emb.user" with the path of its engine), of a parameter
-    ("net.0.weight") or of a module ("net", which stands for all parameters and tables in it), with `*` and
+    ("net.0.weight") or of a module ("net", which means all parameters and tables in it), with `*` and
     `?` as in file names. The gradients of what is frozen are dropped.
     """
 
@@ -64,7 +64,7 @@ def tables_of(model: nn.Module) -> list[TableHandle]:
 
 
 def is_read_only(table: TableHandle) -> bool:
-    """Whether the table was declared as one that gets no rows any more."""
+    """Whether the table was declared as one that gets no new rows."""
     return table.spec.admit == ReadOnly().native()
 
 
@@ -76,7 +76,7 @@ def names_text(names: Iterable[str], most: int = 8) -> str:
 
 
 def _names_of(model: nn.Module) -> dict[int, list[str]]:
-    """All names of each table and parameter, by id(); the parts of a module that is used twice have two."""
+    """All names of each table and parameter, by id(); parts of a module that is used twice have two."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

@@ -15,7 +15,7 @@ Check = Callable[[AnyBatch], None]
 
 
 def no_check(batch: AnyBatch) -> None:
-    """Checks nothing: the loss does not say what its labels may be."""
+    """Checks nothing, for a loss that does not say which labels it allows."""
 
 
 def check_of(loss: Any) -> Check:
@@ -29,7 +29,7 @@ def check_column(
 ) -> None:
     """Raise a ValueError if a label is not finite, or is not in the allowed range and its weight is not 0.
 
-    Columns that are not there, or do not fit, are named by the loss itself.
+    Columns that are missing, or of the wrong shape, are reported by the loss itself.
     """
     labels = batch.get(label) if isinstance(batch, Mapping) else None
     if isinstance(labels, Ragged) and labels.offsets is None:
@@ -45,7 +45,7 @@ def check_column(
         count, kind = int((~finite).sum()), "NaN" if bool(labels.isnan().any()) else "infinity"
         raise ValueError(
             f"Column '{label}' has {kind} in {count} of {labels.numel()} samples, but {loss} needs a number "
-            "as the label of each: leave such samples out, or give the column a default."
+            "as the label of each: drop such samples, or give the column a default."
         )
     outside = (labels < lowest) | (labels > highest)
     weights = None if weight is None else batch.get(weight)

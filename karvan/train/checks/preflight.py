@@ -1,6 +1,6 @@
 """Checks before the first step, so that mistakes are errors and not wrong models.
 
-All but the one for SIGTERM, which asks all ranks, depend on the program alone: every rank comes to the same
+All but the one for SIGTERM, which asks all ranks, depend only on the program: every rank comes to the same
 result, and none waits for another that has raised.
 """
 
@@ -20,7 +20,7 @@ from karvan.train.stopping.signals import check_not_terminated
 
 
 def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, connection: Connection) -> None:
-    """All of the model is trained or said to be frozen, and its rows are where training expects them."""
+    """Check that all of the model is trained or frozen, and its rows are where training expects them."""
     now = distributed.current()
     if not _same(connection, now):
         raise ValueError(
@@ -40,7 +40,7 @@ def check_trained(model: nn.Module, update: OptimizerStep, frozen: Frozen, conne
 
 
 def _check_connected(connection: Connection) -> None:
-    """A program that was started as one of several has said how they train together."""
+    """Check that a program that was started as one of several has called kv.connect."""
     if connection.chosen:
         return
     job = JobEnvironment.read()
@@ -57,9 +57,9 @@ def _check_connected(connection: Connection) -> None:
 
 
 def check_connection(model: nn.Module, connection: Connection) -> None:
-    """The model's engines were made under the connection that trains them.
+    """Check that the model's engines were made under the connection that trains them.
 
-    An engine with a `store` of the user's own is what the user has said.
+    An engine with a `store` from the user is not checked.
     """
     for engine in engines_of(model):
         made = engine.connection

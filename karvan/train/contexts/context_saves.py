@@ -1,4 +1,4 @@
-"""The saves of a TrainContext: failures that the place causes are tolerated for a while.
+"""The saves of a TrainContext: failures of the storage are tolerated for a while.
 
 The program decides when to save, so the last save of a context is the one before it is left. If that
 failed, leaving the context repeats it, which gives the same checkpoint as long as nothing was trained
@@ -30,12 +30,12 @@ class ContextSaves:
         self._settings = (tolerated, retry_seconds)
         self._runs: dict[Path, _Run] = {}
         self._owned: dict[Path, Ownership | None] = {}
-        self.training = False  # whether folders that are saved to belong to this process from then on
+        self.training = False  # whether this process takes ownership of the folders that it saves to
 
     def save(
         self, folder: str | os.PathLike[str] | Checkpoints, snapshot: Snapshot, *, block: bool
     ) -> Pending:
-        """Save a snapshot; what was captured is written in the background unless `block`."""
+        """Save a snapshot; it is written in the background unless `block`."""
         return self._run_of(folder).save(snapshot, block=block)
 
     def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
@@ -50,12 +50,12 @@ class ContextSaves:
         return self._runs[path]
 
     def wait(self) -> None:
-        """Wait until everything is written; raise what went wrong and was not tolerated."""
+        """Wait until everything is written; raise an error that is not tolerated."""
         for run in self._runs.values():
             run.wait()
 
     def release(self) -> None:
-        """Others may have the folders."""
+        """Release the folders."""
         self.training = False
         owned, self._owned = self._owned, {}
         for one in owned.values():
@@ -63,7 +63,7 @@ class ContextSaves:
                 one.release()
 
     def finish(self, step: int) -> None:
-        """Wait, and repeat a last save that failed; `step` is where training stands now."""
+        """Wait, and repeat a last save that failed; `step` is the current step of training."""
         for run in self._runs.values():
             run.finish(step)
 

@@ -25,7 +25,7 @@ from karvan.train.types import Positioned
 
 
 class ContextState:
-    """What training in a hand-written loop has reached; a `TrainContext` has one."""
+    """The progress of training in a custom loop; a `TrainContext` has one."""
 
     def __init__(self, setup: TrainingSetup, saves: ContextSaves) -> None:
         self.counts = TrainingCounts()
@@ -35,18 +35,18 @@ class ContextState:
         self._model = setup.runs.model
         self._connection = setup.runs.connection
         self._data: Any = None  # of that loader
-        self._saved: Mapping[str, Any] | None = None  # where the next loader is to go on
-        self._loaded: Checkpoint | None = None  # what that is of
+        self._saved: Mapping[str, Any] | None = None  # where the next loader continues
+        self._loaded: Checkpoint | None = None  # the checkpoint it is from
         self._identity: Identity | None = None  # of the data of that loader
-        self._data_name: str | None = None  # that `load` was given for it
+        self._data_name: str | None = None  # the name passed to `load` for it
         self._past: tuple[FinishedData, ...] = ()  # data that was trained to its end before
-        self._before: FinishedData | None = None  # how that of `_identity` was, if it is one of them
+        self._before: FinishedData | None = None  # how the data of `_identity` was, if it is one of them
         self._data_begin = (0, 0)  # epoch and step
-        self._drop_unfinished = False  # as `load` was told
+        self._drop_unfinished = False  # as passed to `load`
         self._saves = saves
 
     def begin_epoch(self, data: Iterable[Any], name: str | None) -> Epoch:
-        """The epoch that the next loader of data goes through: a new one, or the rest of one."""
+        """The epoch of the next loader of data: a new one, or the rest of one."""
         self.epoch = self._epoch_of(data, name)
         return self.epoch
 
@@ -67,12 +67,12 @@ class ContextState:
             self.counts.batches = 0
         runs = self._setup.runs
         self.transforms.require_equal(self._connection.main, self._model)
-        made = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.prefetch)
+        epoch = Epoch(data, self._connection, runs.placement, self._setup.passes, self.counts, runs.prefetch)
         self._data = data
         if self._saved is not None:
-            made.load(self._saved, random_state(), self._drop_unfinished)
+            epoch.load(self._saved, random_state(), self._drop_unfinished)
             self._saved = self._loaded = None
-        return made
+        return epoch
 
     def save(
         self,
@@ -91,7 +91,7 @@ class ContextState:
         if self._saved is not None:  # nothing was trained since it was loaded
             data = {name: self._saved.get(name, data[name]) for name in data}
         own = {"metrics": {}, "window": ReportWindow().state_dict()}
-        whole = {
+        state = {
             **train_state.take_trained(self._setup, self.counts, own),
             **data,
             **self.transforms.state(),
@@ -99,7 +99,7 @@ class ContextState:
             "callbacks": {},
             "extra": dict(extra or {}),
         }
-        return self._saves.save(folder, Snapshot(self.counts.step, whole, self._model, metrics), block=block)
+        return self._saves.save(folder, Snapshot(self.counts.step, state, self._model, metrics), block=block)
 
     def load(
         self,
@@ -138,13 +138,13 @@ class ContextState:
         return other
 
     def _begin_data(self) -> None:
-        """The next loader has new data: the position of the checkpoint's data is of no use."""
+        """The next loader has new data, to which the position of the checkpoint's data does not apply."""
         dataset.begin_data(self.counts, self._before)
         self._data_begin = (self.counts.epoch, self.counts.step)
         self._saved = self._loaded = None
 
     def _change_data(self, identity: Identity | None) -> None:
-        """The next loader has this data; the data before counts as trained if its loader came to its end."""
+        """The next loader has this data; data before it counts as trained if its loader has ended."""
         known, (epoch, step) = self._identity, self._data_begin
         self._identity = identity
         if known is not None and identity is not None and known.id == identity.id:
@@ -167,7 +167,7 @@ class ContextState:
         if unknown := [name for name in names if name not in handles]:
             raise KeyError(f"No table '{unknown[0]}' in this model; it has: {', '.join(handles)}.")
         channel = self._connection.main
-        channel.barrier()  # nobody is in a step any more
+        channel.barrier()  # no rank is in a step any more
         for name in names:
             handles[name].clear()
         channel.barrier()

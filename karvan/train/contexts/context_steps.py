@@ -1,7 +1,7 @@
 """The steps of a custom loop: a forward and a backward for each batch, the last of which applies the step.
 
-Between a forward and its backward, the pass is remembered: how much it weighs, and whether it is a step's
-last, which DistributedDataParallel must know before the forward.
+Between a forward and its backward, the pass is remembered: its weight, and whether it is a step's last,
+which DistributedDataParallel must know before the forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from karvan.train.types import Losses, rows_of
 
 
 class ContextSteps:
-    """Leads the batches of a `TrainContext` through their steps, and counts them.
+    """Makes the steps of a `TrainContext`'s batches, and counts them.
 
     raises: a step that is skipped raises a FloatingPointError, except for the overflows of fp16.
     """
@@ -41,11 +41,11 @@ class ContextSteps:
         self._skips = Skips(runs.precision.always_checks, runs.connection.rank == 0)
         self._turn: StepPass | None = None  # the batch that the loader gave, until its forward
         self._pass: StepPass | None = None  # the forward that waits for its backward
-        self._step: StepBatches | None = None  # one of which some batches, but not all, have been trained
+        self._step: StepBatches | None = None  # a step of which some batches, but not all, have been trained
 
     @property
     def in_step(self) -> bool:
-        """Whether some of a step has been done and some has not."""
+        """Whether a step is in progress."""
         return self._pass is not None or self._step is not None
 
     def forget(self) -> None:
@@ -55,13 +55,13 @@ class ContextSteps:
 
     def end(self) -> None:
         """Training has ended; raises if all of its steps were skipped."""
-        if self._setup.passes.together:  # so that all ranks come to the same
+        if self._setup.passes.together:  # only then do all ranks come to the same result
             self._skips.end()
 
     def batches(self, epoch: Epoch, required: AbstractContextManager[None]) -> Generator[Any, None, None]:
-        """The batches of an epoch, one after the other, each of which is to go through its step.
+        """The batches of an epoch, one after the other, each of which must be trained.
 
-        required: what the data is read in.
+        required: the context in which the data is read.
         """
         trained = True
         try:
@@ -162,7 +162,7 @@ class ContextSteps:
         what = "a gradient" if bool(torch.isfinite(loss.detach())) else "the loss"
         batches = [fed.batch for fed in step.group]
         number, overflows = self._counts.step, self._setup.runs.precision.always_checks
-        if self._raises and not overflows:  # with fp16, one now and then is too large
+        if self._raises and not overflows:  # with fp16, occasional overflows are normal
             raise FloatingPointError(
                 f"Step {number} was skipped: {what} is not finite.{nonfinite_text(batches)}"
             )

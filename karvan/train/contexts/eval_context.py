@@ -1,4 +1,4 @@
-"""`EvalContext` and `InferContext`: outputs of a model in your own loop; they change nothing."""
+"""`EvalContext` and `InferContext`: outputs of a model in a custom loop; they change nothing."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from karvan.train.state.transforms import Transforms
 class EvalContext:
     """Evaluates a model: `with kv.EvalContext(model) as ctx: output, labels = ctx.forward(batch)`.
 
-    Inside of it the model is in eval mode; afterwards every module is in the mode it was in, and random
-    generators are where they were. No row is inserted, and keys without one give zeros. label,
-    precision, device and prefetch: see `TrainContext`, whose `eval()` gives an EvalContext of its model.
+    Inside of it the model is in eval mode; afterwards the mode of every module and the state of random
+    generators are restored. No row is inserted, and keys without a row give zeros. label, precision, device
+    and prefetch: see `TrainContext`, whose `eval()` gives an EvalContext of its model.
 
-    Of several ranks each takes its share of the data, and all call `forward` equally often: for every batch
-    of a loader. Where the data of a rank has ended, its loader takes part for it until the others' has, too.
+    With several ranks each takes its share of the data, and all call `forward` equally often: for every batch
+    of a loader. When the data of a rank has ended, its loader takes part for it until that of all has.
     """
 
     @former_arguments(mixed_precision="precision", ahead="prefetch")
@@ -53,10 +53,10 @@ class EvalContext:
 
     @classmethod
     def of(cls, runs: ModelSetup, transforms: Transforms, label: Labels) -> Self:
-        """One that runs a model as another context does."""
-        made = cls.__new__(cls)
-        made._begin(runs, transforms, label)
-        return made
+        """A context that runs a model with the parts of another one."""
+        context = cls.__new__(cls)
+        context._begin(runs, transforms, label)
+        return context
 
     def _begin(self, runs: ModelSetup, transforms: Transforms, label: Labels) -> None:
         self._runs = runs
@@ -64,7 +64,7 @@ class EvalContext:
         self._label = label
         self._stack: ExitStack | None = None
         self._feed: Feed | None = None
-        self._given: Any = None  # the batch that the loader gave last
+        self._loader_batch: Any = None  # the batch that the loader gave last
         self.model = runs.model
         self.device = runs.device
 
@@ -81,14 +81,14 @@ class EvalContext:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stack, self._stack = self._stack, None
-        found, self._feed, self._given = self._feed, None, None
+        found, self._feed, self._loader_batch = self._feed, None, None
         assert stack is not None
         with stack:
             if found is not None:
                 found.__exit__(kind, error, trace)
 
     def loader(self, data: Iterable[Any]) -> ContextLoader:
-        """The batches of data, taken and prepared ahead."""
+        """The batches of data, taken and prepared in advance."""
         self._require("loader")
         check_data("loader", data)
         return ContextLoader(lambda: self._batches(data))
@@ -108,22 +108,22 @@ class EvalContext:
             try:
                 for fed in batches:
                     runs.placement.receive(fed.batch)
-                    self._given = fed.batch
+                    self._loader_batch = fed.batch
                     if fed.rows or runs.connection.world_size == 1:
                         yield fed.batch
-                    else:  # it is for the others
+                    else:  # it is only for the other ranks
                         runs.infer(fed.batch)
             finally:
-                self._feed = self._given = None
+                self._feed = self._loader_batch = None
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
-        """The output, in float32 where it was computed in halves, and the labels of a batch."""
+        """The output, in float32 where it was computed in half precision, and the labels of a batch."""
         output, used = self._output("forward", batch)
         return output, labels_of(used, self._label, self.device)
 
     def _output(self, method: str, batch: Any) -> tuple[Any, Any]:
         self._require(method)
-        if batch is not self._given:  # it may be from anywhere
+        if batch is not self._loader_batch:  # it may not be the loader's
             batch = self._runs.placement.place(batch, training=False)
             self._runs.placement.receive(batch)
         return full(self._runs.infer(batch)), batch
@@ -137,13 +137,13 @@ class EvalContext:
 
 
 class InferContext(EvalContext):
-    """Predicts by a model: `with kv.InferContext(model, "run") as ctx: output = ctx.predict(batch)`.
+    """Predicts with a model: `with kv.InferContext(model, "run") as ctx: output = ctx.predict(batch)`.
 
-    checkpoint is one, or a run's folder, whose newest it takes; without it, the model and its rows are as
-    they are, as on parameter servers that hold them already. Transforms of data that `loader` gets take their
-    statistics from it. It needs no optimizer, and what optimizers had in the checkpoint is left there. Rows
-    in memory are this process's own; on parameter servers a checkpoint takes the place of what the tables
-    there hold. Nothing is ever inserted.
+    checkpoint is a checkpoint, or a run's folder, of which it loads the newest; without it, the model and its
+    rows are used as they are, for instance on parameter servers that hold them already. Transforms of data
+    passed to `loader` take their statistics from it. It needs no optimizer, and ignores the optimizer state
+    in the checkpoint. Rows in memory belong to this process; on parameter servers a checkpoint replaces the
+    content of the tables. Nothing is ever inserted.
     """
 
     @former_arguments(mixed_precision="precision", ahead="prefetch")
@@ -169,5 +169,5 @@ class InferContext(EvalContext):
             self.step = found.step
 
     def predict(self, batch: Any) -> Any:
-        """The output for a batch, on the model's device, in float32 where it was computed in halves."""
+        """The output for a batch, on the model's device; half precision is given as float32."""
         return self._output("predict", batch)[0]

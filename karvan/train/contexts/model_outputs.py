@@ -1,4 +1,4 @@
-"""What a custom loop gets for a batch: outputs in float32, and labels."""
+"""What a custom loop receives for a batch: outputs in float32, and labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Labels: TypeAlias = str | Sequence[str] | None
 
 
 def full(output: Any) -> Any:
-    """The output with halves as float32, so that a loss of it is not rounded."""
+    """The output with half precision as float32, so that its loss is not rounded."""
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
     if isinstance(output, Mapping):
@@ -42,7 +42,7 @@ def _column(batch: Mapping[str, Any], name: str, device: torch.device) -> Any:
     if name not in batch:
         raise KeyError(
             f"There is no label '{name}' in the batch, which has: {', '.join(map(str, batch))}. "
-            "label= names others, or is None for none."
+            "Name others with label=, or set it to None for none."
         )
     refuse_missing(name, batch[name])
     return batch[name].to(device)

@@ -1,9 +1,9 @@
-"""`TrainContext`: training in your own loop, with the parts of the Trainer's steps.
+"""`TrainContext`: training in a custom loop, with the parts of the Trainer's steps.
 
 | in the loop | what happens |
 |---|---|
-| `for batch in ctx.loader(data)` | batches are taken ahead, in groups that make a step; one epoch |
-| `ctx.forward(batch)` | placed, autocast, by DistributedDataParallel where several ranks train |
+| `for batch in ctx.loader(data)` | batches are taken in advance, in groups that make a step; one epoch |
+| `ctx.forward(batch)` | moved to the device, autocast, by DistributedDataParallel where several ranks train |
 | `ctx.backward(loss)` | scaled and weighted; the last pass of a step makes it, dense and sparse, or neither |
 """
 
@@ -40,7 +40,7 @@ _in_use: WeakSet[nn.Module] = WeakSet()  # models that are in a context
 
 
 class TrainContext:
-    """Trains a model in a loop of one's own.
+    """Trains a model in a custom loop.
 
     ```
     with kv.TrainContext(model, sparse_optimizer=kv.optim.Adagrad(lr=0.05), dense_optimizer=…) as ctx:
@@ -51,16 +51,16 @@ class TrainContext:
 
     dense_optimizer, sparse_optimizer, frozen, precision, gradient_accumulation_steps, clip_norm, clip_value,
     nonfinite, device, prefetch: see `Trainer`. The optimizers are attributes, for schedulers. Outputs are
-    given as float32 in any precision, so that a loss of them has full precision.
-    label: the column, or columns, that `forward` gives beside the output; None for none.
+    float32 in any precision, so that a loss of them has full precision.
+    label: the column, or columns, that `forward` returns with the output; None for none.
     tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
-    one more is raised. If the last save before the context is left has failed, leaving it repeats it for
-    save_retry_seconds, or raises the error if something was trained since.
+    one more raises the error. If the last save before the context is left has failed, leaving it repeats the
+    save for save_retry_seconds, or raises its error if something was trained since.
 
     After `kv.connect` in several processes all of them run the same loop, each with its share of the data,
-    and go through it equally often: one whose data has ended is given batches of no rows until all have
-    ended. Their labels are empty, and `backward` does not look at their loss. In mode async each makes steps
-    of its own on parameters that servers have; leaving the context gives the model what all have made.
+    and go through it equally often: one whose data has ended receives batches without samples until all have
+    ended. Their labels are empty, and `backward` ignores their loss. In mode async each makes its own steps
+    on parameters that servers hold; leaving the context loads the final parameters into the model.
     """
 
     @former_arguments(accumulate="gradient_accumulation_steps", mixed_precision="precision", ahead="prefetch")
@@ -84,7 +84,7 @@ class TrainContext:
     ) -> None:
         if distributed.current().settings.dense.rejects:
             raise ValueError(
-                "With grads_to_wait or tolerance servers may reject a step, which a loop of one's own cannot "
+                "With grads_to_wait or tolerance servers may reject a step, which a custom loop cannot "
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
@@ -124,17 +124,17 @@ class TrainContext:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those that were left out included."""
+        """Optimizer steps so far, including skipped ones."""
         return self.counts.step
 
     @property
     def skipped(self) -> int:
-        """Steps that were left out, because a gradient was not finite."""
+        """Steps that were skipped, because a gradient was not finite."""
         return self.counts.skipped
 
     @property
     def epoch(self) -> int:
-        """How often a loader has come to the end of its data."""
+        """How often a loader has reached the end of its data."""
         return self.counts.epoch
 
     def __enter__(self) -> Self:
@@ -170,11 +170,11 @@ class TrainContext:
             self._steps.end()
 
     def loader(self, data: Iterable[Any], *, data_name: str | None = None) -> ContextLoader:
-        """The batches of data, taken and prepared ahead; every iteration is an epoch.
+        """The batches of data, taken and prepared in advance; every iteration is an epoch.
 
-        After `load`, the first one goes on where the checkpoint was saved, if it is of the same data; see
-        `load`. One that is left early moves data that has a position to behind the last step, and the next
-        one goes on there. data_name: see `Trainer.fit`.
+        After `load`, the first one continues where the checkpoint was saved, if it is of the same data; see
+        `load`. One that is left early moves data that has a position to the end of the last step, and the
+        next one continues there. data_name: see `Trainer.fit`.
         """
         self._require("loader")
         check_data("loader", data)
@@ -197,17 +197,17 @@ class TrainContext:
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """The output for a batch, and its labels.
 
-        The batch is the loader's, or made of it, or any other; several ranks then bring one each, which count
-        as their rows do.
+        The batch is the loader's, or made from it, or any other; in that case each of several ranks brings
+        one, and they are weighted by their numbers of samples.
         """
         self._require("forward")
         output, used = self._steps.forward(batch)
         return full(output), labels_of(used, self._label, self.device)
 
     def backward(self, loss: Losses) -> bool:
-        """Go backward from a loss, a mean over the batch, and make the step if it is complete.
+        """Compute the gradients of a loss, a mean over the batch, and make the step if it is complete.
 
-        Gives whether a step was made: not if it was left out, nor before its last batch.
+        Returns whether a step was made: False if it was skipped, or before its last batch.
         Several losses by name are summed.
         """
         self._require("backward")
@@ -216,7 +216,7 @@ class TrainContext:
     def eval(self) -> EvalContext:
         """A context that evaluates the model as it is now, and changes nothing of training.
 
-        All ranks ask for one together, as in mode async they have to settle on a model.
+        All ranks call it together, because in mode async they have to agree on a model.
         """
         self._require("eval")
         self.dense.settle()
@@ -231,16 +231,16 @@ class TrainContext:
         metrics: Mapping[str, float] | None = None,
         block: bool = True,
     ) -> Pending:
-        """Save a checkpoint into a run's folder, as a Trainer does, to go on from with `load`.
+        """Save a checkpoint into a run's folder, as a Trainer does, to resume from with `load`.
 
         It has the model, its tables, optimizers, scaler, counts, random generators, the statistics of
-        transforms, and the position of the loader used last. extra is a tree of one's own, such as a
-        scheduler's state_dict. Unless block, it is written while training goes on; leaving the context waits.
+        transforms, and the position of the loader used last. extra is a tree of your own, such as a
+        scheduler's state_dict. Unless block, it is written in the background; leaving the context waits.
         All ranks save together, between two steps. A save that the disk or the servers refuse is a warning,
         and `error` of the result says why; see `tolerate_failed_saves`.
         """
         if self._steps.in_step:
-            raise RuntimeError("save was called in the middle of a step: expected it behind its backward.")
+            raise RuntimeError("save was called in the middle of a step: expected it after its backward.")
         return self._state.save(folder, extra, metrics, block)
 
     def load(
@@ -251,23 +251,21 @@ class TrainContext:
         data_name: str | None = None,
         drop_unfinished: bool = False,
     ) -> dict[str, Any]:
-        """Go back to a checkpoint, or to a run's newest, of a TrainContext or a Trainer; gives its `extra`.
+        """Load a checkpoint, or a run's newest, of a TrainContext or a Trainer; returns its `extra`.
 
-        Of a run's folder the newest whole one is taken: a damaged one is a warning, and is renamed to
-        damaged-step-…. A damaged checkpoint that was named is an error.
-        The next loader goes on behind the last batch that was trained. What a Trainer has of schedulers,
-        metrics and callbacks is left out. All ranks load together.
+        Of a run's folder the newest intact one is loaded: a damaged one is renamed to damaged-step-…, with a
+        warning. A damaged checkpoint that was named is an error.
+        The next loader continues after the last batch that was trained. A Trainer's schedulers, metrics and
+        callbacks are ignored. All ranks load together.
 
-        data: what is trained on next, with its name if it has one. If it is other data than the checkpoint's,
-        `epoch` is 0 and its first loader begins at its start; `step` continues. If the run has trained it to
-        its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was not
-        trained to its end is an error, unless drop_unfinished; so is an epoch that another kind of data, as
-        `kv.data.from_loaders()`, has begun, which drop_unfinished starts again.
+        data: the data to train on next, with its name if it has one. If it is not the checkpoint's data,
+        `epoch` is 0 and its first loader starts at its beginning; `step` continues. If the run has trained it
+        to its end before, `epoch` is the number of its epochs, and there is a warning. Other data that was
+        not trained to its end is an error, unless drop_unfinished; so is an epoch that was started with
+        another kind of data, such as `kv.data.from_loaders()`, which drop_unfinished starts again.
         """
         if self._iteration() is not None or self._steps.in_step:
-            raise RuntimeError(
-                "load was called inside of a loop over a loader: expected it before or behind."
-            )
+            raise RuntimeError("load was called inside of a loop over a loader: expected it before or after.")
         return self._state.load(checkpoint, data, data_name, drop_unfinished)
 
     def sizes(self) -> dict[str, int]:
@@ -277,12 +275,12 @@ class TrainContext:
     def clear(self, tables: str | Sequence[str] | None = None) -> None:
         """Remove all rows of these tables, or of all; a collective.
 
-        What optimizers count for a table goes on; gradients of rows that have gone are dropped.
+        The counts of optimizers for a table continue; gradients of removed rows are dropped.
         """
         self._state.clear(tables)
 
     def _iteration(self) -> Generator[Any, None, None] | None:
-        """The iteration over a loader that has not come to its end, if there is one."""
+        """The iteration over a loader that has not reached its end, if there is one."""
         batches = None if self._batches is None else self._batches()
         return None if batches is None or getgeneratorstate(batches) == GEN_CLOSED else batches
 

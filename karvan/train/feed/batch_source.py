@@ -16,10 +16,10 @@ _log = logging.getLogger("karvan.train")
 
 @dataclass(frozen=True)
 class FedBatch:
-    """A batch that is ready, and the data's position behind it: None if data has no positions.
+    """A batch that is ready, and the data's position after it: None if data has no positions.
 
-    Where several ranks train, `rows` are those of the batch, `all_rows` and `all_batches` those of all ranks
-    in the same round, and `save` says that a checkpoint is due. In a round without any batch it is None.
+    Where several ranks train, `rows` are the samples of the batch, `all_rows` and `all_batches` those of all
+    ranks in the same round, and `save` says that a checkpoint is due. A round without any batch has None.
     """
 
     batch: Any
@@ -31,7 +31,7 @@ class FedBatch:
 
 
 class BatchSource:
-    """Takes the batches of a process that is alone; `SharedTaker` derives from it."""
+    """Takes the batches of a single process; `RankBatchSource` derives from it."""
 
     alone = True
     reason: str | None = None  # why all ranks stop, once they have agreed to
@@ -45,18 +45,18 @@ class BatchSource:
         return None if stop else next(self._taken, None)
 
     def leave(self) -> None:
-        """Nobody wants more."""
+        """No more batches are needed."""
 
     def fail(self, error: BaseException) -> None:
         """Something has failed on this rank, and others may wait for it."""
 
     def close(self) -> None:
-        """Let go of the data."""
+        """Release the data."""
         self._taken.close()
 
 
 def position_of(data: Any) -> Any:
-    """Where the data is, or None if it does not know."""
+    """The position of the data, or None if it has none."""
     try:
         return data.state_dict() if isinstance(data, Positioned) else None
     except TypeError as error:  # a Stream has the method, but cannot answer for an iterable that has none
@@ -72,13 +72,13 @@ def merged_position(data: Any, positions: Sequence[Any]) -> Any:
 
 
 def move_back(data: Any, position: Any) -> None:
-    """Move data that was left early to a position, if it has any, where those who read on find it."""
+    """Move data that was left early back to a position, if it has any, so that reading continues there."""
     if position is None:
         return
     try:
         data.load_state_dict(position)
     except RuntimeError as error:  # a stream cannot go back
-        _log.warning("Batches that were taken ahead stay taken: %s", error)
+        _log.warning("Prefetched batches are lost: %s", error)
 
 
 def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Generator[FedBatch, None, None]:
@@ -88,7 +88,7 @@ def _take(data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> Genera
         if skipped < skip:
             raise ValueError(
                 f"The data must give the {skip} batches of this epoch that were trained before, to skip "
-                f"them, but ended after {skipped}: it is not the data that training began with."
+                f"them, but ended after {skipped}: it is not the data that training started with."
             )
         for batch in batches:
             position = position_of(data)

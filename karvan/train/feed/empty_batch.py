@@ -16,7 +16,7 @@ from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
 
 
 def describe(batch: Any) -> dict[str, Any]:
-    """What `empty` needs to know of a batch, for JSON; what stands in its way is told by `empty`."""
+    """What `empty` needs to know of a batch, for JSON; an unsupported column is an error in `empty`."""
     try:
         columns = [[name, _describe(name, entry)] for name, entry in batch.items()]
     except TypeError as error:
@@ -25,7 +25,7 @@ def describe(batch: Any) -> dict[str, Any]:
 
 
 def empty(description: Mapping[str, Any]) -> Any:
-    """A batch of no rows."""
+    """A batch without samples."""
     if "refused" in description:
         raise TypeError(description["refused"])
     entries = {name: _empty(column) for name, column in description["columns"]}
@@ -45,7 +45,7 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
         return {"kind": "reference"}
     raise TypeError(
         f"Column '{name}': expected a Tensor, Ragged or NestedRagged, of which a rank whose data has ended "
-        f"can make one without rows, got {type(entry).__name__}."
+        f"can make one without samples, got {type(entry).__name__}."
     )
 
 

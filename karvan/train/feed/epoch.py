@@ -1,8 +1,8 @@
 """`Epoch`: the progress of training through its data, step by step.
 
-The position that a checkpoint keeps is that behind the last batch trained on, whatever was taken ahead. Data
-without a position is skipped forward by the batches of its epoch that were trained, in the order in which
-the generators' state at the epoch's begin brings them.
+A checkpoint has the position after the last batch that was trained on; prefetched batches do not count. Of
+data without a position the trained batches of its epoch are skipped, in the order that the state of the
+random generators at the start of the epoch gives.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class PositionError(ValueError):
     """Data cannot continue at the position of a checkpoint, because it has another order now."""
 
 
-def goes_on(reason: str | None) -> bool:
+def never_ends(reason: str | None) -> bool:
     """Nothing ends an epoch before its data does."""
     return False
 
 
 class Epoch:
-    """The groups of batches that make the steps of an epoch, of data that is trained on from time to time.
+    """The groups of batches that make the steps of an epoch.
 
-    stopped says why to take no more batches, if so; due when it is time to save; ends is told why all ranks
-    have stopped, if they have, and says whether the epoch ends before its data does.
+    stopped: why to take no more batches, if so. due: whether it is time to save. ends: called with the reason
+    why all ranks have stopped, or None; returns whether the epoch ends before its data does.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Epoch:
         *,
         stopped: Callable[[], object] = never,
         due: Callable[[], bool] = never,
-        ends: Callable[[str | None], bool] = goes_on,
+        ends: Callable[[str | None], bool] = never_ends,
     ) -> None:
         self._data = data
         self._connection = connection
@@ -67,16 +67,16 @@ class Epoch:
         self._stopped = stopped
         self._due = due
         self._ends = ends
-        self._position: Any = None  # of the data, behind the last batch that was trained on
+        self._position: Any = None  # of the data, after the last batch that was trained on
         self._skip = 0  # batches of the data that were trained on before
         self._epoch_random: Any = None  # what the data's order may depend on, if it has no position
         self._random_later: Any = None  # the generators' state once the data has been skipped forward
         self._feed: Feed | None = None
-        self.complete = False  # whether the data has come to its end
+        self.complete = False  # whether the data has reached its end
 
     def groups(self, begin: Callable[[], None] = lambda: None) -> Generator[list[FedBatch], None, None]:
         """The batches of each step until the end of the epoch; begin is called if it is a new one."""
-        counts, given = self._counts, False
+        counts, any_group = self._counts, False
         self.complete = False
         if counts.batches == 0:
             begin()
@@ -90,7 +90,7 @@ class Epoch:
                         break
                     if group := [fed for fed in rounds if fed.all_batches]:
                         self._restore_random()
-                        given = True
+                        any_group = True
                         yield group
                     else:
                         counts.passed += 1
@@ -98,7 +98,7 @@ class Epoch:
             if self._ends(batches.reason):
                 self.move_back()
                 return
-            if counts.batches or given:
+            if counts.batches or any_group:
                 self.complete = True
                 return
         raise ValueError(
@@ -107,7 +107,7 @@ class Epoch:
         )
 
     def _begin_feed(self) -> Feed:
-        self._placement.forget()  # what the feed before had taken ahead
+        self._placement.forget()  # what the feed before had prefetched
         passes, begin = self._passes, self._counts.step + self._counts.passed
         rounds = RankRounds(
             self._connection,
@@ -133,12 +133,12 @@ class Epoch:
             self._random_later = None
 
     def samples(self, group: list[FedBatch]) -> int:
-        """The rows of a step, those of all ranks."""
+        """The samples of a step, of all ranks."""
         alone = self._connection.world_size == 1
         return sum(rows_of(fed.batch) if alone else fed.all_rows for fed in group)
 
     def trained(self, group: list[FedBatch], samples: int) -> None:
-        """A step was made of these batches, or left out."""
+        """A step of these batches was made or skipped."""
         note_training()
         self._counts.step += 1
         self._counts.batches += len(group)
@@ -146,22 +146,22 @@ class Epoch:
         self._position = group[-1].position
 
     def end_epoch(self) -> None:
-        """The next batch is one of another epoch."""
+        """Count the epoch: the next batch belongs to another one."""
         self._counts.epoch += 1
         self._counts.batches = 0
         self.complete = False
 
     def abandon(self, error: BaseException) -> None:
-        """An error leaves the feed at once: its thread would wait for ranks that wait for this one."""
+        """Close the feed at once after an error: its thread would wait for ranks that wait for this one."""
         if self._feed is not None:
             self._feed.abandon(error)
 
     def move_back(self) -> None:
-        """Move the data to where training stands, if it has positions."""
+        """Move the data to the position of training, if it has positions."""
         move_back(self._data, self._position)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, the same on all ranks; a collective."""
+        """The state for checkpoints, the same on all ranks; a collective."""
         positions = gather_state(self._connection.main, self._position)
         return {
             "position": merged_position(self._data, positions),
@@ -169,7 +169,7 @@ class Epoch:
         }
 
     def load_or_drop(self, saved: Mapping[str, Any], random: Any, drop: bool) -> None:
-        """`load`; if drop and any rank's data has another order, begin the epoch once more. A collective."""
+        """`load`; if drop and any rank's data has another order, start the epoch again. A collective."""
         begin, failure = position_of(self._data), None
         try:
             self.load(saved, random, drop)
@@ -182,25 +182,25 @@ class Epoch:
             return
         if not drop:
             raise PositionError(
-                f"{failure} Continue with the settings that the checkpoint's fit had, or begin this epoch "
-                "once more in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
+                f"{failure} Continue with the settings that the checkpoint's fit had, or start this epoch "
+                "again in the new order with drop_unfinished=True (karvan train --drop-unfinished)."
             ) from failure
         reason = next(each for each in failures if each)
-        _log.warning("The epoch begins once more, after %d batches of it: %s", self._counts.batches, reason)
+        _log.warning("The epoch starts again, after %d batches of it: %s", self._counts.batches, reason)
         move_back(self._data, begin)
         self._counts.batches = 0
         self._position = self._epoch_random = self._random_later = None
         set_random_state(random)
 
     def load(self, saved: Mapping[str, Any], random: Any, drop_unfinished: bool = False) -> None:
-        """Go back to what `state` gave, with these random generators behind the batches to skip.
+        """Restore what `state` gave, with these random generators after the batches to skip.
 
         drop_unfinished: an epoch of another kind of data starts again, see
         `karvan/train/state/data_kind_change.py`.
         """
         self._position, self._epoch_random = saved["position"], saved["epoch_random"]
-        says = self._connection.rank == 0
-        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, says=says):
+        warns = self._connection.rank == 0
+        if starts_epoch(self._position, self._data, self._counts, drop_unfinished, warns=warns):
             self._position = position_of(self._data)
             set_random_state(random)
             return
@@ -212,7 +212,7 @@ class Epoch:
                 raise PositionError(str(error)) from error
         elif batches and not (self._connection.world_size == 1 and len(saved["ranks"]) == 1):
             raise ValueError(
-                "The epoch was begun, and several ranks cannot skip its batches: expected data with "
+                "The epoch was started, and several ranks cannot skip its batches: expected data with "
                 f"state_dict and load_state_dict, such as a Loader, got {type(self._data).__name__}."
             )
         else:

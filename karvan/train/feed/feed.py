@@ -1,13 +1,13 @@
 """The feed: fetches the next batches in the background while the current one computes.
 
-A thread takes a batch, moves it to the device and prepares it (`place`), and goes on until `prefetch` batches
-wait. Nothing else changes: batches come in the data's order, an error comes in the place of its batch, and
-each batch comes with the data's position behind it, so that what was taken ahead counts nowhere. With
+A thread takes a batch, moves it to the device and prepares it (`place`), and continues until `prefetch`
+batches wait. Nothing else changes: batches come in the data's order, an error is raised where its batch would
+come, and each batch has the data's position after it, so that prefetched batches are never counted. With
 `prefetch` 0 the same happens without a thread.
 
 Where several ranks train, the thread agrees with those of the others on every batch (`rank_rounds.py`). A
-request to stop then travels with a batch that nobody has begun to take: always the one `prefetch` behind the
-next, so that all ranks stop at the same step, and at the same one whenever the run is repeated.
+request to stop then travels with a batch that no rank has started to take: always the one `prefetch` after
+the next, so that all ranks stop at the same step, and at the same one whenever the run is repeated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from karvan.activity import activity
 from karvan.data.loading.worker_threads import start
 from karvan.distributed import Connection
 from karvan.train.feed.batch_source import BatchSource, FedBatch, move_back, position_of
-from karvan.train.feed.rank_rounds import RankRounds, SharedTaker, never
+from karvan.train.feed.rank_rounds import RankBatchSource, RankRounds, never
 
 _log = logging.getLogger("karvan.train")
 
-_WAKE = 0.1  # seconds after which one who waits for a batch asks whether to go on
-_END = 5.0  # seconds that data gets to deliver a batch that nobody wants any more
+_WAKE = 0.1  # seconds between checks for a stop while waiting for a batch
+_END = 5.0  # seconds to wait for a batch that is not needed any more
 
 
 def same(batch: Any) -> Any:
@@ -37,7 +37,7 @@ def same(batch: Any) -> Any:
 
 
 def prefetch_of(prefetch: int, connection: Connection) -> int:
-    """How many batches to take ahead: as many as lookups may run ahead, unless none."""
+    """How many batches to prefetch: at least as many as lookups may be made in advance, unless 0."""
     if prefetch < 0:
         raise ValueError(f"prefetch must not be negative, got {prefetch}.")
     return max(prefetch, connection.ahead) if prefetch else 0
@@ -52,26 +52,26 @@ def feed(
     stopped: Callable[[], object] = never,
     rounds: RankRounds | None = None,
 ) -> Feed:
-    """The batches of `data` behind the first `skip`, until its end or until `stopped` says so.
+    """The batches of `data` after the first `skip`, until its end or until `stopped` gives a reason.
 
-    Closing the feed ends its thread. Data that knows its position is then moved back to the last batch
-    that was handed out, as if nothing had been taken ahead. With `rounds`, all ranks must close it behind the
-    same batch.
+    Closing the feed ends its thread. Data that has a position is then moved back to the last batch that was
+    handed out, as if nothing had been prefetched. With `rounds`, all ranks must close it after the same
+    batch.
     """
     if rounds is not None and rounds.connection.world_size > 1:
         wait = rounds.connection.settings.timeout
-        taker: BatchSource = SharedTaker(data, place, rounds)
+        source: BatchSource = RankBatchSource(data, place, rounds)
     else:
-        wait, taker = _END, BatchSource(data, place, skip)
-    return AheadFeed(data, taker, stopped, prefetch, wait) if prefetch else Feed(data, taker, stopped)
+        wait, source = _END, BatchSource(data, place, skip)
+    return PrefetchFeed(data, source, stopped, prefetch, wait) if prefetch else Feed(data, source, stopped)
 
 
 class Feed(Iterator[FedBatch]):
-    """Takes batches when they are asked for."""
+    """Takes batches when they are requested."""
 
-    def __init__(self, data: Any, taker: BatchSource, stopped: Callable[[], object]) -> None:
+    def __init__(self, data: Any, source: BatchSource, stopped: Callable[[], object]) -> None:
         self._data = data
-        self._taker = taker
+        self._source = source
         self._stopped = stopped
         self._last = position_of(data)
         self._closed = False
@@ -80,23 +80,23 @@ class Feed(Iterator[FedBatch]):
 
     def __next__(self) -> FedBatch:
         stopped = self._stopped()
-        fed = None if self._closed else self._taker.next(str(stopped) if stopped else None)
+        fed = None if self._closed else self._source.next(str(stopped) if stopped else None)
         if fed is None:
-            self.reason = self._taker.reason
+            self.reason = self._source.reason
             raise StopIteration
         self._last = fed.position
         activity.advance()
         return fed
 
     def close(self) -> None:
-        """Nobody wants more batches."""
+        """No more batches are needed."""
         if not self._closed:
             self._closed = True
             try:
-                self._taker.leave()
+                self._source.leave()
             finally:
-                self._taker.close()
-            if self._taker.cut:
+                self._source.close()
+            if self._source.cut:
                 move_back(self._data, self._last)
 
     def __enter__(self) -> Feed:
@@ -110,28 +110,28 @@ class Feed(Iterator[FedBatch]):
         self.close()
 
     def abandon(self, error: BaseException) -> None:
-        """Something has failed on this rank: close, and do not wait for others, who may wait for this one."""
-        if not self._taker.alone and not self._abandoned:
+        """This rank has failed: close without waiting for others, which may wait for this one."""
+        if not self._source.alone and not self._abandoned:
             self._abandoned = True
             self._abandon(error)
 
     def _abandon(self, error: BaseException) -> None:
         self._closed = True
-        self._taker.fail(error)
-        self._taker.close()
+        self._source.fail(error)
+        self._source.close()
 
 
-class AheadFeed(Feed):
-    """Takes batches on a thread."""
+class PrefetchFeed(Feed):
+    """Takes batches in advance, on a thread."""
 
     def __init__(
-        self, data: Any, taker: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float
+        self, data: Any, source: BatchSource, stopped: Callable[[], object], prefetch: int, wait: float
     ) -> None:
-        super().__init__(data, taker, stopped)
+        super().__init__(data, source, stopped)
         self._size = prefetch
         self._wait = wait
         self._taken = 0
-        self._given = 0
+        self._handed_out = 0
         self._changed = threading.Condition()
         self._waiting: deque[FedBatch | BaseException] = deque()
         self._complete = False  # nothing more will come
@@ -141,12 +141,12 @@ class AheadFeed(Feed):
     def __next__(self) -> FedBatch:
         with self._changed:
             while not (self._waiting or self._complete or self._closed or self._stops()):
-                self._changed.wait(_WAKE)  # a signal's handler cannot notify, so this one looks
+                self._changed.wait(_WAKE)  # a signal handler cannot notify, so this loop polls
             if not self._waiting or self._closed or self._stops():
-                self.reason = self._taker.reason
+                self.reason = self._source.reason
                 raise StopIteration
             item = self._waiting.popleft()
-            self._given += not isinstance(item, BaseException)
+            self._handed_out += not isinstance(item, BaseException)
             self._changed.notify_all()
         if isinstance(item, BaseException):
             raise item
@@ -163,45 +163,45 @@ class AheadFeed(Feed):
             self._changed.notify_all()
         self._thread.join(self._wait)
         if self._thread.is_alive():
-            _log.warning("The data has not let go of its thread; its position is ahead of training.")
-        elif self._taken > self._given or self._taker.cut:
+            _log.warning("The data has not released its thread; its position is ahead of training.")
+        elif self._taken > self._handed_out or self._source.cut:
             move_back(self._data, self._last)
 
     def _abandon(self, error: BaseException) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._taker.fail(error)
+        self._source.fail(error)
         self._thread.join(_END)  # no thread may be in a collective when the interpreter ends
 
     def _stops(self) -> bool:
-        """Whether to stop here; several ranks do so when a batch says it that none has begun to take."""
+        """Whether to stop here; several ranks stop at a batch that none has started to take."""
         stopped = self._stopped()
         if stopped and self._stop is None:
-            self._stop = (self._given + self._size, str(stopped))
-        return bool(stopped) and self._taker.alone
+            self._stop = (self._handed_out + self._size, str(stopped))
+        return bool(stopped) and self._source.alone
 
     def _fill(self) -> None:
         """The thread: takes a batch whenever there is room."""
         try:
-            while self._room() and (fed := self._taker.next(self._reason_now())) is not None:
+            while self._room() and (fed := self._source.next(self._reason_now())) is not None:
                 with self._changed:
                     self._taken += 1
                     self._waiting.append(fed)
                     self._changed.notify_all()
             if not self._abandoned:
-                self._taker.leave()
+                self._source.leave()
         except BaseException as error:
             with self._changed:
                 self._waiting.append(error)
         finally:
-            self._taker.close()
+            self._source.close()
             with self._changed:
                 self._complete = True
                 self._changed.notify_all()
 
     def _reason_now(self) -> str | None:
-        if self._stop is None or self._taker.alone or self._taken < self._stop[0]:
+        if self._stop is None or self._source.alone or self._taken < self._stop[0]:
             return None
         return self._stop[1]
 

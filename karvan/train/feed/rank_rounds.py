@@ -1,17 +1,17 @@
 """`RankRounds`: ranks take their batches together.
 
 In a round every rank takes a batch, if it is its turn and its data has one more, and then all agree by one
-sum: how many rows and batches there are, how many ranks may have more, and who wants what.
+sum: how many samples and batches there are, how many ranks may have more, and what ranks request.
 
 | the sum says | all ranks |
 |---|---|
 | some rank has a batch | train in this round, those without one on an empty batch |
-| none has, but some may have more | pass this round over |
+| none has, but some may have more | skip this round |
 | all data has ended | end the epoch |
-| somebody stops, leaves or has failed | end here, and are told why; nobody gets a batch of this round |
+| a rank stops, leaves or has failed | end here, and learn why; no rank gets a batch of this round |
 | rank 0's clock says so | save after the step of this round |
 
-A rank that does not know the columns yet says so, and all tell theirs. A rank that leaves early (its goal is
+A rank that does not know the columns yet asks, and all send theirs. A rank that leaves early (its goal is
 reached) takes part in one more sum, which ends the rounds of all: no rank is left waiting.
 """
 
@@ -35,7 +35,7 @@ def always(number: int) -> bool:
 
 
 def never() -> bool:
-    """It is not the time."""
+    """Nothing is due."""
     return False
 
 
@@ -59,7 +59,7 @@ class _Agreement:
     saving: int
 
 
-class SharedTaker(BatchSource):
+class RankBatchSource(BatchSource):
     """Takes this rank's batches in rounds with the others; all of it happens on one channel."""
 
     alone = False
@@ -89,7 +89,7 @@ class SharedTaker(BatchSource):
             asks = batch is None and self._columns is None
             agreed = self._agree(channel, rows, batch is not None, asks, bool(stop))
             if agreed.ending:
-                self._tell(channel, reason=stop)
+                self._share_reason(channel, reason=stop)
                 return None
             if not agreed.may_have_more:
                 self._over = True
@@ -98,8 +98,8 @@ class SharedTaker(BatchSource):
             if not agreed.batches:
                 return FedBatch(None, self._position, all_batches=0)
             if agreed.asking:
-                told = channel.gather_json(self._columns)
-                self._columns = self._columns or next(each for each in told if each is not None)
+                gathered = channel.gather_json(self._columns)
+                self._columns = self._columns or next(each for each in gathered if each is not None)
             placed = self._place(empty(self._columns or {}) if batch is None else batch)
             return FedBatch(placed, self._position, rows, agreed.rows, agreed.batches, agreed.saving > 0)
 
@@ -138,13 +138,15 @@ class SharedTaker(BatchSource):
 
     def _end(self, channel: CollectiveChannel, error: str | None = None) -> None:
         self._agree(channel, 0, False, False, True)
-        self._tell(channel, error=error)
+        self._share_reason(channel, error=error)
 
-    def _tell(self, channel: CollectiveChannel, reason: str | None = None, error: str | None = None) -> None:
-        """Why the rounds end: a rank's error is one on all others."""
+    def _share_reason(
+        self, channel: CollectiveChannel, reason: str | None = None, error: str | None = None
+    ) -> None:
+        """Exchange why the rounds end: a rank's error becomes an error on all others."""
         self._over = self.cut = True
-        told = channel.gather_json({"reason": reason, "error": error})
-        for rank, each in enumerate(told):
+        gathered = channel.gather_json({"reason": reason, "error": error})
+        for rank, each in enumerate(gathered):
             if each["error"] and rank != channel.rank and not error:
                 raise RankError(f"Rank {rank} could not take its next batch: {each['error']}")
-        self.reason = next((each["reason"] for each in told if each["reason"]), None)
+        self.reason = next((each["reason"] for each in gathered if each["reason"]), None)

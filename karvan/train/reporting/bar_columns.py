@@ -22,7 +22,7 @@ _WIDE, _NARROW = 100, 70  # columns of a terminal
 
 
 def make_columns(console: Console, total: int | None) -> list[ProgressColumn]:
-    """The columns of a fit with so many steps; without a total there is no time left to tell."""
+    """The columns for a fit of `total` steps; without a total, remaining time is not shown."""
     known = "" if total is None else f"/{total:,}"
     last: list[ProgressColumn] = [TimeElapsedColumn(_fixed())]
     if total is not None:
@@ -58,7 +58,7 @@ class _Bar(ProgressColumn):
 
 
 class _Numbers(ProgressColumn):
-    """Losses, metrics and speeds: the only column that gives way."""
+    """Losses, metrics and speeds: the only column that is shortened."""
 
     def render(self, task: Task) -> _Fitting:
         """The numbers."""
@@ -66,7 +66,7 @@ class _Numbers(ProgressColumn):
 
 
 class _Fitting:
-    """As many of some texts as fit into a line, each whole."""
+    """As many of some texts as fit into a line, each complete."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts

@@ -1,4 +1,4 @@
-"""A short description of a Trainer, for `repr`. It asks nobody else: neither other ranks nor servers."""
+"""A short description of a Trainer, for `repr`, without calls to other ranks or servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Progress: the bar or the lines that a fit prints.
 
 On a terminal it is a live bar with step, time left, losses, metrics, samples/s, rows and memory; a narrow one
-shows as many of these as fit. Elsewhere it is a plain line now and then. `NoProgress` shows nothing.
+shows as many of these as fit. Without a terminal it is a line from time to time. `NoProgress` shows nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NoProgress:
     """Shows nothing; the others derive from it."""
 
     def begin(self, step: int, total: int | None) -> None:
-        """A fit begins behind this step, and ends at `total` if that is known."""
+        """A fit starts after this step, and ends at `total` if that is known."""
 
     def step(self, step: int) -> None:
         """A step is over."""
@@ -36,7 +36,7 @@ class NoProgress:
         """There are new numbers."""
 
     def say(self, text: str) -> None:
-        """There is something to be said."""
+        """Show a message."""
 
     def end(self) -> None:
         """The fit is over."""
@@ -114,7 +114,7 @@ class BarProgress(NoProgress):
 
 
 def make_progress(progress: str | NoProgress) -> NoProgress:
-    """The progress of that name; "auto" is a bar on a terminal and plain lines elsewhere."""
+    """The progress of that name; "auto" is a bar on a terminal and plain lines otherwise."""
     if isinstance(progress, NoProgress):
         return progress
     if progress not in NAMES:
@@ -133,7 +133,7 @@ def line_of(report: Report, total: int | None) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What the process has resident, or on a GPU what torch has allocated there."""
+    """The resident memory of the process, or on a GPU what torch has allocated there."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:

@@ -16,17 +16,17 @@ _log = logging.getLogger("karvan.train")
 
 
 class Reporter:
-    """Tells a Trainer's logs and progress how it goes."""
+    """Sends reports to a Trainer's loggers and progress."""
 
     def __init__(self, parts: TrainerParts) -> None:
         self._parts = parts
         self._engines = engines_of(parts.model)
         self._counted: dict[str, int] = {}  # of lookups and pushes, up to the last report
-        self._stale: dict[str, float] = {}  # what that has told of them
+        self._stale: dict[str, float] = {}  # the staleness in the last report
         self._last = (time.monotonic(), parts.counts.samples)
 
     def training(self) -> None:
-        """Losses since the last report, metrics since the epoch began, and speed; of all ranks."""
+        """Losses since the last report, metrics since the start of the epoch, and speed; of all ranks."""
         parts = self._parts
         channel = parts.connection.main
         if not (losses := parts.window.means(channel)):
@@ -49,7 +49,7 @@ class Reporter:
             **self._staleness(),
             **rates,
         }
-        self._tell("train", values)
+        self._report("train", values)
         parts.window.reset()
 
     def _rows(self) -> dict[str, int]:
@@ -61,11 +61,11 @@ class Reporter:
         return rows
 
     def _staleness(self) -> dict[str, float]:
-        """Where rows or parameters are on servers: how far gradients were behind since the last report.
+        """With rows or parameters on servers: how stale gradients were since the last report.
 
-        staleness: batches between lookup and applied gradient, this one included; staleness_max: the most of
-        them, since training began. dense_staleness: steps of others between pulling dense parameters and
-        pushing their gradients.
+        staleness: batches between lookup and applied gradient, this one included; staleness_max: the largest
+        since training started. dense_staleness: steps of others between pulling dense parameters and pushing
+        their gradients.
         """
         parts = self._parts
         if parts.connection.servers is None:
@@ -77,27 +77,27 @@ class Reporter:
             "pushes": dense.pushes,
             "behind": dense.total,
         }
-        told = parts.connection.main.gather_json(
+        gathered = parts.connection.main.gather_json(
             [
                 {name: value - self._counted.get(name, 0) for name, value in now.items()},
                 max((each.most for each in ahead), default=0),
             ]
         )
         self._counted = now
-        counts = {name: sum(each[name] for each, _ in told) for name in now}
-        if counts["lookups"]:  # not if all were made before
+        counts = {name: sum(each[name] for each, _ in gathered) for name in now}
+        if counts["lookups"]:  # otherwise all were made before
             self._stale["staleness"] = counts["out"] / counts["lookups"]
-            self._stale["staleness_max"] = max(most for _, most in told)
+            self._stale["staleness_max"] = max(most for _, most in gathered)
         if counts["pushes"]:
             self._stale["dense_staleness"] = counts["behind"] / counts["pushes"]
         return self._stale
 
     def evaluation(self, metrics: Mapping[str, float]) -> None:
-        """What an evaluation gave."""
-        self._tell("eval", metrics)
+        """Report the results of an evaluation."""
+        self._report("eval", metrics)
 
     def exclude(self, seconds: float) -> None:
-        """Do not count so many seconds as time of training."""
+        """Do not count these seconds as training time."""
         then, samples = self._last
         self._last = (then + seconds, samples)
 
@@ -106,29 +106,29 @@ class Reporter:
         return merged(self._parts.connection.main, self._parts.metrics)
 
     def end(self, result: FitResult, skipped: int) -> None:
-        """The last words, and a loud one if steps of this fit were skipped."""
+        """Show the final message, and a warning if steps of this fit were skipped."""
         parts = self._parts
         parts.progress.end()
-        parts.progress.say(_last_words(result))
+        parts.progress.say(_final_message(result))
         if not skipped:
             return
         text = f"{skipped} of {result.trained} steps were skipped, because a gradient was not finite."
-        if parts.setup.runs.precision.always_checks:  # a step now and then is too large on purpose
+        if parts.setup.runs.precision.always_checks:  # occasional overflows are part of fp16
             parts.progress.say(text)
         elif parts.connection.rank == 0:
             parts.progress.say(f"WARNING: {text}")
             _log.warning(text)
 
-    def _tell(self, kind: str, values: Mapping[str, float]) -> None:
+    def _report(self, kind: str, values: Mapping[str, float]) -> None:
         counts = self._parts.counts
-        # Behind the last batch of an epoch, the numbers are still those of that epoch.
+        # After the last batch of an epoch, the numbers are still those of that epoch.
         epoch = counts.epoch if counts.batches or not counts.epoch else counts.epoch - 1
         report = Report(kind, counts.step, epoch, values, counts.samples, time.time())
         self._parts.loggers.write(report)
         self._parts.progress.report(report)
 
 
-def _last_words(result: FitResult) -> str:
+def _final_message(result: FitResult) -> str:
     where = f"; checkpoint at {result.checkpoint}" if result.checkpoint else "; there are no checkpoints"
     if result.stopped in ("interrupt", "terminate"):
         by = "Ctrl-C" if result.stopped == "interrupt" else "SIGTERM"

@@ -15,7 +15,7 @@ from karvan.train.state.gathering import summed
 
 @dataclass(frozen=True)
 class StepLogs:
-    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or left out.
+    """One optimizer step: its losses as tensors (float() reads one), whether it was taken or skipped.
 
     Where several ranks train, `samples` are those of all; `losses` are of this rank's, NaN if it had none.
     """
@@ -42,7 +42,7 @@ class Report:
     time: float | None = None
 
     def labels(self) -> dict[str, str | int | float]:
-        """What the values are about, without what is not known."""
+        """What the values describe, without unknown fields."""
         known = {"samples": self.samples, "time": self.time}
         found = {name: value for name, value in known.items() if value is not None}
         return {"kind": self.kind, "step": self.step, "epoch": self.epoch, **found}
@@ -52,10 +52,10 @@ class Report:
 class FitResult:
     """Where a fit ended.
 
-    `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or what a callback
-    gave as its reason. `trained` counts the steps of this call, `skipped` those of them that were left out,
-    `step` all of them; `epoch` counts those of this data. `metrics` are those of training since the epoch
-    began, `evaluation` those of the last evaluation.
+    `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or the reason of a
+    callback. `trained` counts the steps of this call, `skipped` those of them that were skipped, `step` all
+    steps of the run; `epoch` counts the epochs of this data. `metrics` are those of training since the start
+    of the epoch, `evaluation` those of the last evaluation.
     """
 
     step: int
@@ -70,7 +70,7 @@ class FitResult:
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A few lines for a person; `repr` has everything."""
+        """A summary in a few lines; `repr` has everything."""
         skipped = f", {self.skipped:,} of them skipped" if self.skipped else ""
         lines = [
             f"Trained {self.trained:,} steps in {self.seconds:.1f} s{skipped}: now at step {self.step:,}, "
@@ -94,16 +94,16 @@ class TrainingCounts:
 
     step: int = 0
     epoch: int = 0  # epochs of this data that are complete
-    batches: int = 0  # of the epoch that is not
-    passed: int = 0  # turns at a step that were passed over, because the ranks that had them had no data left
-    start_step: int = 0  # the step at which training on this data began
+    batches: int = 0  # of the epoch that is in progress
+    passed: int = 0  # steps that were skipped because the ranks whose turn it was had no data left
+    start_step: int = 0  # the step at which training on this data started
     samples: int = 0
-    skipped: int = 0  # steps that were left out
+    skipped: int = 0  # steps whose gradients were not finite
     evaluated: int = -1  # the step of the last evaluation
     evaluation: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {**vars(self), "evaluation": dict(self.evaluation)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,21 +152,21 @@ class ReportWindow:
         return {name: total / self._count for name, total in sums.items()}
 
     def reset(self) -> None:
-        """Begin the next window."""
+        """Start the next window."""
         self._sums, self._count = {}, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {"sums": {name: float(total) for name, total in self._sums.items()}, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` gave."""
-        # Plain CPU numbers go well with those of any device.
+        # Scalars on the CPU can be combined with tensors on any device.
         self._sums = {name: torch.tensor(total, dtype=torch.float64) for name, total in state["sums"].items()}
         self._count = state["count"]
 
     def load_share(self, states: Sequence[Mapping[str, Any]], rank: int) -> None:
-        """Restore what another number of ranks had: all of it is rank 0's."""
+        """Restore the states of another number of ranks: rank 0 gets all of it."""
         sums: dict[str, float] = {}
         for state in states if rank == 0 else ():
             for name, total in state["sums"].items():

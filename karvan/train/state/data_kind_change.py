@@ -20,17 +20,17 @@ _log = logging.getLogger("karvan.train")
 
 
 def starts_epoch(
-    position: Any, data: Any, counts: TrainingCounts, drop_unfinished: bool, *, says: bool
+    position: Any, data: Any, counts: TrainingCounts, drop_unfinished: bool, *, warns: bool
 ) -> bool:
     """Whether data was moved to the start of its epoch, because the position is of another kind of data."""
     if position is None or not isinstance(data, Positioned):
         return False
-    saved, given = kind_of(position), kind_of(position_of(data))
-    if saved == given:
+    saved, current = kind_of(position), kind_of(position_of(data))
+    if saved == current:
         return False
     if not drop_unfinished and (counts.batches or _grows(data)):
-        raise UnfinishedError(f"Epoch {counts.epoch} cannot be continued. {mismatch(saved, given)}")
-    if says and counts.batches:
+        raise UnfinishedError(f"Epoch {counts.epoch} cannot be continued. {mismatch(saved, current)}")
+    if warns and counts.batches:
         _log.warning(
             "Epoch %d starts again at its first batch: %d of its batches are trained a second time.",
             counts.epoch,
@@ -44,7 +44,7 @@ def starts_epoch(
 
 
 def _grows(data: Any) -> bool:
-    """Whether an epoch begins where the one before has ended, so that a position is always needed."""
+    """Whether an epoch starts where the one before ended, so that a position is always needed."""
     ask = getattr(data, "identity", None)
     known = ask() if callable(ask) else None
     return known is not None and known.grows

@@ -1,16 +1,16 @@
-"""Which data a run trains on, and what happens when a fit brings other data than the checkpoint's.
+"""Which data a run trains on, and what happens when the data of a fit is not the checkpoint's.
 
-A checkpoint has the identity of its data, and whether the fit had come to its end. A fit that finds a
+A checkpoint has the identity of its data, and whether its fit had reached its end. A fit that finds a
 checkpoint compares:
 
 | data of the fit | the checkpoint's fit had ended | it had not |
 |---|---|---|
-| the same | nothing to do, unless more epochs or steps are asked for | continue where it stopped |
+| the same | nothing to do, unless more epochs or steps are requested | continue where it stopped |
 | other | train on it: model, rows, optimizers, schedules, step continue, epochs count from 0 | an error |
 | other, but trained to its end before | as if it were the same, with a warning; see `finished_data.py` | an
 error |
 
-Data without an identity (a list, a torch DataLoader) is taken as the same, because nothing else can be known;
+Data without an identity (a list, a torch DataLoader) is taken as the same, because it cannot be compared;
 `data_name` of `fit` gives it one. Data that grows (a Kafka topic) continues at its position in both cases.
 """
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("karvan.train")
 
 
 class UnfinishedError(ValueError):
-    """A fit brings other data than that of its newest checkpoint, which was not trained to its end."""
+    """The data of a fit is not that of its newest checkpoint, which was not trained to its end."""
 
 
 def identify(data: Any, name: str | None, connection: Connection) -> Identity | None:
@@ -60,8 +60,8 @@ def identify(data: Any, name: str | None, connection: Connection) -> Identity | 
         return None
     if len(set(ids)) == 1:
         return known
-    whole = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]  # every rank has files of its own
-    return Identity(whole, f"{known.label} and the data of {len(ids) - 1} more ranks", known.name)
+    combined = hashlib.sha256("\n".join(ids).encode()).hexdigest()[:16]  # every rank has its own files
+    return Identity(combined, f"{known.label} and the data of {len(ids) - 1} more ranks", known.name)
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Record:
     """What a checkpoint says about its data."""
 
     identity: Identity | None
-    finished: bool  # whether its fit had come to its end
-    wanted: str  # how much that fit was asked to train, for people
+    finished: bool  # whether its fit had reached its end
+    wanted: str  # how much that fit had to train, as text
     epoch: int
     batches: int
     step: int = 0
@@ -101,7 +101,7 @@ def state_of(
     early: bool = False,
     past: tuple[FinishedData, ...] = (),
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of its data; see `Record`."""
+    """The state of the data for checkpoints; see `Record`."""
     return {
         "identity": None if identity is None else identity.state(),
         "finished": finished,
@@ -112,7 +112,7 @@ def state_of(
 
 
 def record_of(checkpoint: Checkpoint) -> Record | None:
-    """What a checkpoint says about its data, without loading it; None if it is none of training."""
+    """What a checkpoint says about its data, without loading it; None if it is not one of training."""
     tree = checkpoint.manifest.state
     if not isinstance(tree, dict) or "trainer" not in tree:
         return None
@@ -136,7 +136,7 @@ def record_of(checkpoint: Checkpoint) -> Record | None:
 def is_other(
     record: Record | None, identity: Identity | None, checkpoint: Checkpoint, drop_unfinished: bool
 ) -> bool:
-    """Whether a fit brings other data than the checkpoint's; an error if that was not trained to its end."""
+    """Whether data is not the checkpoint's; an error if the checkpoint's was not trained to its end."""
     known = None if record is None else record.identity
     if record is None or (None if known is None else known.id) == (None if identity is None else identity.id):
         return False
@@ -181,24 +181,24 @@ def announcement(
     other: bool,
     before: FinishedData | None = None,
 ) -> str:
-    """The line that says where a fit begins."""
+    """The line that says where a fit starts."""
     if before is not None:
         return (
             f"Continuing from {checkpoint.path} with data that was trained before "
             f"({before.amount}, up to step {before.step}): {before.label}."
         )
     if not other or identity is None:
-        return f"Going on from {checkpoint.path}."
+        return f"Resuming from {checkpoint.path}."
     known = None if record is None else record.identity
     shared = 0 if known is None else len(set(known.files) & set(identity.files))
     again = f" {shared} of its {len(identity.files)} files were trained on before." if shared else ""
-    return f"Going on from {checkpoint.path} with new data: {identity.label}.{again}"
+    return f"Resuming from {checkpoint.path} with new data: {identity.label}.{again}"
 
 
 def nothing_to_do(
     data: Any, identity: Identity | None, goal: Goal, before: FinishedData | None = None
 ) -> str:
-    """The line that says why a fit trains nothing; a warning if that may not be what was wanted."""
+    """The line that says why a fit trains nothing; a warning if that may not be intended."""
     if identity is None:
         _log.warning(
             "%s has no identity, so it is taken as the data of the checkpoint, which was trained to its end: "
@@ -210,13 +210,13 @@ def nothing_to_do(
         more = "" if before.early else "larger epochs or max_steps, or "
         return (
             f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
-            f"nothing to do. To train it once more, call fit with {more}a new data_name."
+            f"nothing to do. To train it again, call fit with {more}a new data_name."
         )
     return f"The run has trained {goal.wanted} of {label} already."
 
 
 def remaining(newest: Checkpoint | None, windows: Windows) -> Iterator[Window]:
-    """The windows behind those that a run has trained on, beginning with one that it has not finished."""
+    """The windows after those that a run has trained on, starting with one that it has not finished."""
     record = None if newest is None else record_of(newest)
     name = None if record is None or record.identity is None else record.identity.name
     if newest is not None and name is not None:

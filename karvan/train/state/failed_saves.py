@@ -1,12 +1,12 @@
-"""Checkpoints that could not be saved: how many of them a run survives.
+"""Checkpoints that could not be saved: how many failures a run tolerates.
 
-A save fails because of the place (a full disk, a read-only mount, a server's share that cannot be written) or
-because of the program. The second kind is raised at once. The first kind is a warning, on rank 0, as soon as
-it is known; the checkpoints that were there stay, and the next save is tried when it is due. After more than
+A save fails because of the storage (a full disk, a read-only mount, a server's share that cannot be written)
+or because of the program. The second kind is raised at once. The first kind is a warning, on rank 0, as soon
+as it is known; existing checkpoints stay, and the next save is tried when it is due. After more than
 `tolerated` failures in a row the error is raised. The last save of a run is repeated for `retry_seconds`,
-and then raised: a run never ends well without its last state.
+then its error is raised: a run never ends successfully without its last state.
 
-All ranks count alike, because a save fails on all of them or on none. Rank 0 decides when time is up.
+All ranks have the same count, because a save fails on all of them or on none. Rank 0 decides when time is up.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class FailedSaves:
 
     @property
     def is_last_chance(self) -> bool:
-        """Whether one more failure is one too many; such a save is waited for."""
+        """Whether one more failure is too many; the caller then waits for the save."""
         return self.count >= self.tolerated
 
     def reporter(self, folder: Path) -> Callable[[int, BaseException], None]:
-        """What reports a failed save into a folder; it may be called on the thread that writes."""
+        """A function that reports a failed save; it may be called on the thread that writes."""
         number = self.count + 1
 
         def report(step: int, error: BaseException) -> None:
@@ -116,14 +116,14 @@ class FailedSaves:
                     self.retry_seconds,
                     newest_text(folder),
                 )
-            activity.advance()  # to wait is no stall: there is an end to it
+            activity.advance()  # waiting is not a stall: it is limited
             time.sleep(min(delay, left))
             delay = min(2 * delay, _LONGEST_DELAY)
         self.succeeded()
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether a save failed because of the place, and not of the program."""
+    """Whether a save failed because of the storage, and not because of the program."""
     return isinstance(error, CheckpointError) and error.temporary
 
 

@@ -1,7 +1,7 @@
 """Data that a run has trained to its end: a late retry of yesterday's job must not train it twice.
 
-A checkpoint has a list of them, the newest 1,000. A fit on one of them is what it would be on the data of the
-newest checkpoint: nothing to do, unless more epochs or steps are asked for than were trained.
+A checkpoint has a list of them, the newest 1,000. A fit on one of them is the same as one on the data of the
+newest checkpoint: nothing to do, unless more epochs or steps are requested than were trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 1000
 class FinishedData:
     """How much of some data was trained, and the step at which that ended.
 
-    early: `EarlyStopping` has ended it, so that there is nothing to do whatever is asked for.
+    early: `EarlyStopping` has ended it, so that there is nothing to do for any goal.
     """
 
     id: str
@@ -30,17 +30,17 @@ class FinishedData:
     early: bool = False
 
     def state(self) -> dict[str, Any]:
-        """For JSON."""
+        """The values, for JSON."""
         return dict(vars(self))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> FinishedData:
-        """What `state` described."""
+        """Restore what `state` gave."""
         return cls(**state)
 
     @property
     def amount(self) -> str:
-        """For people."""
+        """How much was trained, as text."""
         if self.early or not self.epochs:
             return f"{self.steps} steps"
         return f"{self.epochs} epoch{'' if self.epochs == 1 else 's'}"

@@ -30,7 +30,7 @@ def own_together(folder: Path, connection: Connection) -> Ownership | None:
 
 @contextmanager
 def owned_folder(folder: Path | None, connection: Connection) -> Iterator[None]:
-    """Own the folder of checkpoints, if there is one, for as long as this lasts."""
+    """Own the folder of checkpoints, if there is one, while inside."""
     owned = None if folder is None else own_together(folder, connection)
     try:
         yield

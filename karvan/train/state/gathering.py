@@ -27,17 +27,17 @@ def merged(channel: CollectiveChannel, metrics: Mapping[str, MetricLike]) -> dic
 
 
 def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
-    """A metric like this one that has gathered what these states have."""
-    made = copy.deepcopy(metric)
-    merge = getattr(made, "merge", None)
+    """A copy of this metric that combines these states."""
+    copied = copy.deepcopy(metric)
+    merge = getattr(copied, "merge", None)
     if merge is None:
         raise TypeError(
             f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
         )
-    made.reset()
+    copied.reset()
     for state in states:
         merge(state)
-    return made
+    return copied
 
 
 def summed(channel: CollectiveChannel, values: Mapping[str, float]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Optimizers that continue from a checkpoint: their state must fit, and the settings of the checkpoint win.
 
-A resumed fit continues with the learning rate and the other settings that the checkpoint has, which are what
-a scheduler has made of them. Where the program gives others, that is said, and `new_settings` takes them.
+A resumed fit continues with the learning rate and the other settings of the checkpoint, as schedulers have
+changed them. If the program sets others, there is a warning, and `new_settings` uses them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def kinds_of(optimizers: Mapping[str, Optimizer]) -> dict[str, str]:
 
 
 def restore_optimizer(
-    name: str, optimizer: Optimizer, state: Mapping[str, Any], *, new_settings: bool, speaks: bool
+    name: str, optimizer: Optimizer, state: Mapping[str, Any], *, new_settings: bool, warns: bool
 ) -> None:
-    """Give an optimizer what a checkpoint has for it; an error that says what to do if that does not fit.
+    """Load the state of a checkpoint into an optimizer; an error that says what to do if it does not fit.
 
-    new_settings: keep the learning rate and the other settings that the program has given. speaks: whether
-    this rank says which settings are not used.
+    new_settings: keep the learning rate and the other settings of the program. warns: whether this rank warns
+    of settings that are not used.
     """
     if f"{name}_optimizer" not in state:
         raise ValueError(f"The checkpoint has no {name} optimizer, but there is one here.")
@@ -54,17 +54,17 @@ def restore_optimizer(
             if group.get("initial_lr"):  # the schedule continues from the new rate
                 group["lr"] *= settings.get("initial_lr", group["initial_lr"]) / group["initial_lr"]
             group.update(settings)
-    elif speaks:
-        _say_unused(name, kind, given, [_settings(group) for group in optimizer.param_groups])
+    elif warns:
+        _warn_unused(name, kind, given, [_settings(group) for group in optimizer.param_groups])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group; where a scheduler has it, the learning rate that it began with."""
+    """The settings of a group; with a scheduler, the initial learning rate."""
     names = [name for name in group if name not in ("params", "lr" if "initial_lr" in group else "")]
     return {name: group[name] for name in names}
 
 
-def _say_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[dict[str, Any]]) -> None:
+def _warn_unused(name: str, kind: str, given: list[dict[str, Any]], used: list[dict[str, Any]]) -> None:
     different = {
         setting: (value, after[setting])
         for before, after in zip(given, used, strict=True)

@@ -30,7 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go back to what `random_state` gave."""
+    """Restore what `random_state` gave."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -43,7 +43,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def same_random_state_afterwards() -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace."""
+    """Restore the generators afterwards, whatever was drawn inside."""
     before = random_state()
     try:
         yield

@@ -15,7 +15,7 @@ from karvan.train.state.saving import NoSaver
 
 
 def check_choice(saver: NoSaver, resume: bool | str) -> None:
-    """Raise if checkpoints are refused and there are some, or if one is asked for and there is no folder."""
+    """Raise if checkpoints are refused but exist, or if one is requested but there is no folder."""
     check_resume(resume)
     if isinstance(resume, str) and saver.folder is None:
         raise ValueError(f"resume expects a Trainer with checkpoints, got {resume!r} and a Trainer without.")
@@ -28,7 +28,7 @@ def check_choice(saver: NoSaver, resume: bool | str) -> None:
 
 
 def chosen(resume: bool | str) -> str | None:
-    """The name of the checkpoint to take; None for the newest."""
+    """The name of the checkpoint to use; None for the newest."""
     by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") not in ("", "0")
     restarted = by_torchrun or JobEnvironment.read().generation > 0
     return resume if isinstance(resume, str) and not restarted else None

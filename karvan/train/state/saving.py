@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and by whom."""
+"""When checkpoints are saved, and how failures are handled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Failed: TypeAlias = tuple[int, Path, BaseException]  # the step of a save, wher
 
 
 class Snapshot(NamedTuple):
-    """What a checkpoint is made of."""
+    """The content of a checkpoint."""
 
     step: int
     state: Mapping[str, Any]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Save every so many steps, every so many seconds, or both; None for not. The end is saved always.
+    """Save every so many steps, every so many seconds, or both; None for neither. The end is always saved.
 
     tolerate, retry_seconds: see `failed_saves.py`.
     """
@@ -58,29 +58,29 @@ class NoSaver:
     """Saves nothing; `Saver` derives from it."""
 
     folder: Path | None = None
-    best_metric: str | None = None  # by which the best checkpoint is kept
+    best_metric: str | None = None  # by which the best checkpoint is selected
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept as well."""
+        """Whether the best checkpoint is retained as well."""
         return self.best_metric is not None
 
     def require_writable(self) -> None:
-        """Raise a CheckpointError if nothing can be saved; on all ranks, if it is so on one."""
+        """Raise a CheckpointError if nothing can be saved; on all ranks, if one cannot."""
 
     def begin(self) -> None:
-        """A fit begins."""
+        """A fit starts."""
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint, if there is one."""
         return None
 
     def newest_step(self) -> int | None:
-        """The step of the newest checkpoint, whole or damaged; None if there is none."""
+        """The step of the newest checkpoint, intact or damaged; None if there is none."""
         return None
 
     def resume(self, load: Callable[[Checkpoint], T], name: str | None = None) -> tuple[Checkpoint, T] | None:
-        """The newest whole checkpoint, or the one of a name, and what `load` makes of it; None if there is
+        """The newest intact checkpoint, or the one of a name, and the result of `load`; None if there is
         none. See `karvan/checkpoint/recovery.py`."""
         return None
 
@@ -93,22 +93,22 @@ class NoSaver:
         return False
 
     def due_by_steps(self, step: int) -> bool:
-        """Whether it is time to save as far as steps say, which all ranks know."""
+        """Whether it is time to save by the number of steps, which all ranks know."""
         return False
 
     def take_time(self) -> bool:
-        """Whether it is time to save by the clock; who asks will save, so it begins anew."""
+        """Whether it is time to save by the clock; the caller will save, so the interval starts again."""
         return False
 
     def save(
         self, step: int, state: Mapping[str, Any], model: nn.Module, metrics: Mapping[str, float] | None
     ) -> None:
-        """Take the state as it is now, and write it while training goes on."""
+        """Capture the current state, and write it in the background."""
 
     def finish(self, unsaved: bool, take: Callable[[], Snapshot]) -> str | None:
-        """Wait until everything is written; returns where the newest checkpoint lies.
+        """Wait until everything is written; returns the path of the newest checkpoint.
 
-        take: gives what there is to save now; used if that is `unsaved`, or if the save in flight fails.
+        take: gives the current snapshot; used if the state is `unsaved`, or if the save in flight fails.
         """
         if unsaved:
             self.save(*take())
@@ -127,7 +127,7 @@ class Saver(NoSaver):
         self._checkpoints = checkpoints
         self._settings = settings
         self._failures = FailedSaves(settings.tolerate, settings.retry_seconds)
-        self._pending: Pending | None = None  # in flight, or not looked at since it ended
+        self._pending: Pending | None = None  # in flight, or ended and not checked yet
         self._clock = clock
         self._last = clock()
         self._model: nn.Module | None = None  # of which this fit has saved a checkpoint
@@ -159,7 +159,7 @@ class Saver(NoSaver):
         return self._checkpoints.resume_with(load, name)
 
     def load(self, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-        """See `NoSaver.load`. Tables that are as this process has saved them stay: deltas can follow then."""
+        """See `NoSaver.load`. Tables unchanged since this process saved them stay, for later deltas."""
         written = self._written is not None and self._written == _seen(checkpoint, model)
         if all(distributed.current().main.gather_json(written)):
             return checkpoint.state()
@@ -201,7 +201,7 @@ class Saver(NoSaver):
             self._failures.failed(*failed)
 
     def _begin(self, snapshot: Snapshot, report: Report) -> _Failed | None:
-        """Begin to save; returns what went wrong by then, which was reported."""
+        """Start a save; returns a failure, which was reported."""
         step, state, model, metrics = snapshot
         try:
             self._pending = self._checkpoints.save(step, state, model, metrics=metrics, report=report)
@@ -213,7 +213,7 @@ class Saver(NoSaver):
         return None
 
     def _settle(self) -> _Failed | None:
-        """Wait for the save in flight; returns what went wrong, which was reported."""
+        """Wait for the save in flight; returns its failure, which was reported."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -244,7 +244,7 @@ class Saver(NoSaver):
 
 
 def _seen(checkpoint: Checkpoint, model: nn.Module) -> tuple[Any, ...]:
-    """What tells whether tables have been trained or changed since a checkpoint."""
+    """Differs if tables have been trained or changed since a checkpoint."""
     return checkpoint.manifest.id, {name: table.version for name, table in tables_of(model).items()}
 
 

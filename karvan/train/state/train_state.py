@@ -28,7 +28,7 @@ def take(parts: TrainerParts) -> dict[str, Any]:
 
 
 def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of what is trained, and by what; `own` is what else is another on every rank."""
+    """The state of the model and its optimizers; `own` is further state of this rank alone."""
     runs, optimizers = setup.runs, setup.update.optimizers
     return {
         "model": _without_content(runs.model.state_dict()),
@@ -41,7 +41,7 @@ def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str,
 
 
 def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the random ids of the rows: equal runs have equal checkpoints, which hold the rows anyway."""
+    """Without the random ids of the rows, so that equal runs have equal checkpoints; these have the rows."""
     return {
         name: {part: value for part, value in entry.items() if part != "content"}
         if name.endswith("_extra_state") and isinstance(entry, Mapping) and "tables" in entry
@@ -53,20 +53,20 @@ def _without_content(state: Mapping[str, Any]) -> dict[str, Any]:
 def restore_trained(
     setup: TrainingSetup, counts: TrainingCounts, state: Mapping[str, Any], *, new_settings: bool = False
 ) -> None:
-    """Go back to what `take_trained` gave, apart from the random generators.
+    """Restore what `take_trained` gave, except for the random generators.
 
-    new_settings: optimizers keep the learning rates and other settings that the program has given.
+    new_settings: optimizers keep the learning rates and other settings of the program.
     """
     setup.runs.model.load_state_dict(state["model"])
-    speaks = setup.runs.connection.rank == 0
+    warns = setup.runs.connection.rank == 0
     for name, optimizer in setup.update.optimizers.items():
-        restore_optimizer(name, optimizer, state, new_settings=new_settings, speaks=speaks)
+        restore_optimizer(name, optimizer, state, new_settings=new_settings, warns=warns)
     setup.runs.precision.load_state_dict(state["scaler"])
     counts.load_state_dict(state["trainer"])
 
 
 def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool = False) -> None:
-    """Go back to what `take` gave, apart from the random generators; new_settings: see `restore_trained`."""
+    """Restore what `take` gave, except for the random generators; new_settings: see `restore_trained`."""
     restore_trained(parts.setup, parts.counts, state, new_settings=new_settings)
     parts.schedule.load_state_dict(state["scheduler"])
     if new_settings:
@@ -88,6 +88,6 @@ def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool
 
 
 def random_of(connection: Connection, state: Mapping[str, Any]) -> Any:
-    """This rank's random generators; another number of ranks shares out those that there are."""
+    """This rank's random generators; if the number of ranks has changed, the saved ones are distributed."""
     saved = state["ranks"]
     return saved[connection.rank % len(saved)]["random"]

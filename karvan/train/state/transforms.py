@@ -1,13 +1,13 @@
 """The transforms of training data: saved in checkpoints with what they were fitted to.
 
-A model is trained on numbers that its features' statistics have scaled, so it is of use only together with
-them. `data.transform` of a Loader tells its transform. One with state is kept in the checkpoints of a fit by
-its name, and gets its state back before the first batch is read. The statistics of a checkpoint always win:
-tomorrow's data has to be scaled by the numbers that the model knows.
+A model is trained on numbers that its features' statistics have scaled, so it is useful only together with
+them. `data.transform` of a Loader is its transform. One with state is saved in the checkpoints of a fit under
+its name, and restored before the first batch is read. The statistics of a checkpoint take precedence:
+tomorrow's data has to be scaled by the numbers that the model was trained with.
 
-Data that other processes transform, as a job's loaders do, has `transform_states()` instead, which gives the
-states by name. They are kept in checkpoints as well, but cannot be replaced from here: if they differ from
-those of the checkpoint, or from those of a transform of the same name in this process, it is an error.
+Data that other processes transform, such as a job's loaders, has `transform_states()` instead, which gives
+the states by name. They are saved in checkpoints as well, but cannot be replaced by this process: if they
+differ from those of the checkpoint, or of a transform of the same name in this process, it is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("karvan.train")
 
 
 def replace_statistics(transform: Transform, state: Mapping[str, Any]) -> None:
-    """Give a transform the statistics of a checkpoint, with a warning if it was fitted to others."""
+    """Load the statistics of a checkpoint into a transform, with a warning if it was fitted to others."""
     if not getattr(transform, "unfitted", ()):
         if _equal(transform.state_dict(), state):
             return
@@ -46,31 +46,31 @@ def _equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 class Transforms:
-    """The transforms of some data, by name; those of a checkpoint that the data lacks stay in it."""
+    """The transforms of some data, by name; those of a checkpoint that the data lacks are saved again."""
 
     def __init__(self, *data: object) -> None:
         self._found: dict[str, Transform] = {}
         self._streamed: dict[str, Any] = {}  # states of transforms in other processes
-        self._asked: list[object] = []  # data that has told such states
+        self._asked: list[object] = []  # data that has been asked for such states
         self._saved: dict[str, Any] = {}
         self._loaded = False
         self.use(*data)
 
     @property
     def found(self) -> tuple[Transform, ...]:
-        """Those with state."""
+        """The transforms with state."""
         return tuple(self._found.values())
 
     def use(self, *data: object) -> None:
-        """Find the transforms of more data, and give them what was loaded."""
+        """Find the transforms of more data, and load their statistics into them."""
         for each in data:
             transform = getattr(each, "transform", None)
             if has_state(transform):
                 self._add(name_of(transform), transform)
         for each in data:
-            tell = getattr(each, "transform_states", None)
-            if callable(tell) and all(each is not one for one in self._asked):
-                self._add_states(tell())
+            transform_states = getattr(each, "transform_states", None)
+            if callable(transform_states) and all(each is not one for one in self._asked):
+                self._add_states(transform_states())
                 self._asked.append(each)
 
     def _add(self, name: str, transform: Transform) -> None:
@@ -95,7 +95,7 @@ class Transforms:
                 )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Give the transforms what the state of a checkpoint has for them."""
+        """Load the statistics in the state of a checkpoint into the transforms."""
         self._saved, self._loaded = dict(saved.get(KEY, {})), True
         names = {**self._found, **self._streamed}
         missing = [name for name in names if name not in self._saved]
@@ -109,7 +109,7 @@ class Transforms:
             self._give(name)
 
     def _give(self, name: str) -> None:
-        """Let the data have what was loaded by a name; what other processes have must be the same."""
+        """Load the statistics of one name; those of other processes must be equal."""
         if not self._loaded:
             return
         if name not in self._saved:
@@ -136,9 +136,9 @@ class Transforms:
             )
 
     def match_loaders(self) -> None:
-        """Give transforms without statistics those that loaders have by their names.
+        """Load the loaders' statistics into transforms of the same names that have none.
 
-        A transform that was fitted otherwise is an error.
+        A transform that was fitted to other statistics is an error.
         """
         for name, state in self._streamed.items():
             transform = self._found.get(name)
@@ -149,12 +149,12 @@ class Transforms:
             elif not _equal(transform.state_dict(), state):
                 raise ValueError(
                     f"Transform '{name}' of this process has other statistics than that of the loaders: "
-                    "expected the same. Leave the one of this process without fit, and it takes those of "
-                    "the loaders, or give it a name of its own, FeatureEngine(…, name=…)."
+                    "expected the same. Do not fit the one of this process, so that it takes those of "
+                    "the loaders, or give it another name, FeatureEngine(…, name=…)."
                 )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         own = {name: transform.state_dict() for name, transform in self._found.items()}
         return {KEY: {**self._saved, **self._streamed, **own}}
 

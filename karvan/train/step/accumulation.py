@@ -1,9 +1,9 @@
 """Gradient accumulation: how many batches make a step, and how much each loss counts.
 
-Gradients of ranks are averaged, dense and sparse. So that a step of W ranks is the step of one process on
-all of their rows, the loss of a pass is divided by (rows of all ranks in the step) / (rows of the pass · W),
-which is exactly 1 for equal batches. Batches that make a fixed global step count the same, as they do in one
-process. In mode async every trainer makes steps of its own, with the mean over its own rows.
+Gradients of ranks are averaged, dense and sparse. So that a step of W ranks equals the step of one process on
+all of their samples, the loss of a pass is divided by (samples of all ranks in the step) / (samples of the
+pass · W), which is exactly 1 for equal batches. Batches that make a fixed global step have equal weights, as
+in one process. In mode async every trainer makes its own steps, with the mean over its own samples.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from karvan.train.feed.batch_source import FedBatch
 class Accumulation:
     """The passes of a step on one of `world_size` ranks.
 
-    gradient_accumulation_steps: every rank has so many batches in a step. global_accumulation_steps: all
-    ranks together have; in step number s, rank r has one more than others if (r - s) modulo world_size is
-    below what is left over, so that ranks read their data evenly. together: a step has the batches of all
-    ranks.
+    gradient_accumulation_steps: the batches of every rank in a step. global_accumulation_steps: those of all
+    ranks together; in step number s, rank r has one more than others if (r - s) modulo world_size is below
+    the remainder, so that ranks read their data evenly. together: a step has the batches of all ranks.
     """
 
     gradient_accumulation_steps: int = 1
@@ -67,7 +66,7 @@ class Accumulation:
         return self.global_accumulation_steps or self.gradient_accumulation_steps * self.world_size
 
     def steps(self, batches: int) -> int:
-        """How many steps so many batches of every rank make."""
+        """How many steps this number of batches of every rank makes."""
         return -(-batches * self.world_size // self.batches)
 
     def mine(self, step: int) -> int:
@@ -78,15 +77,15 @@ class Accumulation:
         return even + ((self.rank - step) % self.world_size < left)
 
     def weights(self, group: Sequence[FedBatch]) -> tuple[list[float], float]:
-        """How much each pass of this rank counts, an empty one 0, and what those of all ranks sum up to."""
+        """The weight of each pass of this rank, 0 for an empty one, and the sum over all ranks."""
         if self.world_size == 1:
             return [1.0] * len(group), float(len(group))
         if self.global_accumulation_steps is not None:
             return [float(fed.rows > 0) for fed in group], float(sum(fed.all_batches for fed in group))
         return [float(fed.rows) for fed in group], float(sum(fed.all_rows for fed in group))
 
-    def divisor(self, weight: float, weights: Sequence[float], whole: float) -> float:
-        """What the loss of a pass is divided by; 1 for an empty one, whose loss is 0."""
+    def divisor(self, weight: float, weights: Sequence[float], total_weight: float) -> float:
+        """The number by which the loss of a pass is divided; 1 for an empty one, whose loss is 0."""
         if not weight:
             return 1.0
-        return whole / (weight * self.world_size) if self.together else sum(weights) / weight
+        return total_weight / (weight * self.world_size) if self.together else sum(weights) / weight

@@ -1,7 +1,7 @@
 """Keeps the dense parameters of several ranks equal.
 
 `Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel. The model itself
-stays as it is: checkpoints, callbacks and evaluations see the bare one.
+stays as it is: checkpoints, callbacks and evaluations see it without the wrapper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from karvan.train.losses import nothing_of
 
 
 class Parallel:
-    """For a model of one process, or one that has nothing to be averaged."""
+    """For a model of one process, or one that has nothing to average."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -29,23 +29,23 @@ class Parallel:
         return self._model(batch)
 
     def begin(self, output: Any, loss: Tensor) -> Tensor:
-        """What to go backward from."""
+        """The tensor to compute gradients from."""
         return loss
 
     def passing(self, last: bool) -> AbstractContextManager[Any]:
-        """What a forward and its backward run in; gradients are averaged in a step's last pass."""
+        """The context of a forward and of its backward; gradients are averaged in a step's last pass."""
         return nullcontext()
 
 
 class Averaged(Parallel):
-    """Parameters begin as those of rank 0; after a step's last pass they have the mean of all gradients."""
+    """Parameters start as those of rank 0; after a step's last pass they have the mean of all gradients."""
 
     def __init__(self, model: nn.Module, connection: Connection) -> None:
         super().__init__(model)
         self._connection = connection
-        self._shared = DistributedDataParallel(_Rehearsed(model))
-        # Torch lays gradients out anew after the first pass, in the order in which they came, and the bits of
-        # sums depend on places. After a rehearsal, a fit that goes on has the sums of one that never stopped.
+        self._shared = DistributedDataParallel(_Rehearsal(model))
+        # Torch rearranges gradients after the first pass, in the order in which they came, and the bits of
+        # sums depend on positions. After a rehearsal, a fit that resumes has the sums of one never stopped.
         self._shared(None).backward()
         model.zero_grad()
 
@@ -54,7 +54,7 @@ class Averaged(Parallel):
         return self._shared(batch)
 
     def begin(self, output: Any, loss: Tensor) -> Tensor:
-        """See `Parallel.begin`; torch expects that a head takes part even if no loss meets it."""
+        """See `Parallel.begin`; torch expects that every head takes part, even one without a loss."""
         return loss + nothing_of(output) if isinstance(output, Mapping) and len(output) > 1 else loss
 
     @contextmanager
@@ -70,7 +70,7 @@ class Averaged(Parallel):
             raise explained from error
 
 
-class _Rehearsed(nn.Module):
+class _Rehearsal(nn.Module):
     """A model that can be called without a batch, for gradients of zero."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,7 +86,7 @@ class _Rehearsed(nn.Module):
 
 
 def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
-    """What a model of these ranks needs; a collective. In mode async servers have the parameters instead."""
+    """The wrapper for a model of these ranks; a collective. In mode async servers hold the parameters."""
     trained = any(parameter.requires_grad for parameter in model.parameters())
     averages = connection.world_size > 1 and connection.joint_steps
     return Averaged(model, connection) if averages and trained else Parallel(model)

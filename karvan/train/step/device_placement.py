@@ -1,7 +1,8 @@
 """Moves batches and embedding vectors to the model's device.
 
-A store in memory takes its ids on the CPU, wherever the rest of the model is. So columns that become ids stay
-there, all others go to the device, and so do the vectors that an engine gives. Without a GPU nothing happens.
+A store in memory takes its ids on the CPU, on whatever device the rest of the model is. So columns that
+become ids stay on the CPU; all others go to the device, and so do an engine's vectors. Without a GPU nothing
+happens.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ class Placement:
         return self._prepare(batch, training, checks=bool(training))
 
     def _prepare(self, batch: Any, training: bool | None, checks: bool) -> Any:
-        made = self._call(batch)
+        prepared = self._call(batch)
         if checks:
-            self._check(made)
+            self._check(prepared)
         for engine in self._engines:
-            engine.prepare(made, training=training)
-        return made
+            engine.prepare(prepared, training=training)
+        return prepared
 
     def forget(self) -> None:
-        """Batches that were prepared for training and not used will not be."""
+        """Drop batches that were prepared for training and will not be used."""
         for engine in self._engines:
             engine.forget_prepared()
 
     def receive(self, batch: Any) -> None:
-        """Called by who computes with a batch, before it does."""
+        """Must be called before computing with a batch, on the same thread."""
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """What a forward of the model runs in."""
+        """The context of a forward of the model."""
         yield
 
 
 class CudaPlacement(Placement):
-    """For a model on a GPU: copies go over a stream of their own, so they do not wait for the computation."""
+    """For a model on a GPU: copies use a separate stream, so they do not wait for the computation."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class CudaPlacement(Placement):
         return self._prepare(placed, training, checks=bool(training) and not self._checks_first)
 
     def receive(self, batch: Any) -> None:
-        """See `Placement.receive`: waits for the copies, and keeps their memory until they were used."""
+        """See `Placement.receive`: waits for the copies, and holds their memory until they were used."""
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for entry in batch.values():
@@ -126,16 +127,16 @@ def make_placement(
     engines: Sequence[EmbeddingEngine],
     check: Check = no_check,
 ) -> Placement:
-    """The placement for a device; `engines` group the ids of batches ahead, `check` looks at labels."""
+    """The placement for a device; `engines` group the ids of batches in advance, `check` checks labels."""
     if device.type == "cuda":
         return CudaPlacement(model, device, prepare, engines, check)
     return Placement(prepare, engines, check)
 
 
 def target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device that is asked for, with its number, or the one that the model is on.
+    """The requested device, with its index, or the one that the model is on.
 
-    With its number, because other threads have their own current GPU, which is the first.
+    With its index, because other threads have their own current GPU, by default the first.
     """
     if device is None:
         return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -15,17 +15,17 @@ Schedulers: TypeAlias = Given | Iterable[Given] | Mapping[str, Given] | None
 
 
 class Schedule:
-    """All schedulers of a Trainer; they move after every step that was taken, or after every epoch.
+    """All schedulers of a Trainer; they advance after every step that was taken, or after every epoch.
 
-    A function is called with every optimizer, dense and sparse, and makes a scheduler of it. A mapping with
-    "dense" and "sparse" gives each its own. A scheduler that is made already is taken as it is.
+    A function is called with every optimizer, dense and sparse, and makes a scheduler for it. A mapping with
+    "dense" and "sparse" has one for each. A scheduler object is used as it is.
     """
 
     def __init__(self, given: Schedulers, optimizers: Mapping[str, Optimizer], per: str) -> None:
         if per not in ("step", "epoch"):
             raise ValueError(f"schedule_per must be 'step' or 'epoch', got {per!r}.")
         self._per = per
-        self._schedulers = list(_made(given, optimizers))
+        self._schedulers = list(_make(given, optimizers))
         for scheduler in self._schedulers:
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(f"Expected a torch LRScheduler, got {type(scheduler).__name__}.")
@@ -48,7 +48,7 @@ class Schedule:
             scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -59,17 +59,17 @@ class Schedule:
                 f"The checkpoint has {len(states)} schedulers, but this Trainer has {len(self._schedulers)}."
             )
         for scheduler, its in zip(self._schedulers, states, strict=True):
-            # MultiStepLR counts its milestones, and a checkpoint knows plain dicts only.
+            # MultiStepLR has its milestones in a Counter, and a checkpoint has only plain dicts.
             counters = {name for name, value in vars(scheduler).items() if isinstance(value, Counter)}
             scheduler.load_state_dict({k: Counter(v) if k in counters else v for k, v in its.items()})
 
     def use_initial_rates(self) -> None:
-        """Continue from the learning rates that the optimizers now begin with."""
+        """Continue from the initial learning rates that the optimizers have now."""
         for scheduler in self._schedulers:
             scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
 
 
-def _made(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
+def _make(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[Any]:
     if given is None:
         return []
     if isinstance(given, Mapping):
@@ -83,7 +83,7 @@ def _made(given: Schedulers, optimizers: Mapping[str, Optimizer]) -> Iterable[An
         return [given]
     if callable(given):
         return [_one(given, optimizer) for optimizer in optimizers.values()]
-    return [each for one in given for each in _made(one, optimizers)]
+    return [each for one in given for each in _make(one, optimizers)]
 
 
 def _one(given: Given, optimizer: Optimizer) -> Any:

@@ -1,7 +1,7 @@
-"""Steps that are skipped because a gradient is not finite: which columns may be why, and when to give up.
+"""Steps that are skipped because a gradient is not finite: which columns may be why, when it is an error.
 
-A fit of which no step was ever taken has learned nothing. That is an error as soon as it is plain, and not a
-model that looks trained.
+A fit that took no step has learned nothing. That is an error as soon as it is clear, and not a model that
+looks trained.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MOST_SCALED = 50  # with a scaled loss, whose scale is halved at each of them un
 class Skips:
     """The skipped steps of one fit, or of one TrainContext.
 
-    scaled: precision fp16, where a skipped step now and then is normal. speaks: whether this rank warns even
+    scaled: precision fp16, where an occasional skipped step is normal. warns: whether this rank warns even
     if its own batch is fine. raises: whether a skipped step is an error.
     """
 
-    def __init__(self, scaled: bool, speaks: bool, raises: bool = False) -> None:
+    def __init__(self, scaled: bool, warns: bool, raises: bool = False) -> None:
         self._raises = raises and not scaled
         self._scaled = scaled
-        self._speaks = speaks
+        self._warns = warns
         self._taken = False
         self._found = ""  # what is wrong with the batch of the first skipped step
         self.count = 0
@@ -41,7 +41,7 @@ class Skips:
         self._taken = True
 
     def skip(self, step: int, batches: Iterable[Any], what: str = "a gradient") -> None:
-        """A step was skipped; raises if it is one too many of a fit that has not taken any."""
+        """A step was skipped; raises if it is one too many for a fit that has not taken any."""
         self.count += 1
         if self._raises:
             raise FloatingPointError(
@@ -49,7 +49,7 @@ class Skips:
             )
         if self.count == 1:
             self._found = nonfinite_text(batches)
-            if not self._scaled and (self._speaks or self._found):
+            if not self._scaled and (self._warns or self._found):
                 _log.warning("Step %d was skipped: %s is not finite.%s", step, what, self._found)
         if not self._taken and self.count >= (MOST_SCALED if self._scaled else MOST):
             raise self._error(f"The first {self.count} steps were all skipped")
@@ -61,7 +61,7 @@ class Skips:
 
     def _error(self, what: str) -> FloatingPointError:
         hint = self._found or (
-            " No column of the first batch has any: look at the loss, at the learning rates, and at inputs "
+            " No column of the first batch has any: check the loss, at the learning rates, and at inputs "
             "that are very large."
         )
         return FloatingPointError(

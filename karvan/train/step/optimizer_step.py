@@ -1,4 +1,4 @@
-"""One optimizer step: the gradients of some batches averaged, clipped, looked at, and applied or left out."""
+"""One optimizer step: the gradients of some batches averaged, clipped, checked, and applied or skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OptimizerStepSettings:
     the dense gradients, then clip_norm the L2 norm of all of them together; sparse optimizers have their own
     limits. nonfinite: what happens if a gradient has an infinity or a NaN. "skip" skips the step, dense and
     sparse; "raise" does so, too, and then raises a FloatingPointError, except for the overflows that are a
-    part of fp16; "apply" does not look.
+    part of fp16; "apply" does not check.
     """
 
     gradient_accumulation_steps: int = 1
@@ -53,8 +53,8 @@ class OptimizerStepSettings:
 class OptimizerStep:
     """Applies gradients by a dense and a sparse optimizer, both or none; either may be missing.
 
-    Without any of them nothing can be trained; see `karvan/train/checks/preflight.py`, which says so when
-    training begins.
+    Without any of them nothing can be trained, which `karvan/train/checks/preflight.py` reports when training
+    starts.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class OptimizerStep:
         self._checks = settings.nonfinite != "apply" or precision.always_checks
 
     def forget(self) -> None:
-        """Drop gradients that wait."""
+        """Drop pending gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         if self._frozen:
             self._frozen.forget()
 
     def backward(self, loss: Tensor, divisor: float) -> None:
-        """Add the gradients of one of a step's batches, divided by their number or what stands for it."""
+        """Add the gradients of one of a step's batches, divided by their number or its equivalent."""
         torch.autograd.backward(self._precision.scale(loss if divisor == 1 else loss / divisor))
 
     def apply(self) -> bool | None:
         """Make the step, unless gradients are not finite; whether it was made, None if servers reject it.
 
-        Whatever becomes of it, the gradients are gone: rows have those of steps that were taken only.
+        The gradients are dropped in any case: rows have only those of steps that were taken.
         """
         sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
         self._precision.unscale(self._dense, sparse_finite)
@@ -109,7 +109,7 @@ class OptimizerStep:
         return None if outcome == "rejected" else outcome == "accepted"
 
     def pass_over(self) -> bool:
-        """A step without anything to learn from: schedules go on, as those of other trainers do."""
+        """A step without samples: optimizers and schedules advance, as those of other trainers do."""
         self.forget()
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -141,7 +141,7 @@ DenseOptimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torc
 def make_dense(
     optimizer: DenseOptimizer | None, model: nn.Module, frozen: Frozen
 ) -> torch.optim.Optimizer | None:
-    """The optimizer itself, or what a callable makes of the model's parameters that are not frozen."""
+    """The optimizer itself, or the result of a function of the model's parameters that are not frozen."""
     if isinstance(optimizer, SparseOptimizer):
         raise TypeError(f"{type(optimizer).__name__} of kv.optim is for rows: give it as sparse_optimizer.")
     if optimizer is None:
@@ -154,9 +154,13 @@ def make_dense(
                 "parameters, or give a function that makes it: dense_optimizer=torch.optim.Adam."
             )
         return optimizer
-    left = {id(each) for each in frozen.parameters.values()}
-    trained = [each for each in model.parameters() if id(each) not in left] if left else model.parameters()
-    if left and not trained:
+    frozen_ids = {id(each) for each in frozen.parameters.values()}
+    trained = (
+        [each for each in model.parameters() if id(each) not in frozen_ids]
+        if frozen_ids
+        else model.parameters()
+    )
+    if frozen_ids and not trained:
         raise ValueError(
             "frozen names all parameters of the model, so the dense_optimizer has nothing to update: give "
             "none, or name fewer parameters."

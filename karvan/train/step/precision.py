@@ -31,27 +31,27 @@ class Precision:
     """fp32: nothing is changed. The others derive from it."""
 
     def context(self) -> AbstractContextManager[Any]:
-        """What a forward and its backward run in."""
+        """The context of a forward and its backward."""
         return nullcontext()
 
     def forward(self) -> AbstractContextManager[Any]:
-        """What the forward and the loss run in, inside of `context`."""
+        """The context of the forward and the loss, inside of `context`."""
         return nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to go backward from."""
+        """The loss to compute gradients from."""
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
         """Undo `scale` on the gradients of an optimizer's parameters."""
 
     def update(self) -> None:
-        """A step was taken, or left out because of an overflow."""
+        """A step was taken, or skipped because of an overflow."""
 
-    always_checks = False  # whether gradients must be looked at, because overflows are part of the method
+    always_checks = False  # whether gradients must be checked, because overflows are part of the method
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The state for checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Precision:
 
 
 class Autocast(Precision):
-    """bf16: products of matrices in half size, the rest as autocast says."""
+    """bf16: products of matrices in bf16, the rest as autocast decides."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Autocast(Precision):
 
 
 class Scaled(Autocast):
-    """fp16 on CUDA: the loss is scaled up, lest small gradients vanish."""
+    """fp16 on CUDA: the loss is scaled up, so that small gradients do not vanish."""
 
     always_checks = True
 
@@ -90,12 +90,12 @@ class Scaled(Autocast):
         super().__init__(device, torch.float16)
         self._engines = list(engines)
         self._scaler = torch.amp.GradScaler(device.type)
-        # The scaler looks at gradients of optimizers only. This one's single gradient tells it of the rows'.
+        # The scaler checks gradients of optimizers only. This single gradient represents those of rows.
         self._witness = torch.zeros(1, device=device, requires_grad=True)
-        self._teller = torch.optim.SGD([self._witness], lr=0.0)
+        self._witness_optimizer = torch.optim.SGD([self._witness], lr=0.0)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """See `Precision.scale`; the engines are told."""
+        """See `Precision.scale`; also sets the scale of the engines."""
         scaled = self._scaler.scale(loss)
         for engine in self._engines:
             engine.gradient_scale = self._scaler.get_scale()
@@ -104,7 +104,7 @@ class Scaled(Autocast):
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
         """See `Precision.unscale`."""
         self._witness.grad = torch.full_like(self._witness, 0.0 if sparse_finite else torch.inf)
-        self._scaler.unscale_(self._teller)
+        self._scaler.unscale_(self._witness_optimizer)
         if optimizer is not None:
             self._scaler.unscale_(optimizer)
 
@@ -137,7 +137,7 @@ def make_precision(name: str, device: torch.device, engines: Iterable[EmbeddingE
 
 
 def fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices by instructions; torch is some 200 times slower without."""
+    """Whether this CPU has instructions for bf16 matrices; torch is some 200 times slower without."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is None or bool(supported())
 
@@ -169,8 +169,8 @@ class Bf16Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called for every operation, below autograd and autocast."""
         if func not in _PRODUCTS or not any(_is_bf16(arg) for arg in args):
             return func(*args, **(kwargs or {}))
-        made = func(*(arg.float() if _is_bf16(arg) else arg for arg in args), **(kwargs or {}))
-        return tuple(map(_rounded, made)) if isinstance(made, tuple) else _rounded(made)
+        products = func(*(arg.float() if _is_bf16(arg) else arg for arg in args), **(kwargs or {}))
+        return tuple(map(_rounded, products)) if isinstance(products, tuple) else _rounded(products)
 
 
 def _is_bf16(value: object) -> bool:

@@ -1,7 +1,7 @@
 """One step of training: forward, loss and backward of each of its batches, then clip and apply.
 
 `Fit` and `TrainContext` both train by it. They differ in who computes the loss: a Trainer's loss is computed
-inside of `forward`, in its precision, and that of a hand-written loop between `forward` and `backward`.
+inside of `forward`, in its precision, and that of a custom loop between `forward` and `backward`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from karvan.train.types import Loss, Losses
 
 @dataclass
 class StepBatches:
-    """The batches that make a step, how much each counts, and how many of them have been trained.
+    """The batches that make a step, their weights, and how many of them have been trained.
 
-    epoch is where they were taken from; None for a batch that a hand-written loop has made itself.
+    epoch is where they were taken from; None for a batch that a custom loop has made itself.
     """
 
     group: list[FedBatch]
@@ -59,7 +59,7 @@ class StepPass:
 
     @property
     def weight(self) -> float:
-        """How much it counts; 0 without samples."""
+        """Its weight; 0 without samples."""
         return self.step.weights[self.index]
 
     @property
@@ -82,31 +82,33 @@ class StepRoutine:
         """A step of these batches."""
         return StepBatches(group, *self.passes.weights(group), epoch)
 
-    def forward(self, made: StepPass, batch: Any, loss: Loss | None = None) -> None:
+    def forward(self, step_pass: StepPass, batch: Any, loss: Loss | None = None) -> None:
         """Compute the output for a batch on the model's device, and its loss unless that comes later."""
         with (
-            self.parallel.passing(made.last),
+            self.parallel.passing(step_pass.last),
             self.precision.context(),
             self.placement.forward(),
             self.precision.forward(),
         ):
-            made.output = self.parallel.forward(batch)
+            step_pass.output = self.parallel.forward(batch)
             if loss is not None:
-                self.add_loss(made, loss(made.output, batch) if made.weight else None)
+                self.add_loss(step_pass, loss(step_pass.output, batch) if step_pass.weight else None)
 
-    def add_loss(self, made: StepPass, losses: Losses | None) -> Tensor:
+    def add_loss(self, step_pass: StepPass, losses: Losses | None) -> Tensor:
         """Take the loss of an output, a mean over the batch; that of a batch without samples is 0."""
-        made.losses = losses if made.weight else None
-        made.loss = nothing_of(made.output) if made.losses is None else total(made.losses)
-        made.root = self.parallel.begin(made.output, made.loss)
-        return made.loss
+        step_pass.losses = losses if step_pass.weight else None
+        step_pass.loss = nothing_of(step_pass.output) if step_pass.losses is None else total(step_pass.losses)
+        step_pass.root = self.parallel.begin(step_pass.output, step_pass.loss)
+        return step_pass.loss
 
-    def backward(self, made: StepPass) -> None:
+    def backward(self, step_pass: StepPass) -> None:
         """Add the gradients of a pass to those of its step."""
-        assert made.root is not None
-        step = made.step
-        with self.parallel.passing(made.last), self.precision.context():
-            self.update.backward(made.root, self.passes.divisor(made.weight, step.weights, step.whole_weight))
+        assert step_pass.root is not None
+        step = step_pass.step
+        with self.parallel.passing(step_pass.last), self.precision.context():
+            self.update.backward(
+                step_pass.root, self.passes.divisor(step_pass.weight, step.weights, step.whole_weight)
+            )
         step.done += 1
 
     def apply(self, step: StepBatches) -> bool | None:

@@ -13,7 +13,7 @@ from karvan.train.step.accumulation import Accumulation
 
 @dataclass(frozen=True)
 class Goal:
-    """Whatever comes first: so many epochs, or so many optimizer steps; both count training on this data.
+    """So many epochs or optimizer steps, whichever comes first; both count training on this data.
 
     Without either it is one epoch. An evaluation comes every `eval_every` steps, or after each epoch, and at
     the end.
@@ -43,7 +43,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        """How much that is, for people."""
+        """The goal, as text."""
         given = {"epoch": self.epochs, "step": self.max_steps}
         return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
 
@@ -57,16 +57,16 @@ class Goal:
         limit = None if self.max_steps is None else counts.start_step + self.max_steps
         if self.epochs is None or length is None:
             return limit
-        whole = passes.steps(length)
+        per_epoch = passes.steps(length)
         left = getattr(data, "batches_left", None)
         if not counts.batches:
-            current = whole
+            current = per_epoch
         elif left is None:
-            current = whole - -(-counts.batches // passes.count)
-        else:  # the epoch may have begun on another number of ranks
+            current = per_epoch - -(-counts.batches // passes.count)
+        else:  # the epoch may have started on another number of ranks
             current = passes.steps(left)
         epochs = self.epochs - counts.epoch
-        steps = counts.step + (current + (epochs - 1) * whole if epochs > 0 else 0)
+        steps = counts.step + (current + (epochs - 1) * per_epoch if epochs > 0 else 0)
         return steps if limit is None else min(steps, limit)
 
 

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM: the first one stops after the current step, a second Ctrl-C aborts.
 
 SIGTERM is for the program, not for one fit of it: whoever sent it will not wait for the next one. So after a
-SIGTERM every further fit, and every further TrainContext, raises a `TerminatedError` when it begins, until
+SIGTERM every further fit, and every further TrainContext, raises a `TerminatedError` when it starts, until
 `reset_termination` is called. Ctrl-C in a notebook ends a cell, and the next one may train again.
 """
 
@@ -20,7 +20,7 @@ _REASONS = {signal.SIGINT: "interrupt", signal.SIGTERM: "terminate"}
 
 
 class TerminatedError(RuntimeError):
-    """Training was asked for after a SIGTERM had ended the training of this program."""
+    """Training was requested after a SIGTERM had ended the training of this program."""
 
 
 class _Termination:
@@ -30,12 +30,12 @@ class _Termination:
 
 
 def note_termination() -> None:
-    """A SIGTERM has ended a fit, here or on another rank."""
+    """A SIGTERM has ended a fit, of this or another rank."""
     _Termination.received = True
 
 
 def reset_termination() -> None:
-    """Train again in spite of a SIGTERM that has ended a fit."""
+    """Allow training after a SIGTERM that has ended a fit."""
     _Termination.received = False
 
 
@@ -70,7 +70,7 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not installed by Python and cannot be put back by it.
+            # None means a handler that was not installed by Python and cannot be restored by it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 

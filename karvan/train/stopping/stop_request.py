@@ -6,9 +6,9 @@ from karvan.train.stopping.signals import Signals
 
 
 class StopRequest:
-    """What asks a fit to stop.
+    """A request to stop a fit.
 
-    `final`: the data is trained enough, so the next fit may bring other data.
+    `final`: the data is trained enough, so the next fit may use other data.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,11 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why the fit should stop, if it should: "interrupt", "terminate", or what `stop` was given."""
+        """Why the fit should stop, if it should: "interrupt", "terminate", or the reason passed to `stop`."""
         return self.signals.received or self._reason
 
     def begin(self) -> None:
-        """A fit begins: what was asked of the fit before is over."""
+        """A fit starts: drop the requests of the fit before."""
         self._reason, self.final = None, False
 
     def stop(self, reason: str, *, final: bool = False) -> None:

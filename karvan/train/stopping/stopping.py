@@ -1,7 +1,7 @@
 """Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
 
-A process that is alone stops when it is asked to. Several ranks stop together: a request travels with the
-batches of the feed, or is asked for at moments that come rarely, such as the end of an evaluation.
+A single process stops when it is requested. Several ranks stop together: a request travels with the batches
+of the feed, or is gathered at rare moments, such as the end of an evaluation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from karvan.train.stopping.stop_request import StopRequest
 
 
 class Stopping:
-    """What a Trainer's ranks have agreed on."""
+    """The decision of a Trainer's ranks to stop."""
 
     def __init__(self, connection: Connection, request: StopRequest) -> None:
         self._channel = connection.main
@@ -26,17 +26,17 @@ class Stopping:
         return self._request.reason if self._alone else self._agreed
 
     def asked(self) -> str | None:
-        """Why it should, if this rank knows."""
+        """Why the fit should stop, if this rank knows a reason."""
         return self._agreed or self._request.reason
 
     def ask_all(self) -> None:
         """Stop if any rank should; a collective."""
         if not self._alone:
-            told = self._channel.gather_json(self._request.reason)
-            self.agree(next((each for each in told if each), None))
+            reasons = self._channel.gather_json(self._request.reason)
+            self.agree(next((each for each in reasons if each), None))
 
     def agree(self, reason: str | None) -> None:
-        """All ranks stop, if there is a reason; the Trainer of each is told."""
+        """Stop on all ranks, if there is a reason."""
         if reason is not None and self._agreed is None:
             self._agreed = reason
             if reason == "terminate":  # perhaps on another rank

@@ -14,7 +14,7 @@ _log = logging.getLogger("karvan.train")
 
 
 class Logger(ABC):
-    """Takes reports between `open` and `close`; a fit opens it and closes it."""
+    """Receives reports between `open` and `close`, which a fit calls."""
 
     def __str__(self) -> str:
         path = getattr(self, "_path", None)
@@ -22,7 +22,7 @@ class Logger(ABC):
 
     @abstractmethod
     def open(self, step: int) -> None:
-        """A fit begins behind this step: what was logged of later ones is removed, since they come again."""
+        """A fit starts after this step: reports of later steps are removed, because they come again."""
 
     @abstractmethod
     def write(self, report: Report) -> None:
@@ -30,7 +30,7 @@ class Logger(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """The fit is over; everything is on disk."""
+        """The fit is over; write everything to disk."""
 
 
 class LoggerGroup(Logger):
@@ -38,7 +38,7 @@ class LoggerGroup(Logger):
 
     def __init__(self, logs: Iterable[Logger]) -> None:
         self._logs = list(logs)
-        self._failing: set[Logger] = set()  # the user knows
+        self._failing: set[Logger] = set()  # those that were reported to the user
         for log in self._logs:
             if not isinstance(log, Logger):
                 raise TypeError(
@@ -51,7 +51,7 @@ class LoggerGroup(Logger):
             log.open(step)
 
     def write(self, report: Report) -> None:
-        """See `Logger.write`; one that cannot be written is a warning, because training does not need it."""
+        """See `Logger.write`; a failure is a warning, because training does not need the log."""
         for log in self._logs:
             try:
                 log.write(report)
@@ -81,8 +81,8 @@ def complete_lines(path: Path) -> list[str]:
 
 
 def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Write a file so that it has its old or its new lines at any moment."""
+    """Replace a file atomically: it has its old or its new lines at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_text("".join(f"{line}\n" for line in lines))
-    os.replace(aside, path)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text("".join(f"{line}\n" for line in lines))
+    os.replace(temporary, path)

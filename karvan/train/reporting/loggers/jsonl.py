@@ -39,7 +39,7 @@ class JSONLinesLogger(Logger):
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file; lines that a crash or a full disk has damaged are left out."""
+    """The entries of a file; lines that a crash or a full disk has damaged are skipped."""
     entries = []
     for line in complete_lines(path):
         try:

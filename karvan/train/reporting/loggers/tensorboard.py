@@ -24,7 +24,7 @@ class TensorBoardLogger(Logger):
         self._writer: Any = None
 
     def open(self, step: int) -> None:
-        """See `Logger.open`; TensorBoard is told to hide what was logged of later steps."""
+        """See `Logger.open`; TensorBoard hides what was logged for later steps."""
         self._writer = self._make(self._folder, purge_step=step + 1 if step else None)
 
     def write(self, report: Report) -> None:
