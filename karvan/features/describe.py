@@ -1,4 +1,4 @@
-"""The steps of a chain as text, to compare fitted statistics with the steps before them.
+"""The steps of a chain as text, to check that fitted statistics belong to the same steps.
 
 The text is the same in every process and with every version of NumPy and torch.
 """
@@ -25,7 +25,7 @@ def describe_chain(columns: Iterable[str], steps: Iterable[ChainStep]) -> str:
 
 
 def describe_step(step: ChainStep) -> str:
-    """A step's name and settings; settings that nobody gave are left out at the end."""
+    """A step's name and settings; defaults at the end of the settings are omitted."""
     if isinstance(step, Log1p) and step.clip is not None:
         return f"{describe_step(step.clip)}.{describe_step(Log1p())}"
     settings: list[Any] = []

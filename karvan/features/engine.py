@@ -17,17 +17,17 @@ from karvan.features.ops.fitted import FittedOp
 from karvan.ragged import Entry, NestedRagged, Ragged
 
 STEPS = "karvan.steps"
-"""The entry of the state that describes the steps which the statistics belong to."""
+"""The entry of the state that describes the steps that the statistics belong to."""
 
 
 class FeatureEngine(nn.Module):
     """Runs the chains of all features on a batch.
 
-    The result holds every feature, and every entry of the batch that no feature has the name of. Entries are
-    never changed, but results may share memory with them and with each other. Fitted statistics are part of
+    The result holds every feature, and every entry of the batch whose name no feature has. Entries are never
+    changed, but results may share memory with them and with each other. Fitted statistics are part of
     the state dict. `forward` may be called from several threads.
 
-    `name` is what checkpoints keep the statistics by where the engine is the `transform` of a loader.
+    `name` identifies the statistics in checkpoints if the engine is the `transform` of a loader.
     """
 
     def __init__(self, features: Sequence[Feature], *, name: str = "features") -> None:
@@ -39,11 +39,11 @@ class FeatureEngine(nn.Module):
             if not isinstance(feature, Feature):
                 raise TypeError(f"FeatureEngine expects Features, but received {type(feature).__name__}.")
         self._features = {feature.name: feature for feature in features}
-        self._made = sources(features)
+        self._sources = sources(features)
         self._stages = plan(features)
         steps = {feature.name: _step_to_fit(feature) for feature in features}
         self._fitted = {name: step for name, step in steps.items() if step is not None}
-        self._given = {name: self._op_to_fit(name) for name in self._fitted}  # steps without statistics
+        self._unfitted_ops = {name: self._op_to_fit(name) for name in self._fitted}
 
     @property
     def features(self) -> list[Feature]:
@@ -52,7 +52,7 @@ class FeatureEngine(nn.Module):
 
     @property
     def row_wise(self) -> bool:
-        """Whether each row's features depend on that row alone; a `Loader` asks, to compute many at once."""
+        """Whether a sample's features depend on it alone; a `Loader` then computes many samples at once."""
         return all(op.row_wise for feature in self.features for op in feature.ops)
 
     def stages(self) -> list[Stage]:
@@ -69,26 +69,26 @@ class FeatureEngine(nn.Module):
                 op = self._features[name].ops[step]
                 entries = self._inputs(name, batch, values) if step == 0 else values[name]
                 arguments = [entries] if op.joins else [(entry,) for entry in entries]
-                made = [OpCall(name, part, argument) for argument in arguments for part in op.parts()]
-                jobs += made
-                sizes.append(len(made))
+                calls = [OpCall(name, part, argument) for argument in arguments for part in op.parts()]
+                jobs += calls
+                sizes.append(len(calls))
             results = iter(run(jobs))
             for (name, _), size in zip(stage.steps, sizes, strict=True):
                 values[name] = tuple(next(results) for _ in range(size))
-        result = {name: entry for name, entry in batch.items() if name not in self._made}
+        result = {name: entry for name, entry in batch.items() if name not in self._sources}
         for name, feature in self._features.items():
-            made_of = self._inputs(name, batch, values) if not feature.ops else values[name]
-            result.update(zip(feature.outputs(), made_of, strict=True))
+            entries = self._inputs(name, batch, values) if not feature.ops else values[name]
+            result.update(zip(feature.outputs(), entries, strict=True))
         return result
 
     def _inputs(
         self, name: str, batch: Mapping[str, Entry], values: Mapping[str, tuple[Entry, ...]]
     ) -> tuple[Entry, ...]:
-        """What a chain starts from: entries of the batch, and results of other features."""
+        """The inputs of a chain: entries of the batch, and results of other features."""
         feature = self._features[name]
         found: list[Entry] = []
         for column in feature.columns or (name,):
-            other = None if feature.raw or column == name else self._made.get(column)
+            other = None if feature.raw or column == name else self._sources.get(column)
             if other is not None and other != name:
                 outputs = self._features[other].outputs()
                 results = values[other] if self._features[other].ops else self._inputs(other, batch, values)
@@ -123,25 +123,24 @@ class FeatureEngine(nn.Module):
         return op
 
     def fit(self, batches: Iterable[Mapping[str, Entry]]) -> FeatureEngine:
-        """Find the numbers of every `normalise()` and the words of every `vocabulary()` that was given none.
+        """Compute statistics for `normalise()`, and words for `vocabulary()`, where they have no arguments.
 
-        NaN and empty strings do not count. Calling it again replaces what was found before. Returns self.
+        NaN and empty strings do not count. Calling it again replaces the previous result. Returns self.
 
-        After `kv.connect`, all ranks call it, each with its share of the data. All get the same bits, which
-        are those of one process with all the data; see `running_moments.py`.
+        After `kv.connect`, all ranks call it, each with its share of the data. All get the same bits as one
+        process with all the data would; see `running_moments.py`.
         """
         if not self._fitted:
             raise ValueError(
-                "fit expects a feature with normalise() or vocabulary() that was given nothing, "
-                "but there is none."
+                "fit expects a feature with normalise() or vocabulary() without arguments, but there is none."
             )
         before = self._before_fitting()
         statistics = {name: self._op_to_fit(name).statistics() for name in self._fitted}
 
         def entries(batch: Mapping[str, Entry]) -> dict[str, list[Entry]]:
-            made = before(batch)
+            result = before(batch)
             return {
-                name: [made[output] for output in before._features[name].outputs()] for name in statistics
+                name: [result[output] for output in before._features[name].outputs()] for name in statistics
             }
 
         gather_statistics(statistics, batches, entries)
@@ -162,13 +161,13 @@ class FeatureEngine(nn.Module):
             for name, step in self._fitted.items()
         }
         late: set[str] = set()
-        waits = {feature.name: needs(feature, self._made) for feature in self.features}
+        waits = {feature.name: needs(feature, self._sources) for feature in self.features}
         while grown := {n for n, w in waits.items() if n not in late and w & (late | cut.keys())}:
             late |= grown
         if both := [name for name in cut if name in late]:
             raise ValueError(
                 f"Feature '{both[0]}', {self._op_to_fit(both[0]).name}: cannot be fitted, since it starts "
-                "from features that are to be fitted themselves; give statistics to one of them."
+                "from features that must be fitted themselves; pass statistics to one of them."
             )
         return FeatureEngine([cut.get(f.name, f) for f in self.features if f.name not in late])
 
@@ -179,7 +178,7 @@ class FeatureEngine(nn.Module):
             self._features[name] = dataclasses.replace(self._features[name], ops=tuple(ops))
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What was fitted, by feature, None before `fit`, and the steps it belongs to; in the state dict."""
+        """Each feature's statistics, None before `fit`, and the steps they belong to; for the state dict."""
         if not self._fitted:
             return {}
         state = {name: self._op_to_fit(name).fit_state() for name in self._fitted}
@@ -190,10 +189,10 @@ class FeatureEngine(nn.Module):
         feature = self._features[name]
         ops = list(feature.ops)
         if name in self._fitted:
-            ops[self._fitted[name]] = self._given[name]
-        others = needs(feature, self._made)
+            ops[self._fitted[name]] = self._unfitted_ops[name]
+        others = needs(feature, self._sources)
         columns = [
-            f"[{self._steps_of(self._made[column])}]" if self._made.get(column) in others else column
+            f"[{self._steps_of(self._sources[column])}]" if self._sources.get(column) in others else column
             for column in feature.columns or (name,)
         ]
         return describe_chain(columns, ops[:count])
@@ -201,7 +200,7 @@ class FeatureEngine(nn.Module):
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take the statistics of another engine with the same features and steps."""
         steps = state.get(STEPS, {})  # states of earlier versions have none
-        state = {name: given for name, given in state.items() if name != STEPS}
+        state = {name: fit_state for name, fit_state in state.items() if name != STEPS}
         if set(state) != set(self._fitted):
             raise ValueError(
                 f"FeatureEngine '{self.name}' expects statistics of {_listed(self._fitted)}, "
@@ -215,14 +214,14 @@ class FeatureEngine(nn.Module):
                     f"but received those of {steps[name]}. Keep the steps that the statistics were fitted "
                     "with, or give the feature another name and fit the engine again, for a new model."
                 )
-        made: dict[str, FittedOp] = {}
-        for name, given in state.items():
-            op = self._given[name]
+        fitted: dict[str, FittedOp] = {}
+        for name, fit_state in state.items():
+            op = self._unfitted_ops[name]
             try:
-                made[name] = op if given is None else op.with_state(given)
+                fitted[name] = op if fit_state is None else op.with_state(fit_state)
             except ValueError as error:
                 raise ValueError(f"Feature '{name}', {op.name}: {error}") from None
-        self._set(made)
+        self._set(fitted)
 
     def extra_repr(self) -> str:
         """The features' names."""
@@ -230,12 +229,12 @@ class FeatureEngine(nn.Module):
 
 
 def _step_to_fit(feature: Feature) -> int | None:
-    """Which of a feature's steps is to be fitted, if any."""
+    """The index of the step of a feature that must be fitted, if any."""
     steps = [n for n, op in enumerate(feature.ops) if isinstance(op, FittedOp) and not op.ready]
     if len(steps) > 1:
         names = ", ".join(feature.ops[n].name for n in steps)
         raise ValueError(
-            f"Feature '{feature.name}' has two steps to fit ({names}); give statistics to one of them."
+            f"Feature '{feature.name}' has two steps to fit ({names}); pass statistics to one of them."
         )
     return steps[0] if steps else None
 

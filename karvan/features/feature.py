@@ -1,4 +1,4 @@
-"""`Feature`: a column's name and the chain of transforms that makes a feature of it."""
+"""`Feature`: a column's name and the chain of transforms that turns it into a feature."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Feature:
             raise ValueError(f"Feature expects a name, but received {self.name!r}.")
 
     def select(self, *columns: str, raw: bool = False) -> Feature:
-        """Start from other columns or features; with `raw`, from the batch though a feature has the name."""
+        """Start from other columns or features; with `raw`, from the batch even if a feature has the name."""
         if self.ops or self.columns:
             raise ValueError(
-                f"Feature '{self.name}' names its columns {list(columns)} after it has begun; "
+                f"Feature '{self.name}' names its columns {list(columns)} after its first step; "
                 "a chain's columns are named in its first step."
             )
         if not columns or not all(isinstance(column, str) and column for column in columns):
@@ -50,7 +50,7 @@ class Feature:
         return replace(self, columns=columns, raw=raw)
 
     def then(self, op: ChainStep) -> Feature:
-        """Add a step; the methods below do this for the steps that are known here."""
+        """Add a step; the methods below do this for the steps of this package."""
         if op.joins and self.width() < 2:
             raise ValueError(
                 f"Feature '{self.name}', {op.name}: expected two columns or more, but there is "
@@ -73,9 +73,9 @@ class Feature:
     # Ids
 
     def hash(self, kind: str, bucket: int | None = None) -> Feature:
-        """Strings or ids hashed, "farm" or "murmur": to 64 bits, or below `bucket`.
+        """Hash strings or ids by "farm" or "murmur": to 64 bits, or below `bucket`.
 
-        "farm63" and "murmur63" drop the sign bit, and so does a bucket of 0; both are RecIS's.
+        "farm63" and "murmur63" drop the sign bit, and so does a bucket of 0; both are as in RecIS.
         """
         try:
             check_hash(kind, bucket)
@@ -95,7 +95,7 @@ class Feature:
         return self.then(MultiHash(tuple(buckets)))
 
     def prefix(self, group: int, bits: int) -> Feature:
-        """Ids of a group set apart from those of other groups by their upper bits."""
+        """Ids with the group in their upper bits, so that those of different groups differ."""
         return self.then(Prefix(group, bits))
 
     def hash_stack(self, rounds: int, size: int) -> Feature:
@@ -110,17 +110,17 @@ class Feature:
         max_words: int | None = None,
         min_count: int = 1,
     ) -> Feature:
-        """The place of a string or id in the list; unknown ones go to `oov` buckets behind it.
+        """The index of a string or id in the list; unknown ones are in `oov` buckets after it.
 
-        Without words, with those that the engine's `fit` finds at least `min_count` times, at most
-        `max_words` of them; the most frequent come first.
+        Without words, the engine's `fit` finds those that occur at least `min_count` times, at most
+        `max_words` of them; the most frequent are first.
         """
         if words is None:
             return self.then(Vocabulary(None, oov, max_words, min_count))
         if max_words is not None or min_count != 1:
             raise ValueError(
                 f"Feature '{self.name}', vocabulary: expected words, or max_words and min_count to find "
-                "them by, but received both."
+                "them, but received both."
             )
         if isinstance(words, str | bytes):
             raise TypeError(
@@ -163,11 +163,11 @@ class Feature:
         return self.then(Clip(low, high))
 
     def normalise(self, mean: float | None = None, std: float | None = None) -> Feature:
-        """(x - mean) / std; without numbers, with those that the engine's `fit` finds."""
+        """(x - mean) / std; without numbers, the engine's `fit` computes them."""
         return self.then(Normalise(mean, std))
 
     def fill_missing(self, value: Number, missing: Number | None = None) -> Feature:
-        """A value for samples that have none, and in the place of NaN or of the number that stands for it."""
+        """A value for samples that have none, and instead of NaN or of the number `missing`."""
         return self.then(FillMissing(value, missing))
 
     def round(self, digits: int = 0) -> Feature:
@@ -177,14 +177,14 @@ class Feature:
     def to_ids(self, buckets: int | None = None, default: int | None = None) -> Feature:
         """Decimal strings as the 64-bit integers that they spell, an empty string as no id.
 
-        Of numbers, with `buckets`: rounded to ids below it, and `default`, which is 0 unless given, for those
-        that are not in this range. NaN becomes the default if one was given, else no id.
+        Numbers, with `buckets`: rounded to ids below it; those outside of this range become `default`, or 0
+        without one. NaN becomes the default if there is one, else no id.
         """
         if buckets is not None:
             return self.then(ToIds(buckets, default))
         if default is not None:
             raise ValueError(
-                f"Feature '{self.name}', to_ids: expected buckets beside a default, but received none."
+                f"Feature '{self.name}', to_ids: expected buckets together with a default, but received none."
             )
         return self.then(ParseIds())
 

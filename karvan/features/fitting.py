@@ -1,8 +1,8 @@
-"""One pass over data that finds what fitted steps need, on all ranks together.
+"""One pass over data that computes the statistics of fitted steps, on all ranks together.
 
-Every rank passes over its own share and counts. Then the counts of all ranks are added up in the order of
-ranks, on each of them; they are exact, so all get the same bits, whoever had which record. A rank without
-data takes part with empty counts. An error on one rank is an error on all.
+Every rank reads its own share and counts. Then each rank adds up the counts of all ranks in the order of
+ranks; they are exact, so all get the same bits, whichever rank had which record. A rank without data
+participates with empty counts. An error on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def gather_statistics(
         for batch in batches:
             if not isinstance(batch, Mapping):
                 raise TypeError(
-                    f"fit expects batches of columns, but {type(batches).__name__} gives a "
-                    f"{type(batch).__name__}: give it kv.data.read(…, batch_size=1024)."
+                    f"fit expects batches of columns, but {type(batches).__name__} returns a "
+                    f"{type(batch).__name__}: pass kv.data.read(…, batch_size=1024)."
                 )
             for name, found in entries(batch).items():
                 for entry in found:
                     _add(name, statistics[name], entry)
             rounds.still_working()
     except distributed.RankError:
-        raise  # no other rank listens any more
+        raise  # other ranks no longer respond
     except Exception as error:
         if channel.world_size == 1:
             raise

@@ -1,8 +1,9 @@
 """The order of the steps of all chains, in which many equal steps run together.
 
-A step can run when the steps before it in its chain have, and its chain's first when the features it starts
-from are complete. Among the kinds of steps that can run, the plan takes the one that has the fewest steps
-which must still wait: running `clip` before the `log1p` whose result is clipped elsewhere would split it.
+A step can run when the steps before it in its chain are done, and the first one of a chain when the features
+it starts from are complete. Among the kinds of steps that can run, the plan takes the one with the fewest
+steps that must still wait: running `clip` before a `log1p` whose result another chain clips would split the
+`clip` stage.
 """
 
 from __future__ import annotations
@@ -23,37 +24,37 @@ class Stage(NamedTuple):
 
 
 def sources(features: Sequence[Feature]) -> dict[str, str]:
-    """Result name → the feature that makes it; two features with the same result are an error."""
-    made: dict[str, str] = {}
+    """Result name → the feature that computes it; two features with the same result are an error."""
+    found: dict[str, str] = {}
     for feature in features:
         for output in feature.outputs():
-            if output in made:
+            if output in found:
                 raise ValueError(
                     f"FeatureEngine expects results of different names, but '{output}' comes from feature "
-                    f"'{made[output]}' and from feature '{feature.name}'."
+                    f"'{found[output]}' and from feature '{feature.name}'."
                 )
-            made[output] = feature.name
-    return made
+            found[output] = feature.name
+    return found
 
 
-def needs(feature: Feature, made: Mapping[str, str]) -> set[str]:
+def needs(feature: Feature, sources: Mapping[str, str]) -> set[str]:
     """The features whose results the feature starts from; its own name always means the batch's entry."""
     if feature.raw:
         return set()
-    return {made[column] for column in feature.columns if column in made and column != feature.name}
+    return {sources[column] for column in feature.columns if column in sources and column != feature.name}
 
 
 def plan(features: Sequence[Feature]) -> list[Stage]:
     """All steps of all chains, in stages."""
-    made = sources(features)
+    found = sources(features)
     chains = {feature.name: feature.ops for feature in features}
-    waits = {feature.name: needs(feature, made) for feature in features}
+    waits = {feature.name: needs(feature, found) for feature in features}
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:
-        circle = " → ".join(error.args[1])
+        cycle = " → ".join(error.args[1])
         raise ValueError(
-            f"FeatureEngine expects features in some order, but these need each other: {circle}."
+            f"FeatureEngine expects features in some order, but these need each other: {cycle}."
         ) from None
     done = dict.fromkeys(chains, 0)
     stages: list[Stage] = []

@@ -24,7 +24,7 @@ from karvan.ragged import Entry
 
 
 class RunningStatistics(ABC):
-    """What one step has to know of all data."""
+    """The statistics of all data that one step needs."""
 
     @abstractmethod
     def add(self, entry: Entry) -> None:
@@ -32,16 +32,16 @@ class RunningStatistics(ABC):
 
     @abstractmethod
     def state(self) -> Any:
-        """All that has been counted, in JSON's terms."""
+        """All that has been counted, JSON-able."""
 
     @abstractmethod
     def merge(self, state: Any) -> None:
-        """Count what another rank has counted."""
+        """Add the counts of another rank."""
 
 
-_BITS = 18  # of a limb: doubles sum up _CHUNK products of two of them without rounding
+_BITS = 18  # of a limb: doubles can sum _CHUNK products of two limbs without rounding
 _CHUNK = 1 << 16
-_SCALE = 1100  # sums count units of 2**-_SCALE, those of squares of 2**(-2 * _SCALE); no double is finer
+_SCALE = 1100  # sums are in units of 2**-_SCALE, those of squares of 2**(-2 * _SCALE); no double is finer
 
 
 class Moments(RunningStatistics):
@@ -56,8 +56,8 @@ class Moments(RunningStatistics):
         self.count = 0
         self._sum = 0
         self._squares = 0
-        self._waiting: list[NDArray[np.float64]] = []  # fewer numbers than a chunk has
-        self._waits = 0
+        self._pending: list[NDArray[np.float64]] = []  # fewer numbers than a chunk has
+        self._pending_count = 0
 
     def add(self, entry: Entry) -> None:
         """See `RunningStatistics.add`."""
@@ -69,16 +69,16 @@ class Moments(RunningStatistics):
                 "expected finite numbers, but received infinity; clip(low, high) before it sets limits."
             )
         self.count += len(known)
-        self._waiting.append(known)
-        self._waits += len(known)
-        if self._waits >= _CHUNK:
-            self._add_waiting()
+        self._pending.append(known)
+        self._pending_count += len(known)
+        if self._pending_count >= _CHUNK:
+            self._add_pending()
 
-    def _add_waiting(self) -> None:
-        if not self._waits:
+    def _add_pending(self) -> None:
+        if not self._pending_count:
             return
-        values = np.concatenate(self._waiting)
-        self._waiting, self._waits = [], 0
+        values = np.concatenate(self._pending)
+        self._pending, self._pending_count = [], 0
         for start in range(0, len(values), _CHUNK):
             self._add(values[start : start + _CHUNK])
 
@@ -100,7 +100,7 @@ class Moments(RunningStatistics):
 
     def state(self) -> Any:
         """See `RunningStatistics.state`."""
-        self._add_waiting()
+        self._add_pending()
         return [self.count, hex(self._sum), hex(self._squares)]
 
     def merge(self, state: Any) -> None:
@@ -113,13 +113,13 @@ class Moments(RunningStatistics):
     @property
     def mean(self) -> float:
         """The mean, rounded once."""
-        self._add_waiting()
+        self._add_pending()
         return self._sum / (self.count << _SCALE)
 
     @property
     def std(self) -> float:
         """The standard deviation of all values; 1 where it is 0, so that a constant becomes 0, not NaN."""
-        self._add_waiting()
+        self._add_pending()
         above = self._squares * self.count - self._sum**2  # of units of 2**(-2 * _SCALE) / count**2
         bits = max(0, 64 - above.bit_length() // 2)  # so that the root has 64 bits or more
         return math.isqrt(above << 2 * bits) / (self.count << (_SCALE + bits)) or 1.0
@@ -133,7 +133,7 @@ class WordCounts(RunningStatistics):
         self.text: bool | None = None  # whether words are strings; None as long as there is none
 
     def add(self, entry: Entry) -> None:
-        """Only different words of an entry are brought into Python."""
+        """Only distinct words of an entry become Python objects."""
         if not is_text(entry):
             expect_ids(entry)
         if not values_of(entry).shape[0]:

@@ -51,7 +51,7 @@ WEIGHTED = Ragged.from_lists([[1]], [[1.0]])
         (
             Feature("x").fill_missing(0),
             Ragged.from_lists([[1, 2]]),
-            "fill_missing: expected floats, or at most one integer per sample, or to be told",
+            "fill_missing: expected floats, or at most one integer per sample, or the integer that",
         ),
         (Feature("x").fill_missing(0.5), IDS, "fill_missing: expected integers to fill .* for missing ones"),
         (Feature("x").fill_missing(0.5, 1), IDS, "fill_missing: expected integers to fill"),
@@ -110,7 +110,7 @@ def test_a_wrong_entry_is_refused_with_the_names_of_feature_and_step(feature, en
         (lambda f: f.substring(0, -1), "at least 0"),
         (lambda f: f.cross(), "two columns or more, but there is only 'x'"),
         (lambda f: f.cross("a"), "two columns or more, but there is only 'a'"),
-        (lambda f: f.mod(3).cross("a", "b"), "after it has begun"),
+        (lambda f: f.mod(3).cross("a", "b"), "after its first step"),
         (lambda f: f.select(), "expected names"),
     ],
 )

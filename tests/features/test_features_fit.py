@@ -167,7 +167,7 @@ def test_missing_values_do_not_count_when_steps_are_fitted():
 @pytest.mark.parametrize("data", ["clicks/", {"price": torch.ones(3)}])
 def test_fit_says_that_it_wants_batches(data):
     engine = kv.FeatureEngine([kv.Feature("price").normalise()])
-    with pytest.raises(TypeError, match=r"expects batches.*gives a str: give it kv\.data\.read"):
+    with pytest.raises(TypeError, match=r"expects batches.*returns a str: pass kv\.data\.read"):
         engine.fit(data)
 
 

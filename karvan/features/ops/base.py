@@ -1,9 +1,9 @@
 """`Op`: a transform, and how equal transforms of many features run as one call.
 
-A chain consists of `ChainStep`s: frozen records of settings. Most are an `Op`, which can run; others stand
-for several. The engine hands all ops that are due at the same time to `run`, which groups those that can go
-together and gives each group to its class: element ops see the values of all entries as one tensor, row ops
-one entry with the rows of all.
+A chain consists of `ChainStep`s: frozen records of settings. Most are an `Op`, which can run; others consist
+of several. The engine passes all ops of a stage to `run`, which groups those that can run together and passes
+each group to its class: element ops get the values of all entries as one tensor, row ops one entry with the
+rows of all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from karvan.features.ops.missing_values import present, restored
 from karvan.ragged import Entry
 
 _WORTH_JOINING = 16_384
-"""Values of an entry from which on a call of its own costs less than copying it next to the others."""
+"""From this many values per entry, separate calls cost less than copying the entries into one tensor."""
 
 Number = int | float
 
@@ -34,21 +34,21 @@ class ChainStep(ABC):
     """What the step is called in errors and plans: the method of `Feature` that adds it."""
 
     joins: ClassVar[bool] = False
-    """Whether the step makes one entry of all entries of its chain; others work on each by itself."""
+    """Whether the step turns all entries of its chain into one; others work on each separately."""
 
     row_wise: ClassVar[bool] = True
     """Whether a row of the result depends on the same row of the entries alone."""
 
     takes_missing: ClassVar[bool] = False
-    """Whether the step sees which values are missing; others run on the values that are there."""
+    """Whether the step sees which values are missing; others run on the present values."""
 
     @abstractmethod
     def parts(self) -> Sequence[Op]:
-        """The ops that it consists of, one for each entry it makes of an entry."""
+        """The ops that it consists of; each turns an entry into one entry."""
 
 
 class Op(ChainStep):
-    """A step that makes one entry of its arguments."""
+    """A step that turns its arguments into one entry."""
 
     def parts(self) -> Sequence[Op]:
         """Itself."""
@@ -78,7 +78,7 @@ class OpCall(NamedTuple):
 def run(jobs: Sequence[OpCall]) -> list[Entry]:
     """The result of each job, with as few calls as their settings and kinds of entries allow."""
     groups: dict[Hashable, list[int]] = {}
-    whole, jobs = jobs, [_without_missing(job) for job in jobs]
+    original, jobs = jobs, [_without_missing(job) for job in jobs]
     for i, (feature, op, arguments) in enumerate(jobs):
         try:
             op.check(*arguments)
@@ -89,11 +89,11 @@ def run(jobs: Sequence[OpCall]) -> list[Entry]:
     for members in groups.values():
         ops = [jobs[i].op for i in members]
         try:
-            made = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
-        except ValueError:  # each by itself, to say whose values are wrong
-            made = [_run_alone(jobs[i]) for i in members]
-        for i, entry in zip(members, made, strict=True):
-            results[i] = entry if jobs[i] is whole[i] else restored(entry, whole[i].arguments[0])
+            entries = type(ops[0]).run_group(ops, [jobs[i].arguments for i in members])
+        except ValueError:  # one at a time, to name the feature with invalid values
+            entries = [_run_alone(jobs[i]) for i in members]
+        for i, entry in zip(members, entries, strict=True):
+            results[i] = entry if jobs[i] is original[i] else restored(entry, original[i].arguments[0])
     return [entry for entry in results if entry is not None]
 
 
@@ -112,28 +112,30 @@ def _without_missing(job: OpCall) -> OpCall:
 
 
 class GroupElementOp(Op):
-    """A step that works on each value by itself, and leaves rows and weights alone."""
+    """A step that works on each value separately, and does not change rows and weights."""
 
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """Everything that is no parameter must be equal; see `settings`."""
+        """Everything except parameters must be equal; see `settings`."""
         values = values_of(entries[0])
         return (values.dtype, values.device, self.settings())
 
     def settings(self) -> Hashable:
-        """What must be equal for ops to run together; with parameters, the rest."""
+        """What must be equal for ops to run together: all settings that are not parameters."""
         return self
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """Values of all entries in one tensor, computed, and handed back to their entries."""
+        """Computes the values of all entries as one tensor, and splits the result."""
         entries = [entry for (entry,) in arguments]
         flat = [flat_values(entry) for entry in entries]
         counts = [int(part.shape[0]) for part in flat]
         if len(flat) == 1 or sum(counts) > len(counts) * _WORTH_JOINING:
-            made = [cls.compute_group([op], part, [n]) for op, part, n in zip(ops, flat, counts, strict=True)]
+            parts = [
+                cls.compute_group([op], part, [n]) for op, part, n in zip(ops, flat, counts, strict=True)
+            ]
         else:
-            made = list(torch.split(cls.compute_group(ops, torch.cat(flat), counts), counts))
-        return [with_values(entry, part) for entry, part in zip(entries, made, strict=True)]
+            parts = list(torch.split(cls.compute_group(ops, torch.cat(flat), counts), counts))
+        return [with_values(entry, part) for entry, part in zip(entries, parts, strict=True)]
 
     @classmethod
     @abstractmethod
@@ -160,7 +162,7 @@ class ElementOp(GroupElementOp):
 
 
 class GroupRowOp(Op):
-    """A step that works on each row by itself, of one entry or, where it joins, of several side by side."""
+    """A step that works on each row separately, of one entry or, where it joins, of several."""
 
     def fuse_key(self, *entries: Entry) -> Hashable:
         """Equal settings, and entries of equal kinds."""
@@ -168,7 +170,7 @@ class GroupRowOp(Op):
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """The rows of all entries in one entry, computed, and cut again."""
+        """Computes the rows of all entries as one entry, and splits the result."""
         joined = [join_rows(entries) for entries in zip(*arguments, strict=True)]
         counts = [rows_of(entries[0]) for entries in arguments]
         return split_rows(cls.run_joined(ops, joined, counts), counts)
@@ -188,7 +190,7 @@ class RowOp(GroupRowOp):
 
     @classmethod
     def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
-        """The ops are equal, so one stands for all."""
+        """The ops are equal, so the first one runs for all."""
         assert isinstance(ops[0], RowOp)
         return ops[0].run_rows(*joined)
 
@@ -200,7 +202,7 @@ def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: 
     result would depend on which features it runs with.
     """
     alike = all(setting == settings[0] for setting in settings)
-    made = []
+    tensors = []
     for column in zip(*settings, strict=True):
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.int64 if all(isinstance(number, int) for number in column) else wide
@@ -208,27 +210,28 @@ def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: 
         if not alike:
             repeats = torch.tensor(counts, device=like.device)
             constants = torch.repeat_interleave(constants, repeats, output_size=sum(counts))
-        made.append(constants)
-    return made
+        tensors.append(constants)
+    return tensors
 
 
 @functools.lru_cache(maxsize=1024)
 def _constants(numbers: tuple[Number, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Kept, since a copy to a GPU waits for it. A tensor made in inference mode could never meet autograd.
+    # Cached, since a copy to a GPU blocks. A tensor created in inference mode could not be used with
+    # autograd.
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def floats(values: Tensor) -> Tensor:
-    """Values as float32, or float64 where they are."""
+    """Values as float32, or as float64 if they have this type."""
     return values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
 
 
-def kept(made: Tensor, values: Tensor) -> Tensor:
-    """What was made of floats, in their type; of others, as it is."""
-    if made.dtype == values.dtype or not values.is_floating_point():
-        return made
-    return made.to(values.dtype)
+def in_type_of(values: Tensor, result: Tensor) -> Tensor:
+    """The result in the type of the values, if these are floats; otherwise as it is."""
+    if result.dtype == values.dtype or not values.is_floating_point():
+        return result
+    return result.to(values.dtype)
 
 
 def expect_numbers(entry: Entry) -> None:

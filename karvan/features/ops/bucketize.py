@@ -43,7 +43,7 @@ class ToIds(NumberOp):
         return (self.buckets, self.default or 0)
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
-        """Compared as floats before the cast, whose result for what does not fit is undefined."""
+        """Compares floats before the cast, since the cast of values out of range is undefined."""
         buckets, default = parameters
         if values.is_floating_point():
             whole = torch.round(values.to(torch.float64))
@@ -55,9 +55,9 @@ class ToIds(NumberOp):
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """NaN gets no id unless there is a default."""
-        made = super().run_group(ops, arguments)
+        results = super().run_group(ops, arguments)
         assert isinstance(ops[0], ToIds)
-        return without_nan(made, [entry for (entry,) in arguments]) if ops[0].default is None else made
+        return without_nan(results, [entry for (entry,) in arguments]) if ops[0].default is None else results
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Bucketize(GroupElementOp):
         expect_numbers(*entries)
 
     def settings(self) -> Hashable:
-        """Boundaries may differ, unless they are so many that a table of all ops together would be large."""
+        """Boundaries may differ, unless there are so many that the table of all ops would be large."""
         return None if len(self.boundaries) <= 128 else self
 
     @classmethod
@@ -87,18 +87,18 @@ class Bucketize(GroupElementOp):
 
     @classmethod
     def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
-        """One search among the boundaries of all ops; a table says which bucket of each op that is."""
+        """One search among the boundaries of all ops; a table maps the result to the bucket of each op."""
         boundaries = tuple(op.boundaries for op in ops if isinstance(op, Bucketize))
         alike = all(row == boundaries[0] for row in boundaries)
         dtype = values.dtype if values.is_floating_point() else torch.int64
         union, table = _table(boundaries[:1] if alike else boundaries, dtype, values.device)
         wide = floats if values.is_floating_point() else _whole
-        place = torch.searchsorted(wide(union), wide(values), right=True)
+        index = torch.searchsorted(wide(union), wide(values), right=True)
         if alike:
-            return table[place]
+            return table[index]
         first = torch.arange(len(ops), device=values.device) * (union.shape[0] + 1)
         repeats = torch.tensor(counts, device=values.device)
-        return table[place + torch.repeat_interleave(first, repeats, output_size=sum(counts))]
+        return table[index + torch.repeat_interleave(first, repeats, output_size=sum(counts))]
 
 
 def _whole(values: Tensor) -> Tensor:
@@ -109,9 +109,9 @@ def _whole(values: Tensor) -> Tensor:
 def _table(
     boundaries: tuple[tuple[float, ...], ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """All boundaries in order, and for each op and place among them the bucket.
+    """All boundaries in order, and the bucket for each op and each index among them.
 
-    Boundaries take the type of the values, so that 0.1 in a column of float32 lies at the boundary 0.1; an
+    Boundaries take the type of the values, so that 0.1 in a column of float32 equals the boundary 0.1; an
     integer is at or above a boundary if it is at or above the next integer.
     """
     with torch.inference_mode(False):

@@ -53,11 +53,11 @@ class Cross(RowOp):
         """A tensor if every column has exactly one id a row, as tensors do."""
         columns = [as_ragged(entry) for entry in entries if not isinstance(entry, NestedRagged)]
         if all(column.offsets is None for column in columns):
-            made = murmur_words(torch.stack([column.values for column in columns], 1))
+            hashes = murmur_words(torch.stack([column.values for column in columns], 1))
             weights = _product([column.weights for column in columns])
             if all(isinstance(entry, Tensor) for entry in entries):
-                return made
-            return Ragged(made, None, weights)
+                return hashes
+            return Ragged(hashes, None, weights)
         columns = [_distinct(column) for column in columns]
         bounds = [as_offsets(column) for column in columns]
         lengths = [offsets.diff() for offsets in bounds]
@@ -85,13 +85,13 @@ def _at_most_one(entry: Entry) -> bool:
 
 
 def _product(weights: list[Tensor | None]) -> Tensor | None:
-    given = [weight for weight in weights if weight is not None]
-    if not given:
+    factors = [weight for weight in weights if weight is not None]
+    if not factors:
         return None
-    made = given[0]
-    for weight in given[1:]:
-        made = made * weight
-    return made
+    product = factors[0]
+    for weight in factors[1:]:
+        product = product * weight
+    return product
 
 
 def _distinct(column: Ragged) -> Ragged:
@@ -102,16 +102,16 @@ def _distinct(column: Ragged) -> Ragged:
     order = torch.argsort(column.values, stable=True)
     order = order[torch.argsort(row[order], stable=True)]
     values, row = column.values[order], row[order]
-    again = (values[1:] == values[:-1]) & (row[1:] == row[:-1])
-    if not bool(again.any()):
+    duplicate = (values[1:] == values[:-1]) & (row[1:] == row[:-1])
+    if not bool(duplicate.any()):
         return column
     first = torch.ones_like(order, dtype=torch.bool)
-    first[order[1:][again]] = False
+    first[order[1:][duplicate]] = False
     return keep(column, first)
 
 
 def murmur_words(words: Tensor) -> Tensor:
-    """MurmurHash64A of each row of 64-bit words: in native code on a CPU, in torch's arithmetic elsewhere."""
+    """MurmurHash64A of each row of 64-bit words: native on a CPU, torch's arithmetic on other devices."""
     count, width = words.shape
     if words.is_cpu:
         offsets = torch.arange(count + 1) * (8 * width)
@@ -120,17 +120,17 @@ def murmur_words(words: Tensor) -> Tensor:
 
 
 def murmur_words_anywhere(words: Tensor) -> Tensor:
-    """The same in torch's arithmetic, which wraps as the hash wants it; a shift must lose the sign."""
+    """The same in torch's arithmetic, which wraps as the hash requires; shifts must be unsigned."""
     factor = 0xC6A4A7935BD1E995 - (1 << 64)
 
     def fold(x: Tensor) -> Tensor:
         return x ^ ((x >> 47) & ((1 << 17) - 1))
 
     seed = (8 * words.shape[1] * factor) & ((1 << 64) - 1)
-    made = torch.full_like(words[:, 0], seed - (1 << 64) if seed >> 63 else seed)
+    state = torch.full_like(words[:, 0], seed - (1 << 64) if seed >> 63 else seed)
     for word in words.unbind(1):
-        made = (made ^ fold(word * factor) * factor) * factor
-    return fold(fold(made) * factor)
+        state = (state ^ fold(word * factor) * factor) * factor
+    return fold(fold(state) * factor)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Concat(RowOp):
             raise ValueError("expected columns of vectors of one size, but received several sizes.")
 
     def run_rows(self, *entries: Entry) -> Entry:
-        """Scatters each column to its places."""
+        """Scatters each column to its positions."""
         shifts = self.offsets or (0,) * len(entries)
         tensors = [entry for entry in entries if isinstance(entry, Tensor)]
         if len(tensors) == len(entries):
@@ -181,14 +181,14 @@ class Concat(RowOp):
         start = offsets[:-1]
         for column, length, size, shift in zip(columns, lengths, sizes, shifts, strict=True):
             row = row_numbers(length, size)
-            place = torch.arange(size, device=row.device) + (start - as_offsets(column)[:-1])[row]
-            values = values.index_put((place,), column.values + shift if shift else column.values)
+            index = torch.arange(size, device=row.device) + (start - as_offsets(column)[:-1])[row]
+            values = values.index_put((index,), column.values + shift if shift else column.values)
             if weights is not None and column.weights is not None:
-                weights = weights.index_put((place,), column.weights.to(weights.dtype))
+                weights = weights.index_put((index,), column.weights.to(weights.dtype))
             start = start + length
         return Ragged(values, offsets, weights)
 
 
 def _columns(empty: Tensor) -> Tensor:
-    """A tensor without values, as rows and columns: torch cannot infer how many."""
+    """A tensor without values, as rows and columns: torch cannot infer their numbers."""
     return empty.unsqueeze(1) if empty.dim() == 1 else empty

@@ -15,16 +15,16 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 
 _INT64 = torch.iinfo(torch.int64)
 _SAFE = 18  # digits that always fit into 64 bits
-_POWERS = 30  # further ones are only those of numbers that are too large
+_POWERS = 30  # higher powers occur only in numbers that are too large
 _TOLERANCE = 1e-9  # far above the rounding of a sum of 30 doubles
 
 
 @dataclass(frozen=True)
 class ParseIds(RowOp):
-    """Decimal numbers of 64 bits, signed or unsigned, in the place of strings; an empty string is no id.
+    """Decimal numbers of 64 bits, signed or unsigned, instead of strings; an empty string has no id.
 
-    The result always has offsets, so that batches with and without empty strings are of one kind. What is
-    an id already stays as it is.
+    The result always has offsets, so that batches with and without empty strings are of one kind. Ids
+    are returned unchanged.
     """
 
     name: ClassVar[str] = "to_ids"
@@ -36,7 +36,7 @@ class ParseIds(RowOp):
         elif values_of(entries[0]).dtype != torch.int64:
             raise TypeError(
                 f"expected strings, or ids of torch.int64, but received {describe(entries[0])}; "
-                "to_ids(buckets=…) makes ids of other numbers."
+                "to_ids(buckets=…) turns other numbers into ids."
             )
 
     def run_rows(self, *entries: Entry) -> Entry:
@@ -49,19 +49,19 @@ class ParseIds(RowOp):
         offsets = as_offsets(strings)
         present = offsets.diff() > 0
         starts = offsets[:-1][present]
-        made = _parse_by_arrow(strings.values, starts)
-        if made is None:
-            made = parse_anywhere(strings.values, starts, offsets.diff()[present])
+        parsed = _parse_by_arrow(strings.values, starts)
+        if parsed is None:
+            parsed = parse_anywhere(strings.values, starts, offsets.diff()[present])
         if isinstance(entry, NestedRagged):
-            return Ragged(made, keep(Ragged(present, entry.outer), present).offsets)
-        return Ragged(made, torch.nn.functional.pad(present.cumsum(0), (1, 0)))
+            return Ragged(parsed, keep(Ragged(present, entry.outer), present).offsets)
+        return Ragged(parsed, torch.nn.functional.pad(present.cumsum(0), (1, 0)))
 
 
 def _parse_by_arrow(text: Tensor, starts: Tensor) -> Tensor | None:
-    """The same as `parse_anywhere`, many times as fast; None for what Arrow refuses or reads otherwise."""
-    if not text.is_cpu or bool((text > ord("9")).any()):  # Arrow reads 0x1F, too
+    """The same as `parse_anywhere`, much faster; None for text that Arrow refuses or reads differently."""
+    if not text.is_cpu or bool((text > ord("9")).any()):  # Arrow also reads 0x1F
         return None
-    import pyarrow as pa  # this takes a while, and few features need it
+    import pyarrow as pa  # slow to import, and few features need it
 
     count = starts.shape[0]
     bounds = torch.nn.functional.pad(starts, (0, 1), value=text.shape[0])
@@ -76,21 +76,21 @@ def _parse_by_arrow(text: Tensor, starts: Tensor) -> Tensor | None:
 
 
 def parse_anywhere(text: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """The numbers that strings spell, which lie side by side and are not empty; in torch's arithmetic."""
+    """The numbers that adjacent, non-empty strings spell, in torch's arithmetic."""
     count = lengths.shape[0]
     if not count:
         return torch.empty(0, dtype=torch.int64, device=text.device)
     negative = text[starts] == ord("-")
     word = row_numbers(lengths, text.shape[0])
-    place = torch.arange(text.shape[0], device=text.device) - starts[word]
+    position = torch.arange(text.shape[0], device=text.device) - starts[word]
     digits = text.to(torch.int64) - ord("0")
-    is_sign = negative[word] & (place == 0) & (lengths[word] > 1)
+    is_sign = negative[word] & (position == 0) & (lengths[word] > 1)
     digits.masked_fill_(is_sign, 0)
     wrong = (digits < 0) | (digits > 9)
     if bool(wrong.any()):
         raise _error(text, starts, lengths, int(word[wrong][0]))
-    power = (lengths[word] - 1 - place).clamp_(max=_POWERS)
-    # Sums wrap around, and so do their differences: what is left are the bits of each number.
+    power = (lengths[word] - 1 - position).clamp_(max=_POWERS)
+    # Sums wrap around, and so do their differences, which are the bits of each number.
     sums = torch.cumsum(digits * _powers(text.device)[power], 0)
     ends = sums[starts + lengths - 1]
     size = torch.cat([ends[:1], ends.diff()])
@@ -102,7 +102,7 @@ def parse_anywhere(text: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _fits(digits: Tensor, power: Tensor, word: Tensor, size: Tensor, negative: Tensor) -> Tensor:
-    """Whether each number fits into 64 bits: doubles say how large it is, and at the very limit its bits."""
+    """Whether each number fits into 64 bits: by its size as a double, and close to the limit by its bits."""
     scale = torch.pow(10.0, torch.arange(_POWERS + 1, dtype=torch.float64, device=digits.device))
     about = torch.zeros(size.shape[0], dtype=torch.float64, device=digits.device)
     about.index_add_(0, word, digits.to(torch.float64) * scale[power])
@@ -122,5 +122,5 @@ def _error(text: Tensor, starts: Tensor, lengths: Tensor, word: int) -> ValueErr
     found = bytes(text[start : start + int(lengths[word])].tolist()).decode(errors="replace")
     return ValueError(
         f"expected decimal integers of 64 bits, but received {found[:100]!r}; "
-        'strip() removes spaces around numbers, and .hash("farm") makes ids of any strings.'
+        'strip() removes spaces around numbers, and .hash("farm") turns any strings into ids.'
     )

@@ -1,4 +1,4 @@
-"""`FittedOp`: a step that learns from data, unless its values are given."""
+"""`FittedOp`: a step that learns from data, unless its values are passed as arguments."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from karvan.features.running_moments import RunningStatistics
 
 
 class FittedOp(Op):
-    """A step with numbers or words of its own, which are given or found by `FeatureEngine.fit`."""
+    """A step with numbers or words, which are arguments or computed by `FeatureEngine.fit`."""
 
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether it has them."""
+        """Whether it has its numbers or words."""
 
     @abstractmethod
     def statistics(self) -> RunningStatistics:
-        """What counts the data that it needs; empty."""
+        """Empty statistics of the kind that it needs."""
 
     @abstractmethod
     def fitted(self, found: RunningStatistics) -> Self:
-        """The same step with what was found; a ValueError if that is not enough."""
+        """The same step with the statistics that were found; a ValueError if there is too little data."""
 
     @abstractmethod
     def fit_state(self) -> Any:
-        """What was found, as a tree with tensors; None before."""
+        """The fitted values, as a tree with tensors; None before the fit."""
 
     @abstractmethod
     def with_state(self, state: Any) -> Self:
-        """The same step with what `fit_state` gave; a ValueError if it is that of another kind of step."""
+        """The same step with the values of a `fit_state`; a ValueError if it is from another kind of step."""

@@ -1,4 +1,4 @@
-"""Transforms that give an id to each string: hashes, and what vocabularies share with them."""
+"""Transforms from strings to ids: hashes, and the base class of vocabularies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 
 
 class StringOp(Op):
-    """A step that gives an id for each string (or each id): a row's strings become its ids."""
+    """A step that computes an id for each string (or each id): a row's strings become its ids."""
 
     def check(self, *entries: Entry) -> None:
         """Strings or ids."""
@@ -57,10 +57,10 @@ def items_of(entry: Entry) -> Ragged:
     return entry.lists() if isinstance(entry, NestedRagged) else entry
 
 
-def _per_item(entry: Entry, made: Tensor) -> Entry:
+def _per_item(entry: Entry, item_ids: Tensor) -> Entry:
     if not is_text(entry):
-        return with_values(entry, made)
-    return Ragged(made, entry.outer) if isinstance(entry, NestedRagged) else made
+        return with_values(entry, item_ids)
+    return Ragged(item_ids, entry.outer) if isinstance(entry, NestedRagged) else item_ids
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Mod(IdOp):
 
 @dataclass(frozen=True)
 class DropSign(IdOp):
-    """Ids without their sign bit, which is RecIS's bucket 0."""
+    """Ids without their sign bit, as RecIS's bucket 0."""
 
     name: ClassVar[str] = "hash"
 
@@ -64,7 +64,7 @@ class DropSign(IdOp):
 
 @dataclass(frozen=True)
 class Prefix(IdOp):
-    """Ids of a feature group set apart from those of others; see `karvan.ids.prefix`."""
+    """Ids with the feature group in their upper bits; see `karvan.ids.prefix`."""
 
     group: int
     bits: int
@@ -86,7 +86,7 @@ class Prefix(IdOp):
 
 @dataclass(frozen=True)
 class MultiHash(ChainStep):
-    """Each id as several small ids, each for a table of its own (RecIS `IDMultiHash`)."""
+    """Each id as several small ids, each for a separate table (RecIS `IDMultiHash`)."""
 
     buckets: tuple[int, ...]
     name: ClassVar[str] = "multi_hash"
@@ -150,8 +150,8 @@ class HashStack(Op):
         op = ops[0]
         assert isinstance(op, HashStack)
         flat = [values_of(entry).reshape(-1) for (entry,) in arguments]
-        made = ids.hash_stack(torch.cat(flat), op.rounds, op.size)
-        parts = torch.split(made, [part.shape[0] for part in flat])
+        hashes = ids.hash_stack(torch.cat(flat), op.rounds, op.size)
+        parts = torch.split(hashes, [part.shape[0] for part in flat])
         return [
             _stacked(entry, part.reshape(-1), op.rounds)
             for (entry,), part in zip(arguments, parts, strict=True)

@@ -1,7 +1,7 @@
 """The layout of entries, and operations along their samples.
 
-Every transform works on each row for itself, so one call over all rows of many features gives what many calls
-would give. Nothing here changes a tensor it was given; results may share memory with inputs.
+Every transform works on each row separately, so one call over all rows of many features returns the same as
+many calls. Nothing here changes its inputs; results may share memory with them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
 
 def flat_values(entry: Entry) -> Tensor:
-    """All values one after the other."""
+    """All values in one dimension."""
     values = values_of(entry)
     return values if values.dim() == 1 else values.reshape(-1)
 
 
 def with_values(entry: Entry, values: Tensor) -> Entry:
-    """The same rows, and weights, of other values."""
+    """The same rows and weights with other values."""
     shape = values_of(entry).shape
     if values.shape != shape:
         values = values.reshape(shape)
@@ -39,7 +39,7 @@ def is_text(entry: Entry) -> bool:
 
 
 def describe(entry: Entry) -> str:
-    """The entry in an error's words."""
+    """The entry as errors describe it."""
     if isinstance(entry, Tensor):
         return f"a Tensor of {entry.dtype} and shape {tuple(entry.shape)}"
     kind = type(entry).__name__
@@ -52,7 +52,7 @@ def describe(entry: Entry) -> str:
 
 
 def describe_for_lists(entry: Entry) -> str:
-    """The entry in the words of an error of a step that needs lists, and how to make them."""
+    """The entry as errors of steps that need lists describe it, with how to make lists."""
     if isinstance(entry, Tensor) and entry.dim() == 1:
         return (
             f"{describe(entry)}, one value per sample; fill_missing(…) fills samples that lack it, and "
@@ -99,22 +99,22 @@ def as_ragged(entry: Ragged | Tensor) -> Ragged:
 
 
 def row_numbers(lengths: Tensor, total: int) -> Tensor:
-    """For each value the number of its row."""
+    """The row number of each value."""
     rows = torch.arange(lengths.shape[0], device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=total)
 
 
 def take(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Which values lie in the given slices, one after the other, and the offsets of the slices among them."""
+    """The indices of the values of all slices, in order, and the offsets of the slices among them."""
     offsets = offsets_from(lengths)
     total = int(offsets[-1])
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
     return shift + torch.arange(total, device=starts.device), offsets
 
 
-def keep(entry: Ragged, kept: Tensor) -> Ragged:
-    """The values that are marked, in their rows."""
+def keep(entry: Ragged, mask: Tensor) -> Ragged:
+    """The values that the mask selects, in their rows."""
     offsets = as_offsets(entry)
-    before = offsets_from(kept.to(torch.int64))
-    weights = None if entry.weights is None else entry.weights[kept]
-    return Ragged(entry.values[kept], before[offsets], weights)
+    before = offsets_from(mask.to(torch.int64))
+    weights = None if entry.weights is None else entry.weights[mask]
+    return Ragged(entry.values[mask], before[offsets], weights)

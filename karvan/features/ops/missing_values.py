@@ -1,11 +1,10 @@
-"""Steps on columns with missing values: they run on the values that are there.
+"""Steps on columns with missing values: they run on the present values.
 
-A column that lacks some values (`OptionalRagged`, `OptionalText`) must give the rows that it would give if
-the batch had been cut differently. So steps see what they see of a complete column: a tensor, or one string
-for each row. What they make is then put back into the rows that have a value.
+The result for a sample of a column with missing values (`OptionalRagged`, `OptionalText`) must not depend on
+the other samples of its batch. So steps get the same as for a complete column: a tensor, or one string for
+each row. Their results are then put back into the rows that have a value.
 
-Among floats NaN stands for a missing value. Ids have no such sign, so that a step which makes ids of floats
-leaves the ids of NaN out.
+In floats NaN is a missing value. Ids have no such value, so a step from floats to ids omits the ids of NaN.
 """
 
 from __future__ import annotations
@@ -21,57 +20,58 @@ from karvan.ragged import Entry, NestedRagged, OptionalRagged, OptionalText, Rag
 
 
 def present(entry: Entry) -> Entry:
-    """The values that are there, as a complete column has them; other entries as they are."""
+    """The present values, in the form of a complete column; other entries as they are."""
     if isinstance(entry, OptionalRagged):
         return entry.values
     return entry.lists() if isinstance(entry, OptionalText) else entry
 
 
-def restored(made: Entry, entry: Entry) -> Entry:
-    """What was made of the values that are there, in the rows of the entry that they are from."""
+def restored(output: Entry, entry: Entry) -> Entry:
+    """The result for the present values, in the rows of the entry that they are from."""
     if isinstance(entry, OptionalRagged):
         rows = as_offsets(entry)
     elif isinstance(entry, OptionalText):
         rows = entry.outer
     else:
-        return made
-    if isinstance(made, Tensor):
-        if made.dim() == 1:
-            return OptionalRagged(made, rows)
-        return Ragged(made.reshape(-1), rows * made.shape[1])
-    if isinstance(made, NestedRagged):
-        return NestedRagged(made.values, made.inner, made.outer[rows])
-    if is_text(made):
-        return OptionalText(made.values, as_offsets(made), rows)
-    kind = OptionalRagged if isinstance(made, OptionalRagged) else Ragged
-    return kind(made.values, as_offsets(made)[rows], made.weights)
+        return output
+    if isinstance(output, Tensor):
+        if output.dim() == 1:
+            return OptionalRagged(output, rows)
+        return Ragged(output.reshape(-1), rows * output.shape[1])
+    if isinstance(output, NestedRagged):
+        return NestedRagged(output.values, output.inner, output.outer[rows])
+    if is_text(output):
+        return OptionalText(output.values, as_offsets(output), rows)
+    kind = OptionalRagged if isinstance(output, OptionalRagged) else Ragged
+    return kind(output.values, as_offsets(output)[rows], output.weights)
 
 
-def without_nan(made: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry]:
-    """What was made of each value of the entries, without what was made of NaN."""
-    result = list(made)
-    places = [i for i, entry in enumerate(entries) if values_of(entry).is_floating_point()]
-    if not places:
-        return result
-    # One pass over the values, and one wait for a GPU. Infinities may add up to NaN, too.
-    sums = torch.stack([values_of(entries[i]).detach().sum().to(torch.float32) for i in places])
-    for i, suspect in zip(places, sums.isnan().tolist(), strict=True):
+def without_nan(outputs: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry]:
+    """The results for the values of the entries, without those for NaN."""
+    results = list(outputs)
+    indices = [i for i, entry in enumerate(entries) if values_of(entry).is_floating_point()]
+    if not indices:
+        return results
+    # One pass over the values, and one synchronization with a GPU. Sums of infinities may also be NaN.
+    sums = torch.stack([values_of(entries[i]).detach().sum().to(torch.float32) for i in indices])
+    for i, suspect in zip(indices, sums.isnan().tolist(), strict=True):
         if suspect:
-            result[i] = _without(result[i], values_of(entries[i]).isnan())
-    return result
+            results[i] = _without(results[i], values_of(entries[i]).isnan())
+    return results
 
 
-def _without(made: Entry, gone: Tensor) -> Entry:
-    if not bool(gone.any()):
-        return made
-    if isinstance(made, NestedRagged):
-        lists = keep(made.lists(), ~gone)
-        return NestedRagged(lists.values, as_offsets(lists), made.outer)
-    if isinstance(made, Ragged):
-        return keep(made, ~gone)
-    if made.dim() == 1:
-        return OptionalRagged(made[~gone], offsets_from((~gone).to(torch.int64)))
+def _without(output: Entry, missing: Tensor) -> Entry:
+    if not bool(missing.any()):
+        return output
+    if isinstance(output, NestedRagged):
+        lists = keep(output.lists(), ~missing)
+        return NestedRagged(lists.values, as_offsets(lists), output.outer)
+    if isinstance(output, Ragged):
+        return keep(output, ~missing)
+    if output.dim() == 1:
+        return OptionalRagged(output[~missing], offsets_from((~missing).to(torch.int64)))
     raise ValueError(
-        f"expected a number in each place of {describe(made)}, but received NaN, of which no id can be made; "
-        'fill_missing(…) before it gives a number, and to_ragged(pad=float("nan")) makes lists without NaN.'
+        f"expected a number in each position of {describe(output)}, but received NaN, which has no id; "
+        'fill_missing(…) before it replaces NaN by a number, and to_ragged(pad=float("nan")) makes '
+        "lists without NaN."
     )

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from karvan import _native
 from karvan.batch_slicing import values_of
-from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, kept
+from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, in_type_of
 from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.layout import describe, flat_values, with_values
 from karvan.features.running_moments import Moments, RunningStatistics
 from karvan.ragged import Entry, OptionalRagged, Ragged
 
-_WORTH_POOLING = 32_768  # values, from which on an allocator fetches memory from the system each time
+_WORTH_POOLING = 32_768  # values; from this size on, an allocator fetches memory from the system each time
 INT64 = torch.iinfo(torch.int64)
 
 
@@ -26,7 +26,7 @@ class NumberOp(ElementOp):
     """An element op on numbers of any type."""
 
     def check(self, *entries: Entry) -> None:
-        """Strings are no numbers."""
+        """Strings are not numbers."""
         expect_numbers(*entries)
 
 
@@ -51,8 +51,7 @@ class Log(NumberOp):
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """log x / log base."""
-        made = torch.log(floats(values)) / parameters[0]
-        return kept(made, values)
+        return in_type_of(values, torch.log(floats(values)) / parameters[0])
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Clip(NumberOp):
         return not isinstance(self.low, float) and not isinstance(self.high, float)
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
-        """Both limits; one that was not given excludes nothing."""
+        """Both limits; a missing one excludes nothing."""
         if self._whole() and not dtype.is_floating_point:
             return (
                 INT64.min if self.low is None else self.low,
@@ -91,17 +90,17 @@ class Clip(NumberOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """NaN stays NaN."""
         low, high = parameters
-        made = values.to(torch.int64) if not low.is_floating_point() else floats(values)
+        result = values.to(torch.int64) if not low.is_floating_point() else floats(values)
         if low.is_cpu and low.numel() == 1:  # torch is much faster with numbers than with tensors of one
-            made = torch.clamp(made, low.item(), high.item())
+            result = torch.clamp(result, low.item(), high.item())
         else:
-            made = torch.clamp(made, low, high)
-        return kept(made, values)
+            result = torch.clamp(result, low, high)
+        return in_type_of(values, result)
 
 
 @dataclass(frozen=True)
 class Log1p(NumberOp):
-    """log(1 + x), as floats; of clipped numbers if `clip` is given, which is how a clip before it is kept."""
+    """log(1 + x), as floats; of clipped numbers with `clip`, which holds a clip step before it."""
 
     clip: Clip | None = None
     name: ClassVar[str] = "log1p"
@@ -112,24 +111,24 @@ class Log1p(NumberOp):
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """The core's, where that is possible: one call for all, nearly twice as fast as torch's."""
+        """Uses the native core where possible: one call for all, nearly twice as fast as torch."""
         entries = [entry for (entry,) in arguments]
         values = [flat_values(entry) for entry in entries]
         if any(not each.is_cpu or each.dtype != torch.float32 or each.requires_grad for each in values):
             return super().run_group(ops, arguments)
         limits = [op.clip.parameters(torch.float32) for op in ops if isinstance(op, cls) and op.clip]
-        made = _empty_like(values)
+        outputs = _empty_like(values)
         _native.log1p(
             [each.contiguous().numpy() for each in values],
-            [each.numpy() for each in made],
+            [each.numpy() for each in outputs],
             [float(low) for low, _ in limits] or [-math.inf] * len(values),
             [float(high) for _, high in limits] or [math.inf] * len(values),
         )
-        return [with_values(entry, each) for entry, each in zip(entries, made, strict=True)]
+        return [with_values(entry, each) for entry, each in zip(entries, outputs, strict=True)]
 
     @classmethod
     def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
-        """The clip is made first, as if it were a step of its own."""
+        """Clips first, as a separate step would."""
         clips = [op.clip for op in ops if isinstance(op, cls) and op.clip]
         if clips:
             values = Clip.compute_group(clips, values, counts)
@@ -137,23 +136,23 @@ class Log1p(NumberOp):
 
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """Exact also where x is tiny; half precision is computed in single."""
-        return kept(torch.log1p(floats(values)), values)
+        return in_type_of(values, torch.log1p(floats(values)))
 
 
 def _empty_like(values: Sequence[Tensor]) -> list[Tensor]:
-    """Memory for as many floats; much of it from the core's pool, since clearing fresh pages takes long."""
+    """Memory for as many floats; large ones from the core's pool, since clearing fresh pages is slow."""
     counts = [int(each.shape[0]) for each in values]
     total = sum(counts)
     if total < _WORTH_POOLING:
-        made = torch.empty(total)
+        memory = torch.empty(total)
     else:
-        made = torch.frombuffer(_native.Buffer(4 * total), dtype=torch.float32, count=total)
-    return list(torch.split(made, counts))
+        memory = torch.frombuffer(_native.Buffer(4 * total), dtype=torch.float32, count=total)
+    return list(torch.split(memory, counts))
 
 
 @dataclass(frozen=True)
 class Normalise(NumberOp, FittedOp):
-    """(x - mean) / std, as floats; without statistics, those that the engine's `fit` finds."""
+    """(x - mean) / std, as floats; without statistics, the engine's `fit` computes them."""
 
     mean: float | None = None
     std: float | None = None
@@ -171,7 +170,7 @@ class Normalise(NumberOp, FittedOp):
         """Numbers, and statistics."""
         super().check(*entries)
         if self.mean is None:
-            raise ValueError("there are no statistics yet: give mean and std, or call the engine's fit.")
+            raise ValueError("there are no statistics yet: pass mean and std, or call the engine's fit.")
 
     @property
     def ready(self) -> bool:
@@ -200,7 +199,7 @@ class Normalise(NumberOp, FittedOp):
         return Normalise(*state.tolist())
 
     def settings(self) -> Hashable:
-        """RunningStatistics may differ."""
+        """Statistics may differ."""
         return None
 
     def parameters(self, dtype: torch.dtype) -> tuple[Number, ...]:
@@ -210,8 +209,7 @@ class Normalise(NumberOp, FittedOp):
     def compute(self, values: Tensor, *parameters: Tensor) -> Tensor:
         """Half precision is computed in single."""
         mean, std = parameters
-        made = (floats(values) - mean) / std
-        return kept(made, values)
+        return in_type_of(values, (floats(values) - mean) / std)
 
 
 def _brief(state: Any) -> str:
@@ -220,10 +218,10 @@ def _brief(state: Any) -> str:
 
 @dataclass(frozen=True)
 class FillMissing(NumberOp):
-    """A value in the place of missing ones: of NaN, of another if it is named, and of samples without any.
+    """A value instead of missing ones: for NaN, for `missing` if it is set, and for samples without any.
 
     Integers have no NaN: a column of them with missing values is a Ragged of at most one value per sample,
-    of which this makes a tensor.
+    which this step turns into a tensor.
     """
 
     value: Number
@@ -232,7 +230,7 @@ class FillMissing(NumberOp):
     takes_missing: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
-        """Integers have no fractions, and lists no place for what they lack."""
+        """Integers are not filled with fractions, and lists have no position for missing values."""
         super().check(*entries)
         (entry,) = entries
         if values_of(entry).is_floating_point():
@@ -244,8 +242,8 @@ class FillMissing(NumberOp):
             )
         if self.missing is None and not _at_most_one(entry):
             raise TypeError(
-                "expected floats, or at most one integer per sample, or to be told which integer stands for "
-                f"a missing one (missing=…), but received {describe(entry)}."
+                "expected floats, or at most one integer per sample, or the integer that "
+                f"represents a missing one (missing=…), but received {describe(entry)}."
             )
 
     def settings(self) -> Hashable:
@@ -261,28 +259,28 @@ class FillMissing(NumberOp):
         """Keeps the type of the values."""
         value, missing = parameters
         if self.missing is not None:
-            gone = values == missing.to(values.dtype)
+            is_missing = values == missing.to(values.dtype)
         elif values.is_floating_point():
-            gone = values.isnan()
+            is_missing = values.isnan()
         else:
             return values
-        return torch.where(gone, value.to(values.dtype), values)
+        return torch.where(is_missing, value.to(values.dtype), values)
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """Samples without a value get it at the end."""
+        """Fills samples without a value at the end."""
         own = [op for op in ops if isinstance(op, cls)]
-        return [op._complete(made) for op, made in zip(own, super().run_group(ops, arguments), strict=True)]
+        return [op._complete(entry) for op, entry in zip(own, super().run_group(ops, arguments), strict=True)]
 
     def _complete(self, entry: Entry) -> Entry:
         if not isinstance(entry, Ragged):
             return entry
-        whole = self.missing is None and not entry.values.is_floating_point()
-        if not (isinstance(entry, OptionalRagged) or whole):
+        integers = self.missing is None and not entry.values.is_floating_point()
+        if not (isinstance(entry, OptionalRagged) or integers):
             return entry
-        made = entry.values.new_full((entry.rows, *entry.values.shape[1:]), self.value)
-        made[entry.lengths() > 0] = entry.values
-        return made
+        filled = entry.values.new_full((entry.rows, *entry.values.shape[1:]), self.value)
+        filled[entry.lengths() > 0] = entry.values
+        return filled
 
 
 def _at_most_one(entry: Entry) -> bool:

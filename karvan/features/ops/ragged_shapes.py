@@ -25,13 +25,13 @@ from karvan.ragged import Entry, NestedRagged, Ragged
 
 @dataclass(frozen=True)
 class ToRagged(RowOp):
-    """The columns of a tensor as rows of a Ragged, without those that hold the padding, if one is named."""
+    """The columns of a tensor as rows of a Ragged, without those that equal `pad`, if there is one."""
 
     pad: Number | None
     name: ClassVar[str] = "to_ragged"
 
     def check(self, *entries: Entry) -> None:
-        """Not lists of lists, nor vectors where padding is to be found."""
+        """Not lists of lists, nor vectors if there is a `pad`."""
         (entry,) = entries
         if isinstance(entry, NestedRagged):
             raise TypeError(
@@ -73,7 +73,7 @@ class ToDense(RowOp):
             raise ValueError(f"to_dense expects a length of at least 1, but received {self.length}.")
 
     def check(self, *entries: Entry) -> None:
-        """A Ragged; a tensor has no place for weights."""
+        """A Ragged without weights, which a tensor cannot have."""
         (entry,) = entries
         if not isinstance(entry, Ragged):
             raise TypeError(f"expected a Ragged, but received {describe_for_lists(entry)}.")
@@ -91,8 +91,8 @@ class ToDense(RowOp):
         row = row_numbers(offsets.diff(), total)
         column = torch.arange(total, device=row.device) - offsets[row]
         fits = column < self.length
-        made = entry.values.new_full((entry.rows, self.length, *entry.values.shape[1:]), self.fill)
-        return made.index_put((row[fits], column[fits]), entry.values[fits])
+        result = entry.values.new_full((entry.rows, self.length, *entry.values.shape[1:]), self.fill)
+        return result.index_put((row[fits], column[fits]), entry.values[fits])
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class FillEmpty(RowOp):
         check_rows(entry)
 
     def run_rows(self, *entries: Entry) -> Entry:
-        """Moves each value on by the number of empty rows before it."""
+        """Shifts each value by the number of empty rows before it."""
         (entry,) = entries
         assert isinstance(entry, Ragged)
         if entry.offsets is None:
@@ -141,10 +141,10 @@ class FillEmpty(RowOp):
         offsets = offsets_from(lengths.clamp(min=1))
         count = entry.values.shape[0]
         row = row_numbers(lengths, count)
-        place = torch.arange(count, device=row.device) + (offsets - entry.offsets)[row]
+        index = torch.arange(count, device=row.device) + (offsets - entry.offsets)[row]
         total = int(offsets[-1])
-        values = entry.values.new_full((total,), self.value).index_put((place,), entry.values)
+        values = entry.values.new_full((total,), self.value).index_put((index,), entry.values)
         weights = entry.weights
         if weights is not None:
-            weights = weights.new_ones(total).index_put((place,), weights)
+            weights = weights.new_ones(total).index_put((index,), weights)
         return Ragged(values, offsets, weights)

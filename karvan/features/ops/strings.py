@@ -46,7 +46,7 @@ class Upper(ElementOp):
 
 
 class TextOp(RowOp):
-    """A step on each string by itself, of rows of one string or of lists of them."""
+    """A step on each string separately, in rows of one string or of lists of strings."""
 
     def check(self, *entries: Entry) -> None:
         """Strings."""
@@ -103,12 +103,12 @@ class Substring(TextOp):
         values, offsets = _parts(strings)
         lengths = offsets.diff()
         row = row_numbers(lengths, values.shape[0])
-        place = torch.arange(values.shape[0], device=row.device) - offsets[row]
+        position = torch.arange(values.shape[0], device=row.device) - offsets[row]
         first = lengths.add(self.start).clamp(min=0)[row] if self.start < 0 else self.start
-        kept = place >= first
+        mask = position >= first
         if self.length is not None:
-            kept &= place < first + self.length
-        return keep(strings, kept)
+            mask &= position < first + self.length
+        return keep(strings, mask)
 
 
 @dataclass(frozen=True)

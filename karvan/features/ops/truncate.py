@@ -76,12 +76,12 @@ def as_per_row(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> T
 
 
 def _limits(offsets: Tensor, limit: Tensor, left: bool) -> tuple[Tensor, Tensor] | None:
-    """Where the values that stay begin in each row, and how many they are; None if all stay."""
+    """The start and the number of the remaining values of each row; None if all remain."""
     lengths = offsets.diff()
     if not bool((lengths > limit).any()):
         return None
-    kept = torch.minimum(lengths, limit)
-    return (offsets[1:] - kept if left else offsets[:-1]), kept
+    counts = torch.minimum(lengths, limit)
+    return (offsets[1:] - counts if left else offsets[:-1]), counts
 
 
 def _truncate(entry: Ragged, limit: Tensor, left: bool) -> Ragged:

@@ -21,11 +21,11 @@ from karvan.ragged import Entry, Ragged
 
 @dataclass(frozen=True)
 class Vocabulary(StringOp, FittedOp):
-    """Known strings (or ids) by their place in the list; others in `oov` buckets behind it.
+    """The index of known strings (or ids) in the list; others are in `oov` buckets after it.
 
-    Without words, those that the engine's `fit` finds `min_count` times or more, and of them the `max_words`
-    most frequent. The most frequent word is the first; words of equal counts are in the order of their bytes
-    or values, so that the list does not depend on the order of the data.
+    Without words, the engine's `fit` finds those that occur `min_count` times or more, and takes the
+    `max_words` most frequent. The most frequent word is the first; words of equal counts are in the order of
+    their bytes or values, so that the list does not depend on the order of the data.
 
     Strings are found by their FarmHash and confirmed by their MurmurHash: 128 bits, without comparing text.
     """
@@ -50,14 +50,14 @@ class Vocabulary(StringOp, FittedOp):
         if self.words is not None and len(set(self.words)) != len(self.words):
             twice = next(word for word, times in Counter(self.words).items() if times > 1)
             raise ValueError(f"vocabulary expects each word once, but received {twice!r} twice.")
-        # Hashing the whole list for every lookup among other ops would cost more than the lookup.
+        # Hashing the entire list whenever ops are grouped would cost more than the lookup.
         object.__setattr__(self, "_hash", hash((self.words, self.oov, self.max_words, self.min_count)))
 
     def __hash__(self) -> int:
         return int(self.__dict__["_hash"])
 
     def __reduce__(self) -> tuple[type[Vocabulary], tuple[object, ...]]:
-        # The hash of a string differs from process to process, so it must not travel.
+        # The hash of a string differs from process to process, so it must not be pickled.
         return (Vocabulary, (self.words, self.oov, self.max_words, self.min_count))
 
     @property
@@ -102,28 +102,30 @@ class Vocabulary(StringOp, FittedOp):
         """Strings for words, ids for ids."""
         super().check(*entries)
         if self.words is None:
-            raise ValueError("there are no words yet: give some, or call the engine's fit.")
+            raise ValueError("there are no words yet: pass some, or call the engine's fit.")
         if is_text(entries[0]) != isinstance(self.words[0], bytes):
             expected = "strings, as its words are," if isinstance(self.words[0], bytes) else "ids, as its own"
             raise TypeError(f"expected {expected} but received {describe(entries[0])}.")
 
     def compute(self, items: Ragged) -> Tensor:
-        """Places of the known, buckets of the others by their FarmHash."""
+        """The indices of known items, and buckets of the others by their FarmHash."""
         assert self.words is not None
-        farm, murmur, place = _index(self, items.values.device)
+        farm, murmur, index = _index(self, items.values.device)
         hashed = ids.farm(items)
         at = torch.searchsorted(farm, hashed).clamp_(max=farm.shape[0] - 1)
         known = (farm[at] == hashed) & (murmur[at] == ids.murmur(items))
-        return torch.where(known, place[at], ids.mod(hashed, self.oov) + len(self.words))
+        return torch.where(known, index[at], ids.mod(hashed, self.oov) + len(self.words))
 
 
 @functools.lru_cache(maxsize=256)
 def _index(vocabulary: Vocabulary, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The hashes of all words by their FarmHash, and the words' places."""
+    """The hashes of all words sorted by FarmHash, and the words' indices."""
     assert vocabulary.words is not None
     words = [w if isinstance(w, bytes) else w.to_bytes(8, "little", signed=True) for w in vocabulary.words]
     with torch.inference_mode(False):
-        farm, place = torch.sort(ids.farm(words))
+        farm, index = torch.sort(ids.farm(words))
         if bool((farm.diff() == 0).any()):
-            raise ValueError("vocabulary holds two words of the same FarmHash, which cannot be told apart.")
-        return farm.to(device), ids.murmur(words)[place].to(device), place.to(device)
+            raise ValueError(
+                "vocabulary holds two words of the same FarmHash, which cannot be distinguished."
+            )
+        return farm.to(device), ids.murmur(words)[index].to(device), index.to(device)
