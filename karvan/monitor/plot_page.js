@@ -84,15 +84,15 @@
         const values = run[line.kind].values[line.name];
         if (!values) return;
         const x = run[line.kind][state.axis];
-        const kept = x.map((_, i) => i).filter((i) => x[i] !== null && values[i] !== null
+        const points = x.map((_, i) => i).filter((i) => x[i] !== null && values[i] !== null
           && (!state.range || (x[i] >= state.range[0] && x[i] <= state.range[1])));
-        if (!kept.length) return;
+        if (!points.length) return;
         const weight = chart.noisy && line.kind === "train" ? state.smoothing : 0;
         const smoothed = smooth(values, weight);
         lines.push({
-          x: kept.map((i) => x[i]), raw: kept.map((i) => values[i]), y: kept.map((i) => smoothed[i]),
+          x: points.map((i) => x[i]), raw: points.map((i) => values[i]), y: points.map((i) => smoothed[i]),
           colour: view.byLine ? lineIndex : runIndex, dash: view.byLine ? "" : DASHES[lineIndex % DASHES.length],
-          dots: line.kind === "eval" || kept.length < 3, smoothed: weight > 0,
+          dots: line.kind === "eval" || points.length < 3, smoothed: weight > 0,
           name: [data.runs.length > 1 ? run.name : "", line.label].filter(Boolean).join(" · ") || run.name,
         });
       });

@@ -330,7 +330,7 @@ class Fit:
     def _state(self) -> dict[str, Any]:
         finished = self._has_all() or self._parts.stop_request.final
         early = finished and not self._goal.reached(self._counts)
-        data = dataset.state_of(self._identity, finished, self._goal.wanted, early, self._past)
+        data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
         return {
             **train_state.take(self._parts),
             **self._epoch.state(),

@@ -70,7 +70,7 @@ class Record:
 
     identity: Identity | None
     finished: bool  # whether its fit had reached its end
-    wanted: str  # how much that fit had to train, as text
+    goal: str  # how much that fit had to train, as text
     epoch: int
     batches: int
     step: int = 0
@@ -91,13 +91,13 @@ class Record:
     def left(self) -> str:
         """Where training stopped."""
         trained = f"{self.epoch} epochs and {self.batches} batches of the next one"
-        return f"It had trained {trained}{f', of {self.wanted}' if self.wanted else ''}."
+        return f"It had trained {trained}{f', of {self.goal}' if self.goal else ''}."
 
 
 def state_of(
     identity: Identity | None,
     finished: bool,
-    wanted: str = "",
+    goal: str = "",
     early: bool = False,
     past: tuple[FinishedData, ...] = (),
 ) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def state_of(
     return {
         "identity": None if identity is None else identity.state(),
         "finished": finished,
-        "wanted": wanted,
+        "wanted": goal,
         "early": early,
         "past": [each.state() for each in past],
     }
@@ -212,7 +212,7 @@ def nothing_to_do(
             f"The run has trained {before.amount} of {label} already, up to step {before.step}: "
             f"nothing to do. To train it again, call fit with {more}a new data_name."
         )
-    return f"The run has trained {goal.wanted} of {label} already."
+    return f"The run has trained {goal.text} of {label} already."
 
 
 def remaining(newest: Checkpoint | None, windows: Windows) -> Iterator[Window]:

@@ -42,7 +42,7 @@ class Goal:
         )
 
     @property
-    def wanted(self) -> str:
+    def text(self) -> str:
         """The goal, as text."""
         given = {"epoch": self.epochs, "step": self.max_steps}
         return " or ".join(f"{n} {what}{'' if n == 1 else 's'}" for what, n in given.items() if n is not None)
