@@ -207,8 +207,9 @@ def test_a_program_ends_without_noise_with(process, name):
     head = "import sys, numpy as np\nfrom karvan.wire import *\nfrom wire_helpers import *\n"
     head += "from support_paths import support_path\naddress = sys.argv[1]\n"
     body = "\n".join(line[8:] for line in PROGRAMS[name].splitlines())
+    quiet = "ignore:This process:DeprecationWarning"  # of os.fork, since Python 3.12
     ran = subprocess.run(
-        [sys.executable, "-c", head + body + "\nprint('end')", process.address],
+        [sys.executable, "-W", quiet, "-c", head + body + "\nprint('end')", process.address],
         capture_output=True,
         text=True,
         timeout=30,
