@@ -9,13 +9,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "math/widest.h"
 #include "threads/pool.h"
 
-#if defined(__x86_64__) && defined(__gnu_linux__)
-#define KARVAN_CLONES __attribute__((target_clones("arch=haswell", "default")))  // fused multiply-adds where they are
-#else
-#define KARVAN_CLONES
-#endif
 #define KARVAN_INLINE static inline __attribute__((always_inline))
 
 namespace karvan {
@@ -113,7 +109,7 @@ KARVAN_INLINE void transposed(const Shape& x, size_t begin, size_t end, float* o
   }
 }
 
-KARVAN_CLONES void forward(const Shape& x, size_t begin, size_t end, float* out, size_t out_stride) {
+KARVAN_INLINE void forward(const Shape& x, size_t begin, size_t end, float* out, size_t out_stride) {
   const size_t n = x.rows(), width = padded(n);
   std::vector<float> scratch(kTogether * width * x.dim);
   for (size_t sample = begin; sample < end; ++sample) {
@@ -171,7 +167,7 @@ KARVAN_INLINE void copied(const Shape& x, size_t begin, size_t end, float* out, 
   }
 }
 
-KARVAN_CLONES void backward(const Shape& x, size_t begin, size_t end, const float* out_gradient, size_t out_stride,
+KARVAN_INLINE void backward(const Shape& x, size_t begin, size_t end, const float* out_gradient, size_t out_stride,
                             float* gradient) {
   const size_t n = x.rows(), width = padded(n), dim = x.dim, filled = padded(dim);
   std::vector<float> g(n * width), scratch(kTogether * n * filled);
@@ -211,13 +207,15 @@ void in_tasks(size_t samples, F&& f) {
 
 void interact(const std::vector<Vectors>& vectors, size_t samples, size_t dim, float* out, size_t out_stride) {
   const Shape x{vectors, dim};
-  in_tasks(samples, [&](size_t begin, size_t end) { forward(x, begin, end, out, out_stride); });
+  in_tasks(samples, [&](size_t begin, size_t end) { run_widest<forward, const Shape&>(x, begin, end, out, out_stride); });
 }
 
 void interact_backward(const std::vector<Vectors>& vectors, size_t samples, size_t dim, const float* out_gradient,
                        size_t out_stride, float* gradient) {
   const Shape x{vectors, dim};
-  in_tasks(samples, [&](size_t begin, size_t end) { backward(x, begin, end, out_gradient, out_stride, gradient); });
+  in_tasks(samples, [&](size_t begin, size_t end) {
+    run_widest<backward, const Shape&>(x, begin, end, out_gradient, out_stride, gradient);
+  });
 }
 
 }  // namespace karvan

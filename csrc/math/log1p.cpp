@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "math/widest.h"
+
 namespace karvan {
 namespace {
 
@@ -71,12 +73,7 @@ float log1p_unusual(float x) {
     if (!is_usual(values[i])) out[i] = log1p_unusual(values[i]);
 }
 
-}  // namespace
-
-#if defined(__x86_64__) && defined(__gnu_linux__)
-__attribute__((target_clones("arch=haswell", "default")))  // with wide registers and fused multiply-adds where they are
-#endif
-void log1p(const float* values, size_t count, float* out, Limits limits) {
+[[gnu::always_inline]] inline void log1p_all(const float* values, size_t count, float* out, Limits limits) {
   const bool clips = limits.low != -kInfinity || limits.high != kInfinity;
   float clipped[kBlock];
   for (size_t begin = 0; begin < count; begin += kBlock) {
@@ -84,6 +81,12 @@ void log1p(const float* values, size_t count, float* out, Limits limits) {
     if (clips) clip(values + begin, size, clipped, limits);
     log1p_block(clips ? clipped : values + begin, size, out + begin);
   }
+}
+
+}  // namespace
+
+void log1p(const float* values, size_t count, float* out, Limits limits) {
+  run_widest<log1p_all>(values, count, out, limits);
 }
 
 }  // namespace karvan
