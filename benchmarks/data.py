@@ -205,7 +205,7 @@ def main() -> None:
         }
         held = list(islice(open_loader(folder, "parquet", features()), TRAINED))
         candidates["training"] = training_pass(held, NUMBERS, IDS)
-        seconds = medians(interleave(candidates, rounds=3 if args.quick else 5, burst=2))
+        seconds = medians(interleave(candidates, rounds=5, burst=2))
     fewer = ("tsv", *RECORDS)
     read = {name: rows // 4 if any(kind in name for kind in fewer) else rows for name in seconds}
     read["training"] = sum(batch.rows for batch in held)

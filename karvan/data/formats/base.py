@@ -58,6 +58,8 @@ class FileSource(ABC):
     """
 
     group_name: ClassVar[str]
+    quick_inspection: ClassVar[bool] = False
+    """Whether a local file is inspected in less time than another thread needs to start."""
 
     def __init__(self, files: Files, columns: Sequence[str] | None = None) -> None:
         self._files = files
@@ -99,7 +101,10 @@ class FileSource(ABC):
         def inspect(path: str) -> None:  # layouts found so far remain, even if another file cannot be reached
             self._layouts[path] = self._inspect_file(path)
 
-        if unknown:
+        if self.quick_inspection and isinstance(self._files.filesystem, fs.LocalFileSystem):
+            for path in unknown:
+                inspect(path)
+        elif unknown:
             with ThreadPoolExecutor(min(len(unknown), 8)) as pool:
                 list(pool.map(inspect, unknown))
 

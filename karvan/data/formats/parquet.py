@@ -22,6 +22,7 @@ class ParquetSource(FileSource):
     """Parquet files; counts come from their footers."""
 
     group_name = "row group"
+    quick_inspection = True
 
     def _inspect(self, path: str, file: pa.NativeFile) -> Layout:
         parquet = pq.ParquetFile(file)

@@ -131,10 +131,11 @@ class Pipeline:
             raise Closed
 
     def _read_loop(self) -> None:
+        before: Reading | None = None
         try:
             while (reading := self._take_reading()) is not None:
                 try:
-                    self._fill(reading)
+                    self._fill(reading, before)
                 except Closed:
                     raise
                 except BaseException as error:
@@ -142,7 +143,8 @@ class Pipeline:
                 with self._changed:
                     reading.finished = True
                     self._changed.notify_all()
-                    self._wait(lambda: not reading.buffered and reading.error is None)
+                    self._wait(lambda: reading.error is None)
+                before = reading
         except Closed:
             pass
 
@@ -160,10 +162,11 @@ class Pipeline:
                 self._changed.notify_all()
                 return None if self._all_taken else reading
 
-    def _fill(self, reading: Reading) -> None:
+    def _fill(self, reading: Reading, before: Reading | None) -> None:
+        """Read its records; the first wait until those of the same thread's reading `before` are in use."""
         for records in grouped(self._records(list(reading.jobs)), min(_WORTH_PREPARING, self._buffer)):
             ready = not self._steps.on_pieces
-            self._put(reading, ReadPiece(records, len(records), claimed=ready, ready=ready))
+            self._put(reading, before, ReadPiece(records, len(records), claimed=ready, ready=ready))
             del records  # they may have been used up before the next ones come
 
     def _records(self, jobs: list[ReadJob]) -> Iterator[pa.RecordBatch]:
@@ -198,8 +201,9 @@ class Pipeline:
             detail = f"expected {split.count} records, as there were when they were counted, but {came} came"
             raise DataError(detail, path=split.path, place=f"from record {split.first} on")
 
-    def _put(self, reading: Reading, piece: ReadPiece) -> None:
+    def _put(self, reading: Reading, before: Reading | None, piece: ReadPiece) -> None:
         with self._changed:
+            self._wait(lambda: before is None or not before.buffered)
             self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
             reading.pieces.append(piece)
             reading.buffered += piece.records
