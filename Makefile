@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# Twice quiet: errors alone are shown.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Twice quiet: errors alone are shown. Python compiles a module when it is first imported; most of torch's never are.
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
 ARGS ?=
@@ -23,28 +24,28 @@ demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARG
 	@$(BIN)/karvan demo $(ARGS)
 
 # mypy uses one core: beside it, the C++ tests are built and run.
-test: $(VENV)/.karvan  ## set everything up and run all checks and tests
+test: $(VENV)/.karvan $(VENV)/.dev  ## set everything up and run all checks and tests
 	@$(MAKE) --no-print-directory -j 2 --output-sync lint test-native
 	@$(MAKE) --no-print-directory test-python
 
-test-native: $(VENV)/.karvan  ## the C++ core's own tests
+test-native: $(VENV)/.karvan $(VENV)/.dev  ## the C++ core's own tests
 	@tools/test_native.sh plain
 
-test-python: $(VENV)/.karvan  ## the Python tests; ARGS go to pytest
+test-python: $(VENV)/.karvan $(VENV)/.dev  ## the Python tests; ARGS go to pytest
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
-test-slow: $(VENV)/.karvan  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
+test-slow: $(VENV)/.karvan $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
 	@tools/test_native.sh address,undefined thread
 	@$(BIN)/python -m pytest -q --thorough -m '' $(ARGS)
 
-lint: $(VENV)/.karvan  ## style and types
+lint: $(VENV)/.karvan $(VENV)/.dev  ## style and types
 	@echo "Checking style and types"
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python tools/file_map.py --check
 
-map: $(VENV)/.karvan  ## write the file map of docs/architecture.md from the first lines of the files
+map: $(VENV)/.karvan $(VENV)/.dev  ## write the file map of docs/architecture.md from the first lines of the files
 	@$(BIN)/python tools/file_map.py
 
 docs: $(VENV)/.docs map  ## the documentation as a site, to out/site
@@ -70,18 +71,27 @@ $(VENV)/.made:
 
 # torch first and alone: it is large, and a resolver that looks further may fetch it twice.
 $(VENV)/.torch: constraints.txt | $(VENV)/.made
-	@echo "Installing torch"
 	@$(PIP) torch numpy
 	@touch $@
 
-$(VENV)/.tools: $(VENV)/.torch
-	@echo "Installing build tools"
+$(VENV)/.tools: constraints.txt | $(VENV)/.made
 	@$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
-$(VENV)/.karvan: $(VENV)/.tools $(NATIVE) CMakeLists.txt pyproject.toml
-	@echo "Building and installing karvan (a minute or two the first time)"
-	@$(PIP) --no-build-isolation -e '.[dev]' -C build-dir=build/dev
+# The native core needs neither torch nor the other dependencies, so it compiles while torch is unpacked.
+$(VENV)/.native: $(VENV)/.tools $(NATIVE) CMakeLists.txt pyproject.toml
+	@$(INSTALL) --no-deps -e .
+	@touch $@
+
+$(VENV)/.karvan: constraints.txt $(NATIVE) CMakeLists.txt pyproject.toml | $(VENV)/.made
+	@echo "Installing torch and building karvan (a minute or two the first time)"
+	@$(MAKE) --silent --no-print-directory -j 2 $(VENV)/.torch $(VENV)/.native
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.karvan
+	@echo "Installing what the checks and tests need"
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.karvan benchmarks/requirements.txt
