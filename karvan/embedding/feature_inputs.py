@@ -186,7 +186,8 @@ def _advice(feature: str, entry: object) -> str:
     if dtype is torch.uint8 or _is_text(values):
         return (
             f" This looks like text: turn it into ids by kv.Feature('{feature}').hash(\"farm\") in a "
-            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]. "
+            f"FeatureEngine, or read it with columns=[kv.data.Varlen('{feature}', hash=\"farm\"), …]; "
+            f"in a config, by features: {{{feature}: [{{hash: farm}}]}}. "
             f"Text of ids, such as '12 7 30', becomes ids by kv.Feature('{feature}').split(\" \").to_ids()."
         )
     if dtype is not None and dtype.is_floating_point:

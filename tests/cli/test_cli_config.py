@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import karvan as kv
-from karvan.cli.config.build_job import make_features, make_job, make_model
-from karvan.cli.config.schema import Config, Model, convert, read_config
+from karvan.cli.config.build_job import make_features, make_job, make_loss, make_metrics, make_model
+from karvan.cli.config.schema import Config, Model, Named, convert, read_config
 from karvan.cli.errors import CommandError
 from karvan.settings import SettingsError, parse
 
@@ -146,6 +146,34 @@ def test_all_of_a_config_reaches_the_trainer(place):
     assert "auc" in kv.checkpoint.find(place / "run").metrics
     assert (place / "log.csv").read_text().startswith("kind,step,epoch")
     assert list((place / "board").iterdir())
+
+
+def test_metrics_have_the_label_and_the_output_of_a_single_loss():
+    config = Config.model_validate(
+        {
+            "data": {"train": "clicks.csv"},
+            "model": "DLRM",
+            "loss": {"name": "BinaryCrossEntropy", "label": "clicked", "output": "ctr"},
+            "metrics": ["AUC", {"name": "GAUC", "group": "film", "label": "liked"}, "Mean"],
+        }
+    )
+    metrics = make_metrics(config.metrics, make_loss(config.loss))
+    assert {name: (type(each), each.output) for name, each in metrics.items()} == {
+        "auc": (kv.metrics.AUC, "ctr"),
+        "gauc": (kv.metrics.GAUC, "ctr"),
+        "mean": (kv.metrics.Mean, "ctr"),
+    }
+    assert (metrics["auc"].label, metrics["gauc"].label, metrics["gauc"].group) == (
+        "clicked",
+        "liked",
+        "film",
+    )
+
+
+def test_metrics_of_several_losses_name_their_labels():
+    loss = make_loss({"a": Named(name="BinaryCrossEntropy", label="clicked")})
+    metrics = make_metrics({"auc": Named(name="AUC")}, loss)
+    assert metrics["auc"].label == "label"
 
 
 def test_the_page_lists_every_key():

@@ -9,6 +9,10 @@ CONFIGS = {
         "train: {accumulate: 2}",
         "train: unknown key 'accumulate': it is gradient_accumulation_steps now",
     ),
+    "an argument of the Trainer": (
+        "train: {train_steps: 2}",
+        "train: unknown key 'train_steps': it is max_steps now",
+    ),
     "a former metric": ("metrics: [LogLoss]", "There is no metric 'LogLoss': it is BinaryCrossEntropy now"),
     "a former section": ("logs: {every: 2}", "unknown key 'logs': it is loggers now"),
     "a wrong value": ("train: {epochs: many}", "train.epochs: input should be a valid integer"),
@@ -64,6 +68,12 @@ CONFIGS = {
         "optimizers.dense: Invalid learning rate",
     ),
     "an unknown metric": ("metrics: [F1]", "There is no metric 'F1'; there are: AUC"),
+    "a metric twice": ("metrics: [AUC, {name: AUC, bins: 4}]", "metrics: the list contains AUC twice"),
+    "a metric's argument": (
+        "metrics: [{name: AUC, bin: 4}]",
+        "metrics.auc: unknown key 'bin'; there are: bins",
+    ),
+    "a metric that is none": ("metrics: [3]", "metrics.0: input should be a valid dictionary"),
     "a loss that is none": ("loss: 5", "loss: input should be a valid dictionary"),
     "an unknown loss": ("loss: Hinge", "There is no loss 'Hinge'; there are: BinaryCrossEntropy"),
     "a table's key": (

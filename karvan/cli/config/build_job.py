@@ -39,16 +39,17 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
     torch.manual_seed(config.train.seed)
     transform = make_features(config.features)
     model = make_model(config.model)
+    loss = make_loss(config.loss)
     train, saved = config.train, config.checkpoints
     trainer: kv.Trainer = build(
         "train",
         kv.Trainer,
         model,
-        make_loss(config.loss),
+        loss,
         dense_optimizer=_dense(config.optimizers.dense),
         sparse_optimizer=_sparse(config.optimizers.sparse),
         frozen=train.frozen,
-        metrics=make_metrics(config.metrics),
+        metrics=make_metrics(config.metrics, loss),
         scheduler=_schedule(config.optimizers.schedule),
         schedule_per=config.optimizers.schedule_per,
         precision=train.precision,
@@ -158,15 +159,40 @@ def _losses() -> dict[str, Any]:
     return classes_of(kv.losses, kv.losses.ColumnLoss)
 
 
-def make_metrics(given: Sequence[str] | Mapping[str, configs.Named]) -> dict[str, Any]:
-    """Metrics of kv.metrics: a list of class names, or a mapping from a name to a metric."""
+def make_metrics(given: Sequence[configs.Named] | Mapping[str, configs.Named], loss: Any) -> dict[str, Any]:
+    """Metrics of kv.metrics, a list or by names; label and output are those of a single loss."""
     known = classes_of(kv.metrics, kv.metrics.Metric)
-    for name in given if not isinstance(given, Mapping) else [each.name for each in given.values()]:
-        if name not in known and (new := new_name("karvan.metrics", name)) is not None:
-            raise CommandError(f"There is no metric '{name}': it is {new.rpartition('.')[2]} now.")
+    each_named = given.values() if isinstance(given, Mapping) else given
+    for each in each_named:
+        if each.name not in known and (new := new_name("karvan.metrics", each.name)) is not None:
+            raise CommandError(f"There is no metric '{each.name}': it is {new.rpartition('.')[2]} now.")
     if not isinstance(given, Mapping):
-        given = {find_class("metric", known, name).short_name: configs.Named(name=name) for name in given}
-    return {name: make_by_name("metric", known, each, f"metrics.{name}") for name, each in given.items()}
+        given = _by_short_name([(find_class("metric", known, each.name), each) for each in given])
+    return {
+        name: make_by_name("metric", known, _of_loss(known, each, loss), f"metrics.{name}")
+        for name, each in given.items()
+    }
+
+
+def _by_short_name(metrics: Sequence[tuple[Any, configs.Named]]) -> dict[str, configs.Named]:
+    named: dict[str, configs.Named] = {}
+    for kind, each in metrics:
+        if kind.short_name in named:
+            raise CommandError(
+                f"metrics: the list contains {each.name} twice; give each a name of its own: "
+                f"{{a: {{name: {each.name}, …}}, b: {{name: {each.name}, …}}}}."
+            )
+        named[kind.short_name] = each
+    return named
+
+
+def _of_loss(known: Mapping[str, Any], metric: configs.Named, loss: Any) -> configs.Named:
+    """The metric with the label and the output of the loss, if there is one loss and it names others."""
+    if not isinstance(loss, kv.losses.ColumnLoss):
+        return metric
+    parameters = inspect.signature(find_class("metric", known, metric.name)).parameters
+    usual = {name: getattr(loss, name) for name in ("label", "output") if name in parameters}
+    return configs.Named(name=metric.name, **{**usual, **metric.arguments})
 
 
 def _table(config: configs.Table, dim: int, where: str) -> kv.Table:

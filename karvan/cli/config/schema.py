@@ -153,6 +153,7 @@ class Train(Section):
 
     former: ClassVar = {
         "steps": "max_steps",
+        "train_steps": "max_steps",
         "accumulate": "gradient_accumulation_steps",
         "global_accumulate": "global_accumulation_steps",
         "ahead": "prefetch",
@@ -223,7 +224,7 @@ class Config(Section):
     )
     optimizers: Optimizers = Optimizers()
     train: Train = Train()
-    metrics: list[str] | dict[str, Choice] = Field(default=["AUC"])
+    metrics: list[Choice] | dict[str, Choice] = Field(default=[Named(name="AUC")])
     checkpoints: Saved = Saved()
     loggers: LogSection = LogSection()
     predict: Predict = Predict()
