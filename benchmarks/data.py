@@ -208,7 +208,7 @@ def main() -> None:
         seconds = medians(interleave(candidates, rounds=5, burst=2))
     fewer = ("tsv", *RECORDS)
     read = {name: rows // 4 if any(kind in name for kind in fewer) else rows for name in seconds}
-    read["training"] = sum(batch.rows for batch in held)
+    read["training"] = sum(batch.samples for batch in held)
     for name, each in seconds.items():
         report.add_timing(name, each, read[name])
     hashing(report)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -262,30 +262,30 @@ class Batch(Mapping[str, Entry]):
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
-        self._rows = 0
+        self._samples = 0
         first = None
         for name, entry in self._entries.items():
             rows = _rows_of(name, entry)
             if first is None:
-                first, self._rows = name, rows
-            elif rows != self._rows:
+                first, self._samples = name, rows
+            elif rows != self._samples:
                 raise ValueError(
-                    f"A batch needs equal rows, but feature '{first}' has {self._rows} "
+                    f"A batch needs equal rows, but feature '{first}' has {self._samples} "
                     f"and feature '{name}' has {rows}."
                 )
 
     @classmethod
-    def trusted(cls, entries: dict[str, Entry], rows: int) -> Batch:
-        """A batch of entries that are known to have `rows` samples each: nothing is copied or checked."""
+    def trusted(cls, entries: dict[str, Entry], samples: int) -> Batch:
+        """A batch of entries that are known to have `samples` rows each: nothing is copied or checked."""
         batch = cls.__new__(cls)
         batch._entries = entries
-        batch._rows = rows
+        batch._samples = samples
         return batch
 
     @property
-    def rows(self) -> int:
-        """The number of samples, which every entry has; 0 for a batch without entries."""
-        return self._rows
+    def samples(self) -> int:
+        """The number of samples: every entry has a row for each; 0 for a batch without entries."""
+        return self._samples
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with every entry on the device."""
@@ -304,8 +304,13 @@ class Batch(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Only for what a batch does not have."""
+        now = ": it is samples now." if name == "rows" else ""
+        raise AttributeError(f"'Batch' object has no attribute '{name}'{now}")
+
     def __repr__(self) -> str:
-        return f"Batch(rows={self.rows}, {', '.join(self._entries)})"
+        return f"Batch(samples={self.samples}, {', '.join(self._entries)})"
 
 
 def _rows_of(name: str, entry: Entry | IdsReference) -> int:

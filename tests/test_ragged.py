@@ -1,5 +1,8 @@
 """Ragged and Batch: round trips, and errors that say what was expected and received."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -126,12 +129,16 @@ def test_validate_sees_parts_replaced_after_construction():
 def test_batch_is_a_mapping_in_the_given_order():
     user, history = torch.tensor([1, 2]), Ragged.from_lists([[1], [2, 3]])
     batch = Batch({"user": user, "history": history})
-    assert batch.rows == 2
+    assert batch.samples == 2
     assert list(batch) == ["user", "history"]
     assert len(batch) == 2
     assert batch["history"] is history
     assert dict(batch) == {"user": user, "history": history}
-    assert repr(batch) == "Batch(rows=2, user, history)"
+    assert repr(batch) == "Batch(samples=2, user, history)"
+    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'rows': it is samples now"):
+        _ = batch.rows
+    assert not hasattr(batch, "size")
+    assert copy.deepcopy(batch).samples == pickle.loads(pickle.dumps(batch)).samples == 2
 
 
 def test_batch_moves_every_entry():
@@ -155,7 +162,7 @@ def test_batch_refuses_what_has_no_rows():
         Batch({"user": [1, 2]})
     with pytest.raises(ValueError, match=r"'user' .* 0-D"):
         Batch({"user": torch.tensor(1)})
-    assert Batch({}).rows == 0
+    assert Batch({}).samples == 0
 
 
 def test_padded_unpacks_into_values_and_mask():
@@ -178,7 +185,7 @@ def test_nested_rows_hold_lists():
 
 def test_a_batch_holds_nested_rows():
     batch = Batch({"a": torch.arange(3), "b": rows_of_lists()})
-    assert batch.rows == 3
+    assert batch.samples == 3
     assert batch.to("cpu")["b"].to_lists() == rows_of_lists().to_lists()
     with pytest.raises(ValueError, match="feature 'a' has 2 and feature 'b' has 3"):
         Batch({"a": torch.arange(2), "b": rows_of_lists()})

@@ -157,8 +157,8 @@ class CountedBatches:
         self._steps = steps
 
     def __iter__(self) -> Iterator[Any]:
-        from karvan.train.types import rows_of
+        from karvan.train.types import samples_of
 
         for batch in self._data:
             yield batch
-            self._steps.add(rows_of(batch))
+            self._steps.add(samples_of(batch))

@@ -12,7 +12,7 @@ from karvan.metrics.ratio_of_sums import WeightedMean
 
 
 class Mean(WeightedMean):
-    """The weighted mean of the numbers added: `mean.add(loss, weights=torch.tensor(batch.rows))`.
+    """The weighted mean of the numbers added: `mean.add(loss, weights=torch.tensor(batch.samples))`.
 
     `update` takes the model's output and needs no label.
     """

@@ -21,7 +21,7 @@ from karvan.train.feed.feed import Feed
 from karvan.train.losses import named, total
 from karvan.train.state.gathering import merged, summed
 from karvan.train.state.randomness import same_random_state_afterwards
-from karvan.train.types import Loss, MetricLike, Prediction, rows_of
+from karvan.train.types import Loss, MetricLike, Prediction, samples_of
 
 
 class Evaluator:
@@ -49,24 +49,24 @@ class Evaluator:
             self._runs.evaluation_feed(data) as batches,
         ):
             for batch, output in self._outputs(batches):
-                rows = rows_of(batch)
+                count = samples_of(batch)
                 with torch.no_grad():
                     self._check_labels(batch)
                     losses = self._loss(output, batch)
                     means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
                     for name, loss in means.items():
-                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss * rows
+                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss * count
                     seen.see(batch, all(bool(torch.isfinite(loss).all()) for loss in means.values()))
                     for metric in fresh.values():
                         metric.update(output, batch)
-                samples += rows
+                samples += count
         seen.warn()
         self.nonfinite = seen.columns
         channel = self._runs.connection.main
         of_all = summed(channel, {"": samples, **{name: float(value) for name, value in sums.items()}})
-        count = of_all.pop("")
-        require_samples(count)
-        return {**{name: value / count for name, value in of_all.items()}, **merged(channel, fresh)}
+        of_ranks = of_all.pop("")
+        require_samples(of_ranks)
+        return {**{name: value / of_ranks for name, value in of_all.items()}, **merged(channel, fresh)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""
@@ -89,7 +89,7 @@ class Evaluator:
             self._runs.placement.receive(fed.batch)
             with evaluating(self._runs.model):  # only here: between batches the caller's code runs
                 output = self._runs.infer(fed.batch)
-            if fed.rows or self._runs.connection.world_size == 1:  # otherwise it was only for the other ranks
+            if fed.samples or self._runs.connection.world_size == 1:  # or it was for other ranks
                 yield fed.batch, output
 
 

@@ -52,10 +52,10 @@ class Prediction(NamedTuple):
     columns: dict[str, Any]
 
 
-def rows_of(batch: Any) -> int:
+def samples_of(batch: Any) -> int:
     """How many samples a batch has."""
     if isinstance(batch, Batch):
-        return batch.rows
+        return batch.samples
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"A batch must be a Batch or another mapping of names to tensors, got {type(batch).__name__}."

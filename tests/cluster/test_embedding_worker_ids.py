@@ -146,7 +146,7 @@ def test_trainers_say_who_they_are(start):
 def test_a_reference_travels_with_the_batch():
     batch = Batch({"label": torch.rand(3), REFERENCE: IdsReference(1, "x", 3)})
     found = unpack(pack(batch))
-    assert found.rows == 3
+    assert found.samples == 3
     assert torch.equal(found["label"], batch["label"])
     assert repr(found[REFERENCE]) == "IdsReference(worker=1, name='x', rows=3)"
     assert batch.to("cpu")[REFERENCE] is batch[REFERENCE]

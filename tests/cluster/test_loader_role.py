@@ -162,7 +162,7 @@ def test_values_of_all_kinds_arrive_as_they_were():
     with Loaders(1, "kinds", 0, 0) as loaders:
         one = loaders.stream()
         got, expected = list(one), [kv.Batch(each) for each in of_all_kinds(0)]
-        assert [batch.rows for batch in got] == [3, 3]
+        assert [batch.samples for batch in got] == [3, 3]
         for batch, sent in zip(got, expected, strict=True):
             assert list(batch) == list(sent)
             for name, entry in sent.items():
@@ -299,7 +299,7 @@ def test_karvans_own_loader_reads_what_the_job_says(tmp_path):
         expected = list(kv.data.read(str(tmp_path), 64))
         for _ in range(2):
             batches = list(one)
-            assert sum(batch.rows for batch in batches) == 500
+            assert sum(batch.samples for batch in batches) == 500
             assert {name for batch in batches for name in batch} == {"label", "user"}
             users = torch.cat([batch["user"].values for batch in batches]).sort().values
             assert torch.equal(users, torch.cat([batch["user"] for batch in expected]).sort().values)

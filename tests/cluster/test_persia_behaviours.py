@@ -63,7 +63,7 @@ def test_persia_1_rows_that_do_not_fit_and_labels_that_are_missing_are_named(job
     assert refused.meta == {
         "refused": "A batch needs equal rows, but feature 'visitors' has 2 and feature 'price' has 3."
     }
-    assert many.rows == kinds_program.MANY
+    assert many.samples == kinds_program.MANY
     with context as ctx, pytest.raises(KeyError, match="no label 'label' in the batch, which has: "):
         ctx.forward(many)
     loss = kv.losses.BinaryCrossEntropy()

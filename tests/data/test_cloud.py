@@ -105,7 +105,7 @@ def test_every_format_is_read(store, kind):
 
 def test_batches_come_from_a_url(store):
     loader = read(store.url("files/*.parquet"), 16, shuffle=20, columns=["user", "history"])
-    assert sum(batch.rows for batch in loader) == 60
+    assert sum(batch.samples for batch in loader) == 60
 
 
 def test_windows_are_folders_of_any_file_system(store):
@@ -113,7 +113,7 @@ def test_windows_are_folders_of_any_file_system(store):
     window = windows.next_window(timeout=0)
     assert window is not None
     assert window.name == "day=1"
-    assert sum(batch.rows for batch in window.loader) == 1
+    assert sum(batch.samples for batch in window.loader) == 1
     assert windows.next_window(timeout=0) is None  # the second one is not complete
     deep = Windows(store.url("names/"), "day=*/hour=*", read=lambda folder: read(folder, 8), complete=None)
     window = deep.next_window(timeout=0)
@@ -138,7 +138,7 @@ def test_options_of_the_file_system_may_end_the_url(store, monkeypatch):
     windows = Windows(root, "day=*", read=lambda folder: read(folder, 8, options={"partitions": False}))
     window = windows.next_window(timeout=0)
     assert window is not None
-    assert sum(batch.rows for batch in window.loader) == 1
+    assert sum(batch.samples for batch in window.loader) == 1
 
 
 def test_a_server_that_cannot_be_reached_is_an_error_in_time_that_names_the_url():

@@ -20,7 +20,7 @@ from karvan.data.source import Part
 
 def test_batches_have_the_asked_size_across_splits_and_files_and_keep_the_order():
     batches = list(Loader(TableSource([10, 0, 25, 3]), decode, 8, split_records=3))
-    assert [batch.rows for batch in batches] == [8, 8, 8, 8, 6]
+    assert [batch.samples for batch in batches] == [8, 8, 8, 8, 6]
     assert records_of(batches) == list(range(38))
 
 
@@ -39,7 +39,7 @@ def test_dropped_records_count_as_handed_out():
 
 def test_batches_do_not_span_epochs():
     loader = Loader(TableSource([10]), decode, 4, epochs=3)
-    seen = [(loader.epoch, batch.rows) for batch in loader]
+    seen = [(loader.epoch, batch.samples) for batch in loader]
     assert seen == [(epoch, rows) for epoch in range(3) for rows in (4, 4, 2)]
 
 
@@ -298,7 +298,7 @@ def test_no_more_is_read_ahead_than_prefetched_batches_and_a_block_for_each_work
     bound = workers * 2 * (max(block, shuffle) + 5) + (prefetch + 1) * batch_size
     received = 0
     for batch in loader:
-        received += batch.rows
+        received += batch.samples
         with source.lock:
             ahead = source.read_records - received
         assert ahead <= bound
@@ -337,7 +337,7 @@ def test_a_small_shuffle_reads_and_copies_no_smaller_pieces_than_a_large_one(shu
         return Batch({"rows": torch.zeros(len(records))})
 
     sizes.row_wise = True
-    assert sum(batch.rows for batch in Loader(source, sizes, 64, shuffle=shuffle)) == 100_000
+    assert sum(batch.samples for batch in Loader(source, sizes, 64, shuffle=shuffle)) == 100_000
     assert len(source.reads) <= 64
     assert len(pieces) <= 64
 

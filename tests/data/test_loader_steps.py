@@ -121,7 +121,7 @@ def test_pieces_give_the_batches_that_single_batches_give(data, batch, piece, sp
     expected = batches(on_batches(decoder), on_batches(engine))
     for transform in (engine, on_batches(engine)):
         got = batches(decoder, transform)
-        assert [b.rows for b in got] == [b.rows for b in expected]
+        assert [b.samples for b in got] == [b.samples for b in expected]
         for ours, theirs in zip(got, expected, strict=True):
             assert isinstance(ours, Batch)
             assert_same(ours, theirs)
@@ -148,7 +148,7 @@ def test_a_row_wise_transform_gets_pieces_and_another_gets_batches():
 
     def transform(row_wise):
         def count(batch):
-            sizes[row_wise].append((batch.rows, threading.current_thread().name))
+            sizes[row_wise].append((batch.samples, threading.current_thread().name))
             return batch
 
         count.row_wise = row_wise
@@ -202,7 +202,7 @@ def test_a_fault_names_the_record_and_the_column():
     lists = [[1, 2]] * 13 + [[1]] + [[1, 2]] * 20
     source = Rows(pa.table({"history": lists}), 40)
     loader = iter(Loader(source, Decoder([Fixed("history", length=2)]), 5))
-    assert [next(loader).rows, next(loader).rows] == [5, 5]
+    assert [next(loader).samples, next(loader).samples] == [5, 5]
     with pytest.raises(DataError, match=r"record 13, column 'history': Expected 2 values, but there are 1"):
         next(loader)
 

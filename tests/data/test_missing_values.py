@@ -247,7 +247,7 @@ def test_the_kind_of_an_entry_depends_on_its_own_rows_alone(data, draw):
     for part, first, end in zip(parts, ends[:-1], ends[1:], strict=True):
         if end > first:
             same(part, decoded(data[first:end]))
-    same(join_batches([part for part in parts if part.rows]), decoded(data))
+    same(join_batches([part for part in parts if part.samples]), decoded(data))
 
 
 def test_batches_with_missing_values_travel_as_they_are():

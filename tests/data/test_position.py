@@ -80,12 +80,12 @@ def test_a_position_takes_a_few_numbers_however_many_blocks_and_epochs_are_done(
         Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, rank=rank, world_size=3, epochs=3)
         for rank in range(3)
     ]
-    taken = sum(batch.rows for rank, loader in enumerate(ranks) for batch in take(loader, 40 + 50 * rank))
+    taken = sum(batch.samples for rank, loader in enumerate(ranks) for batch in take(loader, 40 + 50 * rank))
     merged = merge(each.state_dict() for each in ranks)
     assert len(json.dumps(merged)) < 500
     alone = Loader(TableSource(sizes), decode, 50, split_records=2, shuffle=20, epochs=3)
     alone.load_state_dict(merged)
-    assert sum(batch.rows for batch in alone) == 3 * sum(sizes) - taken
+    assert sum(batch.samples for batch in alone) == 3 * sum(sizes) - taken
     assert len(json.dumps(alone.state_dict())) < 500
 
 

@@ -77,7 +77,7 @@ def test_dealing_is_pinned_because_checkpoints_depend_on_it():
 def test_every_rank_has_an_even_share(sizes, shuffle):
     rows = [
         sum(
-            batch.rows
+            batch.samples
             for batch in Loader(TableSource(sizes), decode, 64, shuffle=shuffle, rank=rank, world_size=8)
         )
         for rank in range(8)

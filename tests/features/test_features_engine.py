@@ -296,7 +296,7 @@ def test_a_batch_without_rows_gives_features_without_rows():
         batch[f"h{i}"] = Ragged(torch.zeros(0, dtype=torch.int64), empty)
         batch[f"t{i}"] = Ragged(torch.zeros(0, dtype=torch.uint8), empty)
         batch[f"l{i}"] = nested([])
-    assert Batch(FeatureEngine(features)(batch)).rows == 0
+    assert Batch(FeatureEngine(features)(batch)).samples == 0
 
 
 def test_many_threads_may_share_an_engine():

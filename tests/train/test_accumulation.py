@@ -31,7 +31,7 @@ def test_an_empty_batch_has_the_columns_of_a_full_one():
         made = empty(json.loads(json.dumps(describe(batch))))
         assert type(made) is type(batch)
         assert list(made) == list(batch)
-        assert kv.Batch(dict(made)).rows == 0
+        assert kv.Batch(dict(made)).samples == 0
         for name, entry in batch.items():
             assert type(made[name]) is type(entry)
             for part in ("values", "offsets", "weights", "inner", "outer"):

@@ -236,12 +236,12 @@ def test_a_loader_that_is_left_goes_on_behind_the_last_step():
             for number, batch in enumerate(ctx.loader(data)):
                 if number == 5:  # the third step is not complete
                     break
-                seen.append(batch.rows)
+                seen.append(batch.samples)
                 ctx.backward(loss_of(*ctx.forward(batch)))
             assert ctx.step == 2
             rest = 0
             for batch in ctx.loader(data):
-                rest += batch.rows
+                rest += batch.samples
                 ctx.backward(loss_of(*ctx.forward(batch)))
         assert (rest, ctx.step, ctx.epoch) == (12 * 16 - 4 * 16, 6, 1)
 

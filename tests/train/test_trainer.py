@@ -170,7 +170,7 @@ def test_a_loader_left_in_the_middle_of_an_epoch_goes_on_behind_the_last_batch_t
     for ahead in (0, 2):
         data = loader()
         seen = trainer(prefetch=ahead).fit(data, max_steps=5).samples
-        assert seen + sum(batch.rows for batch in data) == 12 * 16
+        assert seen + sum(batch.samples for batch in data) == 12 * 16
 
 
 def test_data_that_ends_for_good_is_an_error_where_more_of_it_is_needed():

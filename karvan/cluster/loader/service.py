@@ -331,7 +331,7 @@ class LoaderService(Service):
             reference = BatchName(generation, epoch, number)
             rest, worker = self._sent.put(reference, owner, batch, names)
             packed = pack(rest)
-            head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.rows}
+            head = {"epoch": epoch, "index": index, "position": position, "meta": meta, "rows": batch.samples}
             if self._statistics.digest:
                 head["statistics"] = self._statistics.digest
             if worker is not None:

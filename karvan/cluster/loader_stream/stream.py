@@ -67,7 +67,7 @@ class LoadedBatch(Batch):
 
     def with_entries(self, entries: Mapping[str, Any]) -> LoadedBatch:
         """Other entries, with the same origin."""
-        made = LoadedBatch.trusted(dict(entries), self.rows)
+        made = LoadedBatch.trusted(dict(entries), self.samples)
         assert isinstance(made, LoadedBatch)
         for name in ("epoch", "number", "meta", "reference", "worker"):
             setattr(made, name, getattr(self, name))

@@ -49,9 +49,9 @@ class BatchSteps:
     def prepare(self, records: pa.RecordBatch) -> Rows:
         """The row-wise steps."""
         made: Rows = _run(self._on_pieces, records)
-        if isinstance(made, Batch) and len(made) and made.rows != len(records):
+        if isinstance(made, Batch) and len(made) and made.samples != len(records):
             raise ValueError(
-                f"A row-wise step must give a row for each of {len(records)} rows, but gave {made.rows}."
+                f"A row-wise step must give a row for each of {len(records)} rows, but gave {made.samples}."
             )
         return made
 

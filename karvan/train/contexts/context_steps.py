@@ -22,7 +22,7 @@ from karvan.train.reporting.results import TrainingCounts
 from karvan.train.step.device_placement import make_placement
 from karvan.train.step.nonfinite import Skips, nonfinite_text
 from karvan.train.step.step_routine import StepBatches, StepPass
-from karvan.train.types import Losses, rows_of
+from karvan.train.types import Losses, samples_of
 
 
 class ContextSteps:
@@ -106,8 +106,8 @@ class ContextSteps:
             return self._turn, batch
         moved = self._moving.place(batch)
         self._moving.receive(moved)
-        rows = rows_of(moved)
-        if self._turn is not None and rows == rows_of(self._turn.batch):
+        samples = samples_of(moved)
+        if self._turn is not None and samples == samples_of(self._turn.batch):
             return self._turn, moved
         gradient_accumulation_steps = self._setup.passes.gradient_accumulation_steps
         if gradient_accumulation_steps > 1:
@@ -116,8 +116,8 @@ class ContextSteps:
                 "ctx.loader, which knows those of a step, got another one."
             )
         channel = self._setup.runs.connection.main
-        every = rows if channel.world_size == 1 else int(channel.sum(torch.tensor([rows]))[0])
-        return StepPass(self._routine.begin([FedBatch(moved, None, rows, every)]), 0), moved
+        every = samples if channel.world_size == 1 else int(channel.sum(torch.tensor([samples]))[0])
+        return StepPass(self._routine.begin([FedBatch(moved, None, samples, every)]), 0), moved
 
     def backward(self, losses: Losses) -> bool:
         """Go backward from the loss of the last forward; whether a step was made by it."""
@@ -155,7 +155,7 @@ class ContextSteps:
         else:
             note_training()
             self._counts.step += 1
-            self._counts.samples += sum(fed.all_rows for fed in step.group)
+            self._counts.samples += sum(fed.all_samples for fed in step.group)
 
     def _skip(self, step: StepBatches, loss: Tensor) -> None:
         self._counts.skipped += 1

@@ -109,7 +109,7 @@ class EvalContext:
                 for fed in batches:
                     runs.placement.receive(fed.batch)
                     self._loader_batch = fed.batch
-                    if fed.rows or runs.connection.world_size == 1:
+                    if fed.samples or runs.connection.world_size == 1:
                         yield fed.batch
                     else:  # it is only for the other ranks
                         runs.infer(fed.batch)

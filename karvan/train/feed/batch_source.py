@@ -18,14 +18,14 @@ _log = logging.getLogger("karvan.train")
 class FedBatch:
     """A batch that is ready, and the data's position after it: None if data has no positions.
 
-    Where several ranks train, `rows` are the samples of the batch, `all_rows` and `all_batches` those of all
+    Where several ranks train, `samples` are those of the batch, `all_samples` and `all_batches` those of all
     ranks in the same round, and `save` says that a checkpoint is due. A round without any batch has None.
     """
 
     batch: Any
     position: Any
-    rows: int = 0
-    all_rows: int = 0
+    samples: int = 0
+    all_samples: int = 0
     all_batches: int = 1
     save: bool = False
 

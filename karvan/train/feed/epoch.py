@@ -24,7 +24,7 @@ from karvan.train.state.gathering import gather_state
 from karvan.train.state.randomness import random_state, set_random_state
 from karvan.train.step.accumulation import Accumulation
 from karvan.train.step.device_placement import Placement
-from karvan.train.types import Positioned, rows_of
+from karvan.train.types import Positioned, samples_of
 
 _log = getLogger("karvan.train")
 
@@ -135,7 +135,7 @@ class Epoch:
     def samples(self, group: list[FedBatch]) -> int:
         """The samples of a step, of all ranks."""
         alone = self._connection.world_size == 1
-        return sum(rows_of(fed.batch) if alone else fed.all_rows for fed in group)
+        return sum(samples_of(fed.batch) if alone else fed.all_samples for fed in group)
 
     def trained(self, group: list[FedBatch], samples: int) -> None:
         """A step of these batches was made or skipped."""

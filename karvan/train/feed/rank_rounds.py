@@ -26,7 +26,7 @@ import torch
 from karvan.distributed import CollectiveChannel, Connection, RankError
 from karvan.train.feed.batch_source import BatchSource, FedBatch, position_of
 from karvan.train.feed.empty_batch import describe, empty
-from karvan.train.types import rows_of
+from karvan.train.types import samples_of
 
 
 def always(number: int) -> bool:
@@ -51,7 +51,7 @@ class RankRounds:
 
 @dataclass(frozen=True)
 class _Agreement:
-    rows: int
+    samples: int
     batches: int
     may_have_more: int
     asking: int
@@ -82,12 +82,12 @@ class RankBatchSource(BatchSource):
         with self._rounds.connection.on(self._rounds.channel) as channel:
             try:
                 batch = self._take()
-                rows = 0 if batch is None else rows_of(batch)
+                samples = 0 if batch is None else samples_of(batch)
             except BaseException as error:
                 self._end(channel, error=f"{type(error).__name__}: {error}")
                 raise
             asks = batch is None and self._columns is None
-            agreed = self._agree(channel, rows, batch is not None, asks, bool(stop))
+            agreed = self._agree(channel, samples, batch is not None, asks, bool(stop))
             if agreed.ending:
                 self._share_reason(channel, reason=stop)
                 return None
@@ -101,7 +101,9 @@ class RankBatchSource(BatchSource):
                 gathered = channel.gather_json(self._columns)
                 self._columns = self._columns or next(each for each in gathered if each is not None)
             placed = self._place(empty(self._columns or {}) if batch is None else batch)
-            return FedBatch(placed, self._position, rows, agreed.rows, agreed.batches, agreed.saving > 0)
+            return FedBatch(
+                placed, self._position, samples, agreed.samples, agreed.batches, agreed.saving > 0
+            )
 
     def leave(self) -> None:
         """See `BatchSource.leave`; a collective with those that take a batch, or leave as well."""
@@ -131,9 +133,11 @@ class RankBatchSource(BatchSource):
             self._columns = describe(batch)
         return batch
 
-    def _agree(self, channel: CollectiveChannel, rows: int, has: bool, asks: bool, ends: bool) -> _Agreement:
+    def _agree(
+        self, channel: CollectiveChannel, samples: int, has: bool, asks: bool, ends: bool
+    ) -> _Agreement:
         saves = channel.rank == 0 and not ends and self._rounds.save()
-        mine = torch.tensor([rows, has, not self._ended, asks, ends, saves], dtype=torch.int64)
+        mine = torch.tensor([samples, has, not self._ended, asks, ends, saves], dtype=torch.int64)
         return _Agreement(*channel.sum(mine).tolist())
 
     def _end(self, channel: CollectiveChannel, error: str | None = None) -> None:

@@ -81,8 +81,8 @@ class Accumulation:
         if self.world_size == 1:
             return [1.0] * len(group), float(len(group))
         if self.global_accumulation_steps is not None:
-            return [float(fed.rows > 0) for fed in group], float(sum(fed.all_batches for fed in group))
-        return [float(fed.rows) for fed in group], float(sum(fed.all_rows for fed in group))
+            return [float(fed.samples > 0) for fed in group], float(sum(fed.all_batches for fed in group))
+        return [float(fed.samples) for fed in group], float(sum(fed.all_samples for fed in group))
 
     def divisor(self, weight: float, weights: Sequence[float], total_weight: float) -> float:
         """The number by which the loss of a pass is divided; 1 for an empty one, whose loss is 0."""

@@ -139,7 +139,7 @@ class Loader:
         ids = {name: batch[name] for name in (ids or batch)}
         name, worker = f"{self._prefix} {self._number}", self._number % len(self.clients)
         self._number += 1
-        rows = Batch(ids).rows
+        rows = Batch(ids).samples
         self.kept[name] = ids
         self.clients[worker].put(name, ids)
         rest = {name: entry for name, entry in batch.items() if name not in ids}

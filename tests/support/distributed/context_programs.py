@@ -24,7 +24,7 @@ def train(ctx, data, epochs=1, after=lambda ctx: None):
     with ctx:
         for _ in range(ctx.epoch, epochs):
             for batch in ctx.loader(data):
-                empty += batch.rows == 0
+                empty += batch.samples == 0
                 output, _ = ctx.forward(batch)
                 if ctx.backward(LOSS(output, batch)):
                     after(ctx)
@@ -44,7 +44,7 @@ def uneven(world, **options):
             return
         with ctx.eval() as evaluation:
             for batch in evaluation.loader(shares(world, seed=5)):
-                assert batch.rows
+                assert batch.samples
                 evaluation.forward(batch)
 
     ctx = context_of(net_of(), **options)
