@@ -29,7 +29,7 @@ from karvan.data.columns.whole_floats import whole_numbers
 from karvan.data.errors import DataError, located
 from karvan.data.fingerprint import fingerprint_files
 from karvan.data.formats.paths import Files
-from karvan.data.retry.place import FileOutages
+from karvan.data.retry.file_outages import FileOutages
 from karvan.data.source import Part, Split
 
 _STORED_READERS = 4  # each may hold a decoded stripe

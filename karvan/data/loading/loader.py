@@ -20,7 +20,7 @@ from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.pipeline import Closed, Pipeline, ReadOutcome
-from karvan.data.loading.position import Division, Place, Position, check_settings, state_of
+from karvan.data.loading.position import Division, Position, RankPosition, check_settings, state_of
 from karvan.data.loading.rank_shares import Shares, share_records, skip
 from karvan.data.loading.read_jobs import ReadJob
 from karvan.data.loading.share_jobs import jobs_of
@@ -104,7 +104,7 @@ class Loader:
         )
         self._earlier: tuple[Division, ...] = ()
         self._shares = Shares(self._plan, (), rank, world_size)
-        self._place = Place()
+        self._position = RankPosition()
         self._pipeline: Pipeline | None = None
         self._batch_size = int(batch_size)
         self._epochs = None if epochs is None else int(epochs)
@@ -125,7 +125,7 @@ class Loader:
         """The epoch of the last batch, from 0."""
         if self._steps_per_epoch is None:
             return self._epoch
-        return max(0, self._place.steps - 1) // self._steps_per_epoch
+        return max(0, self._position.steps - 1) // self._steps_per_epoch
 
     def __len__(self) -> int:
         """How many batches a complete iteration gives on this rank, whatever the position is."""
@@ -142,13 +142,13 @@ class Loader:
         if self._until is None:
             return None
         if self._steps_per_epoch is not None:
-            return max(0, self._until * self._steps_per_epoch - self._place.steps)
-        whole = max(self._shares.first_whole_epoch, self._place.epoch + 1)  # it and all after it are equal
+            return max(0, self._until * self._steps_per_epoch - self._position.steps)
+        whole = max(self._shares.first_whole_epoch, self._position.epoch + 1)  # it and all after it are equal
         unfinished = [
-            self._shares.records(epoch) for epoch in range(self._place.epoch, min(whole, self._until))
+            self._shares.records(epoch) for epoch in range(self._position.epoch, min(whole, self._until))
         ]
         if unfinished:
-            unfinished[0] -= self._place.records
+            unfinished[0] -= self._position.records
         later = max(0, self._until - whole) * self._batches(self._epoch_records)
         return sum(map(self._batches, unfinished)) + later
 
@@ -158,8 +158,8 @@ class Loader:
         return (
             f"Loader({type(self._source).__name__}, {self._plan.records} records, parts={self._plan.parts}, "
             f"batch_size={self._batch_size}, {shuffle}{batches}, rank {self._rank} of {self._world_size}, "
-            f"at epoch {self._place.epoch}, {self._place.records} of "
-            f"{self._shares.records(self._place.epoch)} records)"
+            f"at epoch {self._position.epoch}, {self._position.records} of "
+            f"{self._shares.records(self._position.epoch)} records)"
         )
 
     @property
@@ -202,7 +202,7 @@ class Loader:
         self._retrying = RetryingSource(self._source, self._retry_seconds)
         pipeline = self._pipeline = Pipeline(
             self._checks.over(self._retrying),
-            self._jobs(self._shares, self._place),
+            self._jobs(self._shares, self._position),
             self._steps,
             batch_size=self._batch_size,
             drop_remainder=self._drop_remainder,
@@ -219,7 +219,9 @@ class Loader:
             self._count(outcome)
             self._finished = True
             if self._steps_per_epoch is None and self._until is not None:
-                self._place = self._place._replace(epoch=self._until, records=0)  # the share may be empty
+                self._position = self._position._replace(
+                    epoch=self._until, records=0
+                )  # the share may be empty
         except Closed:
             message = "This iteration has ended: the loader was closed, moved or iterated again."
             raise RuntimeError(message) from None
@@ -228,10 +230,10 @@ class Loader:
 
     def _count(self, outcome: ReadOutcome) -> None:
         for receipt in outcome.receipts:
-            self._place = self._place.after(receipt)
+            self._position = self._position.after(receipt)
             self._epoch = receipt.epoch
         if outcome.batch is not None:
-            self._place = self._place._replace(steps=self._place.steps + 1)
+            self._position = self._position._replace(steps=self._position.steps + 1)
 
     def require_values(
         self, labels: Sequence[str], weights: Sequence[str] = ()
@@ -258,21 +260,21 @@ class Loader:
 
         Resuming on another number of ranks requires the `merge` of all ranks' positions.
         """
-        now = Division(self._world_size, {self._rank: self._place})
+        now = Division(self._world_size, {self._rank: self._position})
         return state_of(self._plan.settings(), self._until, self._earlier, now)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a position: this rank's own, or a merged one of all ranks of any number."""
         check_settings(state, self._plan.settings(), "the one to load")
-        earlier, place = Position.from_state(state).of_rank(self._rank, self._world_size)
+        earlier, position = Position.from_state(state).of_rank(self._rank, self._world_size)
         self.close()
-        self._earlier, self._place = earlier, place
+        self._earlier, self._position = earlier, position
         self._shares = Shares(self._plan, earlier, self._rank, self._world_size)
         self._until = (
             None if None in (self._epochs, state["until"]) else max(self._epochs or 0, state["until"])
         )
         self._finished = False
-        self._epoch = place.epoch
+        self._epoch = position.epoch
 
     def start_epoch(self, epoch: int) -> None:
         """Go to the start of iteration `epoch`, from 0: its batches are those of an uninterrupted training.
@@ -282,14 +284,14 @@ class Loader:
         self.close()
         first = epoch * (self._epochs or 1)
         if self._steps_per_epoch is None:
-            place = Place(first, 0, epoch * len(self) if self._epochs else 0)
+            position = RankPosition(first, 0, epoch * len(self) if self._epochs else 0)
         else:
-            place = Place(0, 0, first * self._steps_per_epoch)
-        self._earlier, self._place = (), place
+            position = RankPosition(0, 0, first * self._steps_per_epoch)
+        self._earlier, self._position = (), position
         self._shares = Shares(self._plan, (), self._rank, self._world_size)
         self._until = None if self._epochs is None else first + self._epochs
         self._finished = False
-        self._epoch = place.epoch
+        self._epoch = position.epoch
 
     def identity(self) -> Identity:
         """Distinguishes this data from other data; the same on all ranks, whatever the order."""
@@ -301,7 +303,7 @@ class Loader:
         """Give the data a name, which is its identity from now on."""
         self._identity = Identity.named(name, files_of(self._source))
 
-    def _jobs(self, shares: Shares, place: Place) -> Iterator[ReadJob]:
+    def _jobs(self, shares: Shares, position: RankPosition) -> Iterator[ReadJob]:
         """The remaining jobs of this rank; runs on the threads."""
         endless = self._until is None or self._steps_per_epoch is not None
         if endless and not self._batches(self._epoch_records):
@@ -310,8 +312,8 @@ class Loader:
                 f"from an epoch, but gets {self._epoch_records} records. "
                 "There must be more data, or fewer ranks, or batch_size must be smaller."
             )
-        for epoch in count(place.epoch) if endless else range(place.epoch, self._until or 0):
-            handed_out = place.records if epoch == place.epoch else 0
+        for epoch in count(position.epoch) if endless else range(position.epoch, self._until or 0):
+            handed_out = position.records if epoch == position.epoch else 0
             yield from jobs_of(self._plan, epoch, skip(shares.pieces(epoch), handed_out))
 
     def _warn_if_empty(self) -> None:

@@ -1,11 +1,11 @@
 """The position of a loader in its data: a few numbers for each rank.
 
 The records of an epoch are divided over the ranks by a pure function (see `rank_shares.py`), and every rank
-hands out its share in order. So a rank's place is its epoch and the number of records of its share that it
-has handed out. `merge` joins the places of all ranks, in any order and any number of times.
+hands out its share in order. So a rank's position is its epoch and the number of records of its share that it
+has handed out. `merge` joins the positions of all ranks, in any order and any number of times.
 
 A job that resumes on another number of ranks divides the remaining records. These follow from the division
-that ended and the places of its ranks. A position therefore also lists the earlier divisions that still
+that ended and the positions of its ranks. A position therefore also lists the earlier divisions that still
 matter, so that the division can be computed again after the next stop.
 """
 
@@ -29,7 +29,7 @@ class Receipt(NamedTuple):
     """Whether they are the last ones of the share."""
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """The position of a rank: after all epochs before `epoch` and `records` records of its share of it."""
 
     epoch: int = 0
@@ -37,8 +37,8 @@ class Place(NamedTuple):
     steps: int = 0
     """Batches since the start of the first epoch."""
 
-    def after(self, receipt: Receipt) -> Place:
-        """The place after the records of a receipt."""
+    def after(self, receipt: Receipt) -> RankPosition:
+        """The position after the records of a receipt."""
         if receipt.complete:
             return self._replace(epoch=receipt.epoch + 1, records=0)
         before = self.records if receipt.epoch == self.epoch else 0
@@ -47,32 +47,35 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division of the data over `world_size` ranks, and the places of the ranks when it ended."""
+    """A division of the data over `world_size` ranks, and the positions of the ranks when it ended."""
 
     world_size: int
-    places: Mapping[int, Place]
+    positions: Mapping[int, RankPosition]
 
     @property
     def first_epoch(self) -> int:
         """The first epoch that is not complete on all ranks."""
-        return min(place.epoch for place in self.places.values())
+        return min(position.epoch for position in self.positions.values())
 
     def reaches(self, epoch: int) -> bool:
         """Whether a rank has handed out records of this epoch, or of a later one."""
-        return any((place.epoch, place.records) > (epoch, 0) for place in self.places.values())
+        return any((position.epoch, position.records) > (epoch, 0) for position in self.positions.values())
 
     def state(self) -> dict[str, Any]:
-        """As JSON; each place is [rank, epoch, records, steps]."""
-        return {"world": self.world_size, "places": [[rank, *place] for rank, place in self.places.items()]}
+        """As JSON; each of the `places` is [rank, epoch, records, steps]."""
+        return {
+            "world": self.world_size,
+            "places": [[rank, *position] for rank, position in self.positions.items()],
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Division:
         """The division that `state()` described."""
-        return cls(state["world"], {rank: Place(*numbers) for rank, *numbers in state["places"]})
+        return cls(state["world"], {rank: RankPosition(*numbers) for rank, *numbers in state["places"]})
 
 
 class Position(NamedTuple):
-    """The places of some or all ranks of a division, and the divisions before it that still matter."""
+    """The positions of some or all ranks of a division, and the divisions before it that still matter."""
 
     earlier: tuple[Division, ...]
     now: Division
@@ -82,23 +85,23 @@ class Position(NamedTuple):
         """The position in a loader's state."""
         return cls(tuple(map(Division.from_state, state["earlier"])), Division.from_state(state))
 
-    def of_rank(self, rank: int, world: int) -> tuple[tuple[Division, ...], Place]:
-        """Where a rank continues: the divisions before its own, and its place.
+    def of_rank(self, rank: int, world: int) -> tuple[tuple[Division, ...], RankPosition]:
+        """Where a rank continues: the divisions before its own, and its position.
 
-        A rank of the same division continues at its own place. Another number of ranks starts a new division
+        A rank of the same division continues at its own one. Another number of ranks starts a new division
         of the remaining records of all.
         """
-        places = self.now.places
-        if world == self.now.world_size and rank in places:
-            return self.earlier, places[rank]
-        if len(places) != self.now.world_size:
+        positions = self.now.positions
+        if world == self.now.world_size and rank in positions:
+            return self.earlier, positions[rank]
+        if len(positions) != self.now.world_size:
             raise ValueError(
                 f"Rank {rank} of {world} needs its own position or the merged one of all ranks, "
-                f"but received that of ranks {sorted(places)} of {self.now.world_size}."
+                f"but received that of ranks {sorted(positions)} of {self.now.world_size}."
             )
         first = self.now.first_epoch
         earlier = tuple(division for division in (*self.earlier, self.now) if division.reaches(first))
-        return earlier, Place(first, 0, max(place.steps for place in places.values()))
+        return earlier, RankPosition(first, 0, max(position.steps for position in positions.values()))
 
 
 def state_of(
@@ -120,7 +123,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not states:
         raise ValueError("merge needs the positions of at least one rank, but received none.")
     first = states[0]
-    places: dict[int, Place] = {}
+    positions: dict[int, RankPosition] = {}
     for state in states:
         check_settings(state, first["settings"], "the first position")
         if state["world"] != first["world"]:
@@ -133,11 +136,11 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 "Positions to merge must come from one job, but these ranks resumed from different "
                 "positions: all ranks of a job must load the same merged position."
             )
-        for rank, place in Division.from_state(state).places.items():
-            places[rank] = max(place, places.get(rank, place))
+        for rank, position in Division.from_state(state).positions.items():
+            positions[rank] = max(position, positions.get(rank, position))
     untils = [state["until"] for state in states]
     earlier = [Division.from_state(division) for division in first["earlier"]]
-    now = Division(first["world"], dict(sorted(places.items())))
+    now = Division(first["world"], dict(sorted(positions.items())))
     return state_of(first["settings"], None if None in untils else max(untils), earlier, now)
 
 

@@ -108,8 +108,8 @@ class Shares:
     @property
     def first_whole_epoch(self) -> int:
         """The first epoch of which no earlier division has handed anything out."""
-        places = (place for division in self._earlier for place in division.places.values())
-        return max((place.epoch + 1 for place in places), default=0)
+        positions = (position for division in self._earlier for position in division.positions.values())
+        return max((position.epoch + 1 for position in positions), default=0)
 
     def _pieces(self, epoch: int) -> tuple[Piece, ...]:
         """The share, in the order in which it is handed out."""
@@ -136,10 +136,10 @@ def _left(pieces: Sequence[Piece], division: Division, epoch: int) -> list[Piece
 
 
 def _handed_out(division: Division, rank: int, epoch: int, share: int) -> int:
-    place = division.places[rank]
-    if epoch == place.epoch:
-        return place.records
-    return share if epoch < place.epoch else 0
+    position = division.positions[rank]
+    if epoch == position.epoch:
+        return position.records
+    return share if epoch < position.epoch else 0
 
 
 def _take(pieces: deque[Piece], records: int) -> list[Piece]:

@@ -14,8 +14,8 @@ from typing import TypeVar
 import pyarrow as pa
 
 from karvan.data.errors import DataError
+from karvan.data.retry.file_outages import FileOutages, is_outage
 from karvan.data.retry.patience import Patience
-from karvan.data.retry.place import FileOutages, is_outage
 from karvan.data.source import Part, Source, Split
 
 _DOUBTFUL = 3  # attempts after which an error that may be an outage is treated as damage
