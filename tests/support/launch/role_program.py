@@ -16,7 +16,7 @@ import time
 folder = sys.argv[1]
 role = os.environ["KARVAN_ROLE"]
 name = f"{role}-{os.environ['KARVAN_INDEX']}"
-NOTED = ("KARVAN_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "NCCL_", "OMP_", "MINE")
+NOTED = ("KARVAN_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_SOCKET_", "NCCL_SOCKET_", "OMP_", "MINE")
 
 
 def note(event, **more):
