@@ -81,7 +81,13 @@ class Pipeline:
         self._most_batches = most_batches
         self._taking = threading.Lock()
         self._cutting = threading.Lock()
-        self._changed = threading.Condition()
+        # One lock; each kind of thread waits for what concerns it, so that others are not woken for nothing.
+        # Garbage collection may close a pipeline on a thread that holds the lock.
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)  # readers: fewer records wait
+        self._unprepared = threading.Condition(self._lock)  # preparers: there is a piece to prepare
+        self._ready = threading.Condition(self._lock)  # who cuts, and the caller: there is more to take
+        self._returned = threading.Condition(self._lock)  # finishers: there is a ticket
         self._readings: deque[Reading] = deque()
         self._all_taken = False
         self._tickets = prefetch
@@ -106,27 +112,28 @@ class Pipeline:
         return outcome
 
     def _finished(self) -> ReadOutcome:
-        with self._changed:
-            self._wait(lambda: self._handed in self._outcomes)
+        with self._lock:
+            self._wait(self._ready, lambda: self._handed in self._outcomes)
             outcome = self._outcomes.pop(self._handed)
             self._handed += 1
             self._tickets += 1
-            self._changed.notify_all()
+            self._returned.notify()
         return outcome
 
     def close(self) -> None:
         """End all threads. Those in the middle of a step get a second to finish it."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            for condition in (self._room, self._unprepared, self._ready, self._returned):
+                condition.notify_all()
         atexit.unregister(self.close)
         deadline = time.monotonic() + 1
         for thread in self._threads:
             if thread is not threading.current_thread():  # garbage collection may run this on any thread
                 thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        self._changed.wait_for(lambda: self._closed or ready())
+    def _wait(self, condition: threading.Condition, ready: Callable[[], bool]) -> None:
+        condition.wait_for(lambda: self._closed or ready())
         if self._closed:
             raise Closed
 
@@ -140,10 +147,10 @@ class Pipeline:
                     raise
                 except BaseException as error:
                     reading.error = error
-                with self._changed:
+                with self._lock:
                     reading.finished = True
-                    self._changed.notify_all()
-                    self._wait(lambda: reading.error is None)
+                    self._ready.notify_all()
+                    self._wait(self._room, lambda: reading.error is None)
                 before = reading
         except Closed:
             pass
@@ -155,11 +162,11 @@ class Pipeline:
                 reading = None if jobs is None else Reading(jobs)
             except BaseException as error:
                 reading = Reading(deque(), error=error, finished=True)
-            with self._changed:
+            with self._lock:
                 self._all_taken = reading is None or reading.finished
                 if reading is not None:
                     self._readings.append(reading)
-                self._changed.notify_all()
+                self._ready.notify_all()
                 return None if self._all_taken else reading
 
     def _fill(self, reading: Reading, before: Reading | None) -> None:
@@ -202,38 +209,43 @@ class Pipeline:
             raise DataError(detail, path=split.path, place=f"from record {split.first} on")
 
     def _put(self, reading: Reading, before: Reading | None, piece: ReadPiece) -> None:
-        with self._changed:
-            self._wait(lambda: before is None or not before.buffered)
-            self._wait(lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer)
+        with self._lock:
+            self._wait(self._room, lambda: before is None or not before.buffered)
+            self._wait(
+                self._room, lambda: not reading.buffered or reading.buffered + piece.records <= self._buffer
+            )
             reading.pieces.append(piece)
             reading.buffered += piece.records
-            self._changed.notify_all()
+            if piece.ready:
+                self._ready.notify_all()
+            else:
+                self._unprepared.notify()
 
     def _prepare_loop(self) -> None:
         try:
             while True:
-                with self._changed:
-                    self._wait(lambda: self._unprepared() is not None)
-                    piece = self._unprepared()
+                with self._lock:
+                    self._wait(self._unprepared, lambda: self._next_unprepared() is not None)
+                    piece = self._next_unprepared()
                     assert piece is not None
                     piece.claimed = True
                 with suppress(BaseException):  # the batch with the fault will raise it again
                     piece.rows = self._steps.prepare(piece.rows)
-                with self._changed:
+                with self._lock:
                     piece.ready = True
-                    self._changed.notify_all()
+                    self._ready.notify_all()
         except Closed:
             pass
 
-    def _unprepared(self) -> ReadPiece | None:
+    def _next_unprepared(self) -> ReadPiece | None:
         pieces = (piece for reading in self._readings for piece in reading.pieces)
         return next((piece for piece in pieces if not piece.claimed), None)
 
     def _finish_loop(self) -> None:
         try:
             while True:
-                with self._changed:
-                    self._wait(lambda: self._tickets > 0)
+                with self._lock:
+                    self._wait(self._returned, lambda: self._tickets > 0)
                     self._tickets -= 1
                 with self._cutting:
                     if self._ended:
@@ -243,9 +255,9 @@ class Pipeline:
                     self._ended = error is not None or not parts
                 outcome = self._make(parts, receipts, error)
                 self._ended |= outcome.error is not None
-                with self._changed:
+                with self._lock:
                     self._outcomes[number] = outcome
-                    self._changed.notify_all()
+                    self._ready.notify_all()
         except Closed:
             pass
 
@@ -287,27 +299,26 @@ class Pipeline:
 
     def _next_reading(self) -> Reading | None:
         """The reading that the next rows come from, when they can be cut; None at the end."""
-        with self._changed:
+        with self._lock:
             while True:
-                self._wait(lambda: bool(self._readings) or self._all_taken)
+                self._wait(self._ready, lambda: bool(self._readings) or self._all_taken)
                 if not self._readings:
                     return None
                 reading = self._readings[0]
-                self._wait(reading.can_continue)
+                self._wait(self._ready, reading.can_continue)
                 if reading.pieces:
                     # Where finishers hold batches, the room for them is that of the piece they are cut from.
                     if not self._steps.on_batches and reading.release():
-                        self._changed.notify_all()
+                        self._room.notify_all()
                     return reading
                 if reading.error is not None:
                     raise reading.error
                 self._readings.popleft()
-                self._changed.notify_all()
 
     def _drop_used(self, reading: Reading) -> None:
-        with self._changed:
+        with self._lock:
             reading.release()
             reading.pieces.popleft()
             if reading.finished and not reading.pieces and reading.error is None:
                 self._readings.popleft()
-            self._changed.notify_all()
+            self._room.notify_all()
