@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# Twice quiet: errors alone are shown. Python compiles a module when it is first imported; most of torch's never are.
-PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
+# Twice quiet: errors alone are shown.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
