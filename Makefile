@@ -24,35 +24,35 @@ demo: $(VENV)/.karvan  ## set everything up and learn a synthetic click log; ARG
 	@$(BIN)/karvan demo $(ARGS)
 
 # mypy uses one core: beside it, the C++ tests are built and run.
-test: $(VENV)/.karvan $(VENV)/.dev  ## set everything up and run all checks and tests
+test: $(VENV)/.dev  ## set everything up and run all checks and tests
 	@$(MAKE) --no-print-directory -j 2 --output-sync lint test-native
 	@$(MAKE) --no-print-directory test-python
 
-test-native: $(VENV)/.karvan $(VENV)/.dev  ## the C++ core's own tests
+test-native: $(VENV)/.dev  ## the C++ core's own tests
 	@tools/test_native.sh plain
 
-test-python: $(VENV)/.karvan $(VENV)/.dev  ## the Python tests; ARGS go to pytest
+test-python: $(VENV)/.dev  ## the Python tests; ARGS go to pytest
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
-test-slow: $(VENV)/.karvan $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
+test-slow: $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
 	@tools/test_native.sh address,undefined thread
 	@$(BIN)/python -m pytest -q --thorough -m '' $(ARGS)
 
-lint: $(VENV)/.karvan $(VENV)/.dev  ## style and types
+lint: $(VENV)/.dev  ## style and types
 	@echo "Checking style and types"
 	@$(BIN)/ruff check --quiet $(CHECKED)
 	@$(BIN)/ruff format --check --quiet $(CHECKED) || { echo "Run: .venv/bin/ruff format $(CHECKED)"; exit 1; }
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/python tools/file_map.py --check
 
-map: $(VENV)/.karvan $(VENV)/.dev  ## write the file map of docs/architecture.md from the first lines of the files
+map: $(VENV)/.dev  ## write the file map of docs/architecture.md from the first lines of the files
 	@$(BIN)/python tools/file_map.py
 
 docs: $(VENV)/.docs map  ## the documentation as a site, to out/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Open out/site/index.html"
 
-stubs: $(VENV)/.karvan  ## write karvan/_native.pyi anew, after a change of csrc/bindings
+stubs: $(VENV)/.dev  ## write karvan/_native.pyi anew, after a change of csrc/bindings
 	@$(BIN)/python tools/stubs.py
 
 bench: $(VENV)/.bench  ## a sparse step beside FBGEMM and torch, to out/sparse_step.json; ARGS=--quick
@@ -94,7 +94,7 @@ $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.karvan
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.karvan benchmarks/requirements.txt
+$(VENV)/.bench: $(VENV)/.dev benchmarks/requirements.txt
 	@echo "Installing what the benchmarks are measured against"
 	@$(PIP) --no-deps -r benchmarks/requirements.txt
 	@touch $@

@@ -287,6 +287,11 @@ class Batch(Mapping[str, Entry]):
         """The number of samples: every entry has a row for each; 0 for a batch without entries."""
         return self._samples
 
+    @property
+    def rows(self) -> NoReturn:
+        """The former name of `samples`: an error that says so."""
+        raise AttributeError("'Batch' object has no attribute 'rows': it is samples now.")
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch with every entry on the device."""
         return Batch({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
@@ -303,11 +308,6 @@ class Batch(Mapping[str, Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Only for what a batch does not have."""
-        now = ": it is samples now." if name == "rows" else ""
-        raise AttributeError(f"'Batch' object has no attribute '{name}'{now}")
 
     def __repr__(self) -> str:
         return f"Batch(samples={self.samples}, {', '.join(self._entries)})"
