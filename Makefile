@@ -9,6 +9,8 @@ INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
 ARGS ?=
+# One more than there are cores: many tests wait for other processes.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
 
 # pip's cmake and ninja come before the system's.
 export PATH := $(BIN):$(PATH)
@@ -31,8 +33,10 @@ test: $(VENV)/.dev  ## set everything up and run all checks and tests
 test-native: $(VENV)/.dev  ## the C++ core's own tests
 	@tools/test_native.sh plain
 
+# Tests start hundreds of processes. Each would compile the package where PYTHONDONTWRITEBYTECODE is set.
 test-python: $(VENV)/.dev  ## the Python tests; ARGS go to pytest
-	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
+	@$(BIN)/python -m compileall -q karvan tests/support
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
 
 test-slow: $(VENV)/.dev  ## the C++ tests with ASan + UBSan and with TSan, all Python tests with many more random examples
 	@tools/test_native.sh address,undefined thread
