@@ -116,6 +116,17 @@ bool read_bytes(std::span<const uint8_t> list, Add add) {
   return fields.good;
 }
 
+// The two fields of a map entry as they are mostly written: name, feature, both shorter than 128 bytes. False if otherwise.
+bool read_short_entry(std::span<const uint8_t> entry, std::span<const uint8_t>& name, std::span<const uint8_t>& feature) {
+  if (entry.size() < 4 || entry[0] != 0x0a) return false;
+  const size_t name_size = entry[1];
+  if (name_size > 127 || name_size + 4 > entry.size() || entry[2 + name_size] != 0x12) return false;
+  if (entry[3 + name_size] != entry.size() - name_size - 4 || entry[3 + name_size] > 127) return false;
+  name = entry.subspan(2, name_size);
+  feature = entry.subspan(4 + name_size);
+  return true;
+}
+
 // Gives each feature's name and message to `visit`, which says whether to continue; false if it is no Example.
 template <class Visit>
 bool visit_features(std::span<const uint8_t> record, Visit visit) {
@@ -126,8 +137,9 @@ bool visit_features(std::span<const uint8_t> record, Visit visit) {
     Fields features(example.bytes);
     while (features.next()) {
       if (!features.is_message(1)) return false;
-      Fields entry(features.bytes);
       std::span<const uint8_t> name, feature;
+      const bool is_read = read_short_entry(features.bytes, name, feature);
+      Fields entry(is_read ? std::span<const uint8_t>() : features.bytes);
       while (entry.next()) {
         if (entry.is_message(1)) name = entry.bytes;
         if (!entry.is_message(2)) continue;
@@ -187,9 +199,35 @@ What read_list(FeatureColumn& column, std::span<const uint8_t> list) {
   return good ? fits && values_in(column) <= kMost ? What::none : What::size : What::malformed;
 }
 
+// A feature of one number, as it is mostly written: a packed list in a list in the feature. False, and nothing is read, if
+// it is anything else.
+bool read_single(FeatureColumn& column, std::span<const uint8_t> feature) {
+  const size_t size = feature.size();
+  if (size < 5 || size > 129 || feature[1] != size - 2 || feature[2] != 0x0a || feature[3] != size - 4) return false;
+  if (column.kind == Kind::floats && feature[0] == 0x12 && size == 8) {
+    float value;
+    std::memcpy(&value, feature.data() + 4, sizeof value);
+    column.floats.push_back(value);
+    return true;
+  }
+  if (column.kind != Kind::integers || feature[0] != 0x1a || size > 14) return false;
+  uint64_t value = 0;
+  for (size_t i = 4; i < size; ++i) {
+    value |= uint64_t{feature[i] & 127u} << (7 * (i - 4));
+    if ((feature[i] < 128) != (i + 1 == size)) return false;
+  }
+  column.integers.push_back(static_cast<int64_t>(value));
+  return true;
+}
+
 // Reads a feature into its column. The kind that is set last holds, as for any "one of".
 What read_feature(FeatureColumn& column, uint8_t& present, std::span<const uint8_t> feature, Kind& found) {
   take_back(column);
+  if (values_in(column) < kMost && read_single(column, feature)) {
+    found = column.kind;
+    present = 1;
+    return What::none;
+  }
   found = Kind::none;
   Fields fields(feature);
   while (fields.next()) {
@@ -222,6 +260,8 @@ ExampleFault decode_examples(const Payloads& records, std::vector<FeatureColumn>
     column.offsets.assign(1, 0);
     column.offsets.reserve(records.starts.size() + 1);
     if (column.kind == Kind::bytes) column.byte_offsets.assign(1, 0);
+    if (column.kind == Kind::integers) column.integers.reserve(records.starts.size());
+    if (column.kind == Kind::floats) column.floats.reserve(records.starts.size());
   }
   ExampleFault fault;
   std::vector<size_t> order;  // of the columns in the record before: mostly the next one has the same
