@@ -1,0 +1,54 @@
+"""The calls about leased work; `karvan/work/service.py` has the protocol."""
+
+from __future__ import annotations
+
+from karvan.protocol.values import NUMBER
+from karvan.wire.schema.calls import Call, table_of
+from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, Nullable, OneOf, Text, TupleOf
+
+MOST_LEASES = 1024  # in one call
+
+_HOLDER = Text(200)
+_TOKEN = Integer(1)
+_TOKENS = ListOf(_TOKEN, MOST_LEASES)
+_KIND = OneOf("train", "evaluate", "predict", "export")
+_TASK = Fields(
+    {
+        "kind": _KIND,
+        "epoch": NUMBER,
+        "number": NUMBER,
+        "path": Text(4096, 0),
+        "first": NUMBER,
+        "count": NUMBER,
+        "done": NUMBER,
+        "tries": NUMBER,
+        "skipped": ListOf(NUMBER),
+    }
+)
+_LEASE = Fields({"token": _TOKEN, "task": _TASK})
+
+WORK_CALLS = table_of(
+    Call(
+        "lease",
+        Fields(
+            {
+                "holder": _HOLDER,
+                "holds": _TOKENS,
+                "kinds": ListOf(_KIND, 4, 1),
+                "most": Integer(1, MOST_LEASES),
+            }
+        ),
+        answer=Fields({"leases": ListOf(_LEASE, MOST_LEASES), "answer": OneOf("tasks", "wait", "done")}),
+    ),
+    Call(
+        "acknowledge",
+        Fields({"holder": _HOLDER, "done": ListOf(TupleOf(_TOKEN, NUMBER), MOST_LEASES)}),
+        answer=Fields({"ended": _TOKENS}),
+    ),
+    Call("give_back", Fields({"holder": _HOLDER, "tokens": _TOKENS})),
+    Call(
+        "fail",
+        Fields({"holder": _HOLDER, "token": _TOKEN, "error": Text(10_000, 0), "record": Nullable(NUMBER)}),
+        answer=Fields({"again": Boolean()}),
+    ),
+)

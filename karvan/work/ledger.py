@@ -1,0 +1,341 @@
+"""`Ledger`: which tasks of a job are open, who holds them, and which records are done.
+
+```
+   plan ──issue──►  leased  ──acknowledge all records──►  done (removed)
+                    │    ▲
+       released,    │    │ lease, under a new token
+       failed,      ▼    │
+       expired    waiting
+```
+
+- **Leases.** A task is leased to one holder at a time. Every lease has a token of its own, larger than all
+  before it: a report with the token of a lease that has ended changes nothing.
+- **Acknowledging.** A holder reports how many records of a task are done, in the order in which the task
+  hands them out. If its lease ends early, the task waits with the records that are left.
+- **Epochs.** The tasks of an epoch are issued when all tasks of the epoch before are done. Until then whoever
+  asks is told to wait.
+- **Failures.** A holder that dies, leaves or falls silent costs a task nothing, however often. A task that
+  *fails* does so `most_tries` times at most; then the job has failed, and says which records it was.
+- **Bad records.** A failure that names a record skips it instead, for up to `skip_bad_records` records of the
+  job; each is counted and remembered.
+- **End.** After the last epoch there is one export task, and then nothing.
+
+Every change is one transaction of the `LedgerFile`, before it is answered. Memory and file hold only the
+open tasks. Deadlines are not stored: after a restart every holder has its full time again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from karvan.work.ledger_file import LedgerError, LedgerFile, task_from
+from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task_plan import TaskPlan
+
+
+class Answer(Enum):
+    """The answer to a holder for whom there is no task."""
+
+    WAIT = "wait"  # others still work on this epoch
+    DONE = "done"  # all tasks of the job are done
+
+
+class JobFailedError(RuntimeError):
+    """A task has failed too often; the text says which one, and its last error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many failures a job bears."""
+
+    most_tries: int = 3
+    """Failures of one task, of which the last fails the job."""
+    skip_bad_records: int = 0
+    """Records that may be skipped because they raise an error."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What has been issued of the plan, and what came of it."""
+
+    epoch: int = 0
+    issued: int = 0
+    """Tasks of the epoch that have been issued at least once."""
+    token: int = 0
+    """Of the last lease."""
+    records: int = 0
+    """Records of training tasks that have been acknowledged since the job began."""
+    bad_records: int = 0
+    exported: bool = False
+    """Whether the export task has been issued."""
+    failure: str | None = None
+
+
+Open = tuple[int, str | None, Task]
+"""An open task: its token, its holder or None if it waits, and itself."""
+
+
+class Ledger:
+    """The ledger of a job. It is not thread-safe: the master calls it under one lock.
+
+    epochs: how often every record is trained, None for endlessly. export: whether the job ends with an
+    export task.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: TaskPlan,
+        *,
+        epochs: int | None = 1,
+        limits: Limits = DEFAULT_LIMITS,
+        export: bool = False,
+    ) -> None:
+        if epochs is not None and epochs > 0 and not len(plan) and not export:
+            raise ValueError("The data has no records, so there is no task.")
+        self._plan = plan
+        self._epochs = epochs
+        self._limits = limits
+        self._export = export
+        self._leases: dict[int, Lease] = {}
+        self._tokens: dict[str, list[int]] = {}  # of the leases of each holder, the oldest first
+        self._waiting: dict[int, Task] = {}
+        self._file = LedgerFile(path)
+        self._position = self._read()
+
+    @property
+    def position(self) -> Position:
+        """What has been issued, and what came of it."""
+        return self._position
+
+    @property
+    def leases(self) -> list[Lease]:
+        """All tasks that have a holder."""
+        return list(self._leases.values())
+
+    def is_leased(self, token: int) -> bool:
+        """Whether the lease with this token has not ended."""
+        return token in self._leases
+
+    def leases_of(self, holder: str) -> list[Lease]:
+        """The tasks that a holder has, the oldest first."""
+        return [self._leases[token] for token in self._tokens.get(holder, ())]
+
+    @property
+    def waiting(self) -> list[Task]:
+        """All tasks that wait to be leased again, the next one first."""
+        return list(self._waiting.values())
+
+    # Leasing
+
+    def lease(self, holder: str, kinds: Iterable[TaskKind] = TaskKind) -> Lease | Answer:
+        """A task for a holder. Tasks that wait come before tasks that have never been issued."""
+        self._raise_failure()
+        kinds = frozenset(kinds)
+        waiting = next((token for token, task in self._waiting.items() if task.kind in kinds), None)
+        if waiting is not None:
+            return self._begin(holder, self._waiting[waiting], self._position, replaces=waiting)
+        now = self._next_position()
+        if now.issued < len(self._plan) and TaskKind.TRAIN in kinds:
+            task = self._plan.task(now.epoch, now.issued)
+            return self._begin(holder, task, replace(now, issued=now.issued + 1))
+        if self._waiting or self._leases or now.issued < len(self._plan):
+            return Answer.WAIT
+        if self._export and not now.exported:
+            if TaskKind.EXPORT not in kinds:
+                return Answer.WAIT
+            task = Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)
+            return self._begin(holder, task, replace(now, exported=True))
+        return Answer.DONE
+
+    def _next_position(self) -> Position:
+        """The position, in the next epoch if this one is complete and there is another."""
+        now = self._position
+        is_open = any(task.kind is TaskKind.TRAIN for task in self._waiting.values())
+        is_open = is_open or any(each.task.kind is TaskKind.TRAIN for each in self._leases.values())
+        last = self._epochs is not None and self._epochs > 0 and now.epoch + 1 >= self._epochs
+        if now.issued < len(self._plan) or is_open or last or not len(self._plan):
+            return now
+        return replace(now, epoch=now.epoch + 1, issued=0)
+
+    def _begin(self, holder: str, task: Task, now: Position, replaces: int | None = None) -> Lease:
+        lease = Lease(now.token + 1, holder, task)
+        self._commit(
+            replace(now, token=lease.token),
+            remove=() if replaces is None else (replaces,),
+            put=[(lease.token, holder, task)],
+        )
+        return lease
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Add tasks that are not in the plan, such as an evaluation; they are leased before the plan's."""
+        first = self._position.token + 1
+        put: list[Open] = [(token, None, task) for token, task in enumerate(tasks, first)]
+        self._commit(replace(self._position, token=self._position.token + len(tasks)), put=put)
+
+    # Reports of holders
+
+    def acknowledge(self, done: Mapping[int, int]) -> list[int]:
+        """Note how many records of each leased task are done, by token; returns the tokens of ended leases.
+
+        One transaction for all of them. Numbers only grow, so a report may come twice, or late.
+        """
+        gone = [token for token in done if token not in self._leases]
+        put: list[Open] = []
+        remove: list[int] = []
+        records = self._position.records
+        for token, count in done.items():
+            lease = self._leases.get(token)
+            if lease is None:
+                continue
+            task = lease.task
+            if not 0 <= count <= task.count:
+                raise ValueError(f"Expected 0 to {task.count} records of {task} to be done, got {count}.")
+            if count > task.done or not task.count:
+                records += count - task.done if task.kind is TaskKind.TRAIN else 0
+                task = task.after(count)
+                if task.left:
+                    put.append((token, lease.holder, task))
+                else:
+                    remove.append(token)
+        if put or remove:
+            self._commit(replace(self._position, records=records), remove=remove, put=put)
+        return gone
+
+    def give_back(self, tokens: Iterable[int]) -> None:
+        """End leases; what is left of their tasks waits. Tokens of leases that have ended change nothing."""
+        self._requeue([self._leases[token] for token in tokens if token in self._leases])
+
+    def release(self, holder: str) -> list[Task]:
+        """End all leases of a holder that has died or left; returns the tasks."""
+        ended = self.leases_of(holder)
+        self._requeue(ended)
+        return [lease.task for lease in ended]
+
+    def fail(self, token: int, error: str, record: int | None = None) -> bool:
+        """A task failed, at a record if that is known (by its place in the task's order).
+
+        Returns whether it will be tried again: False if the job has failed, or the lease had ended.
+        """
+        lease = self._leases.get(token)
+        if lease is None:
+            return False
+        task, now = lease.task, self._position
+        if record is not None and not task.done <= record < task.count:
+            raise ValueError(
+                f"Expected a record from {task.done} to {task.count - 1} of {task}, got {record}."
+            )
+        if record is not None and now.bad_records < self._limits.skip_bad_records:
+            task = replace(task, skipped=tuple(sorted({*task.skipped, record})))
+            now = replace(now, bad_records=now.bad_records + 1)
+        else:
+            task = replace(task, tries=task.tries + 1)
+            if task.tries >= self._limits.most_tries:
+                now = replace(now, failure=_failure(task, error, record))
+        self._requeue([replace(lease, task=task)], now)
+        return now.failure is None
+
+    def _requeue(self, leases: Sequence[Lease], now: Position | None = None) -> None:
+        """Let tasks wait, ahead of those that were never issued; each under a token that nobody has."""
+        now = self._position if now is None else now
+        if leases:
+            put: list[Open] = [(token, None, lease.task) for token, lease in enumerate(leases, now.token + 1)]
+            remove = [lease.token for lease in leases]
+            self._commit(replace(now, token=now.token + len(leases)), remove=remove, put=put)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left."""
+        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
+        return {
+            "plan": self._plan.settings(),
+            "position": asdict(self._position),
+            "tasks": [asdict(task) for task in tasks],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Return to the position of a checkpoint. All leases end; tokens are not used again."""
+        _check_plan(state["plan"], self._plan.settings())
+        now = Position(**{**state["position"], "failure": None})
+        tasks = [task_from(fields) for fields in state["tasks"]]
+        token = max(now.token, self._position.token)
+        put: list[Open] = [(number, None, task) for number, task in enumerate(tasks, token + 1)]
+        remove = [*self._waiting, *self._leases]
+        self._commit(replace(now, token=token + len(tasks)), remove=remove, put=put)
+
+    # The file
+
+    def close(self) -> None:
+        """Close the file; the next master continues from it."""
+        self._file.close()
+
+    def _read(self) -> Position:
+        stored = self._file.settings()
+        if "plan" not in stored:
+            with self._file.transaction():
+                self._file.set("plan", self._plan.settings())
+                self._file.set("position", asdict(Position()))
+            return Position()
+        try:
+            _check_plan(stored["plan"], self._plan.settings())
+        except LedgerError:
+            self._file.close()
+            raise
+        for open_task in self._file.tasks():
+            self._note(*open_task)
+        return Position(**stored["position"])
+
+    def _commit(self, now: Position, *, remove: Sequence[int] = (), put: Sequence[Open] = ()) -> None:
+        """Change the file, then memory: if the disk is full, neither changes."""
+        with self._file.transaction():
+            self._file.set("position", asdict(now))
+            self._file.remove(remove)
+            for open_task in put:
+                self._file.put(*open_task)
+        self._position = now
+        for token in remove:
+            self._waiting.pop(token, None)
+            if (lease := self._leases.pop(token, None)) is not None:
+                self._tokens[lease.holder].remove(token)
+                if not self._tokens[lease.holder]:
+                    del self._tokens[lease.holder]
+        for open_task in put:
+            self._note(*open_task)
+
+    def _note(self, token: int, holder: str | None, task: Task) -> None:
+        if holder is None:
+            self._waiting[token] = task
+            return
+        if token not in self._leases:
+            self._tokens.setdefault(holder, []).append(token)
+        self._leases[token] = Lease(token, holder, task)
+
+    def _raise_failure(self) -> None:
+        if self._position.failure is not None:
+            raise JobFailedError(self._position.failure)
+
+
+def _failure(task: Task, error: str, record: int | None) -> str:
+    place = "" if record is None else f", at record {record} of the task"
+    return f"{task} failed {task.tries} times{place}. The last error: {error}"
+
+
+def _check_plan(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    if stored != expected:
+        odd = [
+            f"{key} {stored.get(key)}, now {value}"
+            for key, value in expected.items()
+            if stored.get(key) != value
+        ]
+        raise LedgerError(
+            f"The ledger is of other data or settings: {'; '.join(odd)}. Use the same ones, or remove the "
+            "ledger to start the data from its beginning."
+        )

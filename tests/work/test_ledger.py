@@ -1,0 +1,412 @@
+"""The ledger of a job's work: every record is done once in every epoch, whoever dies, and whenever."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from karvan.work.ledger import Answer, JobFailedError, Ledger, Limits
+from karvan.work.ledger_file import LedgerError
+from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task_plan import TaskPlan
+
+PARTS = [("f1", 10), ("f2", 10)]
+
+
+@pytest.fixture
+def open_ledger(tmp_path):
+    """open_ledger(...) opens the ledger of this test; the one that was open is closed."""
+    opened = []
+
+    def begin(parts=PARTS, size=3, seed=None, **options):
+        for ledger in opened:
+            ledger.close()
+        opened[:] = [Ledger(tmp_path / "ledger.db", TaskPlan(parts, size, seed=seed), **options)]
+        return opened[0]
+
+    yield begin
+    for ledger in opened:
+        ledger.close()
+
+
+def finish(ledger, lease):
+    assert ledger.acknowledge({lease.token: lease.task.count}) == []
+
+
+def run_to_the_end(ledger, holder="a"):
+    """Work alone; returns how often each record was done in each epoch."""
+    seen = Counter()
+    while (lease := ledger.lease(holder)) is not Answer.DONE:
+        task = lease.task
+        seen.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.count))
+        finish(ledger, lease)
+    return seen
+
+
+def every_record(epochs, parts=PARTS):
+    return Counter((e, path, i) for e in range(epochs) for path, records in parts for i in range(records))
+
+
+def test_elasticdl_3_every_record_comes_once_in_every_epoch(open_ledger):
+    assert run_to_the_end(open_ledger(epochs=3, seed=5)) == every_record(3)
+
+
+def test_elasticdl_3_epochs_do_not_overlap(open_ledger):
+    ledger = open_ledger(epochs=2)
+    first = ledger.lease("a")
+    for _ in range(7):
+        finish(ledger, ledger.lease("b"))
+    assert ledger.lease("b") is Answer.WAIT
+    finish(ledger, first)
+    assert ledger.lease("b").task.epoch == 1
+
+
+@pytest.mark.parametrize("epochs", [None, 0, -1])
+def test_elasticdl_3_without_a_number_of_epochs_it_never_ends(open_ledger, epochs):
+    ledger = open_ledger(epochs=epochs, size=10)
+    leases = []
+    for _ in range(50):
+        leases.append(ledger.lease("a"))
+        finish(ledger, leases[-1])
+    assert [lease.task.epoch for lease in leases] == [number // 2 for number in range(50)]
+
+
+def test_elasticdl_4_the_tasks_of_a_dead_holder_return_and_no_others(open_ledger):
+    ledger = open_ledger()
+    lost = [ledger.lease("dead").task for _ in range(3)]
+    held = ledger.lease("alive")
+    assert ledger.release("dead") == lost
+    assert ledger.leases == [held]
+    assert [ledger.lease("new").task for _ in range(3)] == lost
+    finish(ledger, held)
+
+
+def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(open_ledger):
+    ledger = open_ledger(epochs=2)
+    issued = Counter()
+    while (lease := ledger.lease("a")) is not Answer.DONE:
+        issued[lease.task.number] += 1
+        if lease.token == 1:
+            assert ledger.fail(lease.token, "no luck")
+        else:
+            finish(ledger, lease)
+    assert issued == Counter(dict.fromkeys(range(8), 2)) + Counter([0])
+
+
+def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
+    ledger = open_ledger(limits=Limits(most_tries=1))
+    for number in range(100):
+        ledger.lease(f"holder {number}")
+        ledger.release(f"holder {number}")
+    assert run_to_the_end(ledger) == every_record(1)
+
+
+def test_elasticdl_6_a_task_that_fails_too_often_fails_the_job_and_is_named(open_ledger):
+    ledger = open_ledger(limits=Limits(most_tries=3))
+    for remaining in (True, True, False):
+        lease = ledger.lease("a")
+        assert lease.task.number == 0
+        assert ledger.fail(lease.token, "KeyError: 'price'", record=1) is remaining
+    message = r"records 0 to 2 of f1 \(epoch 0\) failed 3 times, at record 1 of the task.*KeyError: 'price'"
+    with pytest.raises(JobFailedError, match=message):
+        ledger.lease("a")
+    with pytest.raises(JobFailedError, match="failed 3 times"):
+        open_ledger().lease("b")  # a new master knows it, too
+
+
+def test_elasticdl_7_a_late_report_changes_nothing(open_ledger):
+    ledger = open_ledger()
+    late = ledger.lease("a")
+    ledger.release("a")
+    now = ledger.lease("b")
+    assert now.task == late.task
+    before = ledger.state_dict()
+    assert ledger.acknowledge({late.token: 3}) == [late.token]
+    assert not ledger.fail(late.token, "too late")
+    ledger.give_back([late.token])
+    assert ledger.state_dict() == before
+    finish(ledger, now)
+    assert ledger.acknowledge({now.token: 3}) == [now.token]  # twice
+    assert ledger.position.records == 3
+
+
+def test_elasticdl_9_records_are_acknowledged_one_by_one(open_ledger):
+    ledger = open_ledger()
+    one, two = ledger.lease("a"), ledger.lease("a")
+    ledger.acknowledge({one.token: 3, two.token: 1})  # a batch of four records
+    assert ledger.position.records == 4
+    ledger.acknowledge({two.token: 1})
+    assert ledger.position.records == 4
+    (rest,) = ledger.release("a")
+    assert (rest.number, rest.done, rest.left) == (1, 1, 2)
+    assert ledger.lease("b").task == rest
+
+
+def test_more_records_than_a_task_has_are_an_error(open_ledger):
+    ledger = open_ledger()
+    lease = ledger.lease("a")
+    with pytest.raises(ValueError, match="Expected 0 to 3 records of records 0 to 2 of f1"):
+        ledger.acknowledge({lease.token: 4})
+
+
+def test_bad_records_are_skipped_and_counted_up_to_the_limit(open_ledger):
+    ledger = open_ledger(limits=Limits(most_tries=1, skip_bad_records=2))
+    for bad in (1, 0):
+        assert ledger.fail(ledger.lease("a").token, "bad", record=bad)
+    lease = ledger.lease("a")
+    assert (lease.task.skipped, lease.task.tries, ledger.position.bad_records) == ((0, 1), 0, 2)
+    assert not ledger.fail(lease.token, "one too many", record=2)
+
+
+def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
+    ledger = open_ledger(size=10, epochs=2)
+    held = ledger.lease("slow")
+    ledger.add([Task(TaskKind.EVALUATE, 0, 0, "valid", 0, 5)])
+    lease = ledger.lease("a", [TaskKind.EVALUATE])
+    assert lease.task.path == "valid"
+    finish(ledger, held)
+    finish(ledger, ledger.lease("slow", [TaskKind.TRAIN]))
+    assert ledger.lease("slow", [TaskKind.TRAIN]).task.epoch == 1  # the evaluation still runs
+    assert ledger.position.records == 20
+    finish(ledger, lease)
+    assert ledger.position.records == 20
+
+
+def test_the_last_task_is_one_export(open_ledger):
+    ledger = open_ledger(size=10, export=True)
+    one, two = ledger.lease("a"), ledger.lease("b")
+    finish(ledger, one)
+    assert ledger.lease("a") is Answer.WAIT
+    finish(ledger, two)
+    export = ledger.lease("a")
+    assert export.task.kind is TaskKind.EXPORT
+    assert ledger.lease("b") is Answer.WAIT
+    ledger.release("a")
+    again = ledger.lease("b")
+    assert again.task == export.task
+    finish(ledger, again)
+    assert ledger.lease("a") is Answer.DONE
+
+
+def test_a_checkpoint_has_the_position_and_a_rollback_returns_to_it(open_ledger):
+    ledger = open_ledger(epochs=2, seed=1)
+    for _ in range(5):
+        finish(ledger, ledger.lease("a"))
+    half = ledger.lease("a")
+    ledger.acknowledge({half.token: 1})
+    saved = json.loads(json.dumps(ledger.state_dict()))
+    lost = [ledger.lease("a").token for _ in range(2)]
+    ledger.load_state_dict(saved)
+    assert ledger.position.records == saved["position"]["records"]
+    assert ledger.acknowledge(dict.fromkeys(lost, 1)) == lost  # leases of before the rollback
+    seen = run_to_the_end(ledger)
+    assert sum(seen.values()) == 40 - saved["position"]["records"]
+    assert max(seen.values()) == 1
+
+
+def test_a_ledger_of_other_data_is_an_error_that_says_what_differs(open_ledger):
+    open_ledger().lease("a")
+    with pytest.raises(LedgerError, match="records_per_task 3, now 4"):
+        open_ledger(size=4)
+    saved = open_ledger().state_dict()
+    saved["plan"]["seed"] = 9
+    with pytest.raises(LedgerError, match="seed 9, now None"):
+        open_ledger().load_state_dict(saved)
+
+
+def test_a_second_master_is_refused(open_ledger, tmp_path):
+    ledger = open_ledger()
+    ledger.lease("a")
+    program = (
+        "import sys; from pathlib import Path; from karvan.work.ledger_file import LedgerFile\n"
+        "LedgerFile(Path(sys.argv[1]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "ledger.db"], capture_output=True, text=True, check=False
+    )
+    assert "is in use: another master runs this job" in result.stderr
+    finish(ledger, ledger.lease("b"))  # the first one is not disturbed
+
+
+def test_a_file_that_is_no_ledger_is_an_error_that_says_what_to_do(tmp_path, open_ledger):
+    (tmp_path / "ledger.db").write_bytes(b"not a database, and long enough to be looked at" * 100)
+    with pytest.raises(LedgerError, match="Remove it: the job then continues from its newest checkpoint"):
+        open_ledger()
+
+
+def test_a_full_disk_changes_nothing(open_ledger):
+    ledger = open_ledger()
+    lease = ledger.lease("a")
+    before = ledger.state_dict()
+    pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
+    ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(LedgerError, match=r"could not be written, nothing was changed: .*full"):
+        ledger.add([Task(TaskKind.PREDICT, 0, number, "x" * 3000, 0, 1) for number in range(10)])
+    assert ledger.state_dict() == before
+    finish(ledger, lease)
+    assert open_ledger().position.records == 3
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from karvan.work.ledger import Answer, Ledger
+from karvan.work.task_plan import TaskPlan
+ledger = Ledger(Path(sys.argv[1]), TaskPlan([("f", 20_000)], 7, seed=1), epochs=2)
+for lease in ledger.leases:  # of the process before
+    ledger.give_back([lease.token])
+while (lease := ledger.lease("w")) is not Answer.DONE:
+    for done in range(lease.task.done + 1, lease.task.count + 1):
+        ledger.acknowledge({lease.token: done})
+        print(ledger.position.records, flush=True)
+"""
+
+
+def test_a_master_that_is_killed_at_any_moment_continues_where_it_was(tmp_path):
+    rng = random.Random(7)
+    seen = 0
+    for _ in range(6):
+        worker = subprocess.Popen(
+            [sys.executable, "-c", WORKER, tmp_path / "ledger.db"], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(rng.randrange(1, 3000)):
+            number = int(worker.stdout.readline())
+            assert number in (seen + 1, seen + 2)  # one may have been committed and not printed
+            seen = number
+        worker.send_signal(signal.SIGKILL)
+        rest = worker.communicate()[0].split()
+        seen = int(rest[-1]) if rest else seen
+    ledger = Ledger(tmp_path / "ledger.db", TaskPlan([("f", 20_000)], 7, seed=1), epochs=2)
+    assert ledger.position.records in (seen, seen + 1)
+    assert all(lease.task.done <= 7 for lease in ledger.leases)
+    assert len(ledger.leases) + len(ledger.waiting) <= 2
+    ledger.close()
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Holders that work, die, fail and report late, masters that restart, and a list of all records."""
+
+    holders = st.sampled_from("abc")
+    chances = st.randoms(use_true_random=False)
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.parts = [("x", 9), ("y", 4)]
+        self.done = Counter()  # by epoch and record
+        self.live = {}  # leases by token
+        self.ended = []  # tokens
+        self.saved = None
+        self.ledger = None
+        self.restart()
+
+    def plan(self):
+        return TaskPlan(self.parts, 4, seed=2)
+
+    @rule()
+    def restart(self):
+        if self.ledger is not None:
+            self.ledger.close()
+        self.ledger = Ledger(
+            Path(self.folder.name) / "ledger.db", self.plan(), epochs=2, limits=Limits(most_tries=10**6)
+        )
+
+    @rule(holder=holders)
+    def lease(self, holder):
+        lease = self.ledger.lease(holder)
+        if isinstance(lease, Answer):
+            left = sum(lease.task.left for lease in self.live.values())
+            assert (lease is Answer.DONE) == (self.done.total() == 26)
+            assert lease is Answer.DONE or left
+            return
+        assert lease.token > max([*self.live, *self.ended], default=0)
+        epoch_before = sum(count for (epoch, *_), count in self.done.items() if epoch < lease.task.epoch)
+        assert epoch_before == 13 * lease.task.epoch
+        assert not any(self.key(each.task) == self.key(lease.task) for each in self.live.values())
+        self.live[lease.token] = lease
+
+    @staticmethod
+    def key(task):
+        return task.epoch, task.number
+
+    @precondition(lambda self: self.live)
+    @rule(chance=chances)
+    def acknowledge(self, chance):
+        token = chance.choice(sorted(self.live))
+        lease = self.live[token]
+        done = chance.randint(lease.task.done, lease.task.count)
+        assert self.ledger.acknowledge({token: done}) == []
+        for i in range(lease.task.done, done):
+            self.done[lease.task.epoch, lease.task.path, lease.task.first + i] += 1
+        if done == lease.task.count:
+            self.end(token)
+        else:
+            self.live[token] = Lease(token, lease.holder, lease.task.after(done))
+
+    def end(self, token):
+        self.ended.append(token)
+        return self.live.pop(token)
+
+    @rule(holder=holders)
+    def die(self, holder):
+        mine = [token for token, lease in self.live.items() if lease.holder == holder]
+        assert sorted(map(self.key, self.ledger.release(holder))) == sorted(
+            self.key(self.end(token).task) for token in mine
+        )
+
+    @precondition(lambda self: self.live)
+    @rule(chance=chances)
+    def fail(self, chance):
+        token = chance.choice(sorted(self.live))
+        assert self.ledger.fail(token, "some error")
+        self.end(token)
+
+    @precondition(lambda self: self.ended)
+    @rule(chance=chances)
+    def report_late(self, chance):
+        token = chance.choice(self.ended)
+        assert self.ledger.acknowledge({token: 1}) == [token]
+        assert not self.ledger.fail(token, "late")
+        self.ledger.give_back([token])
+
+    @rule()
+    def save(self):
+        self.saved = json.dumps(self.ledger.state_dict()), self.done.copy()
+
+    @precondition(lambda self: self.saved)
+    @rule()
+    def roll_back(self):
+        state, done = self.saved
+        self.ledger.load_state_dict(json.loads(state))
+        for token in list(self.live):
+            self.end(token)
+        self.done = done.copy()
+
+    @invariant()
+    def what_is_done_is_done_once(self):
+        assert max(self.done.values(), default=0) <= 1
+        assert self.ledger.position.records == self.done.total()
+        assert sorted(lease.token for lease in self.ledger.leases) == sorted(self.live)
+        assert all(self.live[lease.token] == lease for lease in self.ledger.leases)
+
+    def teardown(self):
+        for token in list(self.live):
+            self.ledger.give_back([token])
+        while (lease := self.ledger.lease("last")) is not Answer.DONE:
+            task = lease.task
+            self.done.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.count))
+            self.ledger.acknowledge({lease.token: task.count})
+        assert self.done == every_record(2, self.parts)
+        self.ledger.close()
+        self.folder.cleanup()
+
+
+TestLedgerMachine = LedgerMachine.TestCase

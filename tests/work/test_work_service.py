@@ -1,0 +1,219 @@
+"""Leased work over sockets: masters and holders are processes, and are killed."""
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from karvan.protocol.work import WORK_CALLS
+from karvan.wire import Client, RefusedError, Server
+from karvan.work.ledger import Ledger, Limits
+from karvan.work.service import WorkService
+from karvan.work.task_plan import TaskPlan
+
+MASTER = """
+import sys, threading
+from pathlib import Path
+from karvan.work.ledger import Ledger
+from karvan.work.task_plan import TaskPlan
+from karvan.work.service import WorkService
+from karvan.wire import Server
+ledger = Ledger(Path(sys.argv[1]), TaskPlan([("f", 900)], 7, seed=1), epochs=2)
+work = WorkService(ledger)
+server = Server(work, "127.0.0.1", int(sys.argv[2]))
+print(server.address, flush=True)
+for line in sys.stdin:
+    work.release(line.strip())
+    print("released", flush=True)
+"""
+
+HOLDER = """
+import sys, time
+from karvan.protocol.work import WORK_CALLS
+from karvan.wire import Client
+name = sys.argv[2]
+client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
+while True:
+    got = client.call("lease", {"holder": name, "holds": [], "kinds": ["train"], "most": 2}).head
+    if got["answer"] == "done":
+        break
+    if got["answer"] == "wait":
+        time.sleep(0.01)
+    for lease in got["leases"]:
+        for done in range(lease["task"]["done"] + 1, lease["task"]["count"] + 1):
+            client.call("acknowledge", {"holder": name, "done": [[lease["token"], done]]})
+"""
+
+
+class FakeTime:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+@contextmanager
+def serving(tmp_path, most_tries=3, **options):
+    """Ten records in four tasks, served to a client."""
+    plan = TaskPlan([("f", 10)], 3)
+    ledger = Ledger(tmp_path / "ledger.db", plan, limits=Limits(most_tries))
+    work = WorkService(ledger, **options)
+    server = Server(work, "127.0.0.1")
+    try:
+        with Client("master", server.address, calls=WORK_CALLS) as client:
+            yield ledger, work, client
+    finally:
+        server.close()
+        ledger.close()
+
+
+def lease(client, holder="a", most=1, holds=(), kinds=("train",)):
+    head = {"holder": holder, "holds": list(holds), "kinds": list(kinds), "most": most}
+    return client.call("lease", head).head
+
+
+def acknowledge(client, done, holder="a"):
+    return client.call("acknowledge", {"holder": holder, "done": list(done.items())}).head["ended"]
+
+
+def test_tasks_are_leased_acknowledged_and_done(tmp_path):
+    with serving(tmp_path) as (ledger, _, client):
+        got = lease(client, most=3)
+        assert [each["task"]["first"] for each in got["leases"]] == [0, 3, 6]
+        last = lease(client, "b", most=5)["leases"]
+        assert [each["task"]["count"] for each in last] == [1]
+        assert lease(client, "c") == {"leases": [], "answer": "wait"}
+        assert acknowledge(client, {each["token"]: 3 for each in got["leases"]}) == []
+        assert acknowledge(client, {last[0]["token"]: 1}, "b") == []
+        assert lease(client, "c") == {"leases": [], "answer": "done"}
+        assert ledger.position.records == 10
+
+
+def test_a_holder_that_lost_an_answer_gets_the_same_leases(tmp_path):
+    with serving(tmp_path) as (_, _, client):
+        first = lease(client, most=2)["leases"]
+        assert lease(client, most=2)["leases"] == first
+        more = lease(client, most=1, holds=[first[0]["token"]])["leases"]
+        assert more == first[1:]
+
+
+def test_elasticdl_8_a_silent_task_returns_and_its_holder_is_named(tmp_path):
+    now = FakeTime()
+    with serving(tmp_path, now=now, patience=300.0) as (_, work, client):
+        (silent,) = lease(client, "silent")["leases"]
+        (busy,) = lease(client, "busy")["leases"]
+        now.seconds = 299.0
+        acknowledge(client, {busy["token"]: 1}, "busy")
+        assert work.overdue() == []
+        now.seconds = 301.0
+        (late,) = work.overdue()
+        assert (late.holder, late.token) == ("silent", silent["token"])
+        assert acknowledge(client, {silent["token"]: 3}, "silent") == [silent["token"]]
+        (again,) = lease(client, "new")["leases"]
+        assert again["task"] == silent["task"]
+
+
+def test_elasticdl_8_slow_tasks_get_three_times_as_long_as_the_slowest(tmp_path):
+    now = FakeTime()
+    with serving(tmp_path, now=now, patience=300.0) as (_, work, client):
+        (slow,) = lease(client)["leases"]
+        now.seconds = 200.0
+        acknowledge(client, {slow["token"]: 3})
+        (next_,) = lease(client)["leases"]
+        now.seconds = 200.0 + 599.0
+        assert work.overdue() == []
+        now.seconds = 200.0 + 601.0
+        assert [each.token for each in work.overdue()] == [next_["token"]]
+
+
+def test_a_failed_job_refuses_to_lease_and_says_why(tmp_path):
+    with serving(tmp_path, most_tries=1) as (_, _, client):
+        token = lease(client)["leases"][0]["token"]
+        head = {"holder": "a", "token": token, "error": "KeyError: 'price'", "record": None}
+        assert client.call("fail", head).head == {"again": False}
+        with pytest.raises(
+            RefusedError, match=r"The job has failed: records 0 to 2 of f .*KeyError: 'price'"
+        ):
+            lease(client)
+
+
+def test_a_holder_gives_back_only_what_it_has(tmp_path):
+    with serving(tmp_path) as (ledger, _, client):
+        mine, other = (lease(client, name)["leases"][0]["token"] for name in "ab")
+        client.call("give_back", {"holder": "a", "tokens": [mine, other]})
+        assert [each.token for each in ledger.leases] == [other]
+
+
+@pytest.mark.parametrize(
+    ("call", "head", "expected"),
+    [
+        ("lease", {"holder": "a", "holds": [], "kinds": [], "most": 1}, "kinds"),
+        ("lease", {"holder": "a", "holds": [], "kinds": ["sleep"], "most": 1}, "to be one of"),
+        ("lease", {"holder": "a", "holds": [], "kinds": ["train"], "most": 0}, "most"),
+        ("acknowledge", {"holder": "a", "done": [[1, -1]]}, "done"),
+        ("acknowledge", {"holder": "a", "done": [[1, 99]]}, "Expected 0 to 3 records"),
+        ("fail", {"holder": "a", "token": 1, "error": "x", "record": 7}, "Expected a record from 0 to 2"),
+    ],
+)
+def test_wrong_calls_are_refused_and_change_nothing(tmp_path, call, head, expected):
+    with serving(tmp_path) as (ledger, _, client):
+        lease(client)
+        before = ledger.state_dict()
+        with pytest.raises(RefusedError, match=expected):
+            client.call(call, head)
+        assert ledger.state_dict() == before
+
+
+def free_port():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
+
+
+def start(program, *arguments):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):
+    rng, port = random.Random(3), free_port()
+    path = tmp_path / "ledger.db"
+    master = start(MASTER, path, port)
+    address = master.stdout.readline().strip()
+    holders = {f"holder {number}": start(HOLDER, address, f"holder {number}") for number in range(2)}
+    made = len(holders)
+    for kill in range(6):
+        time.sleep(rng.uniform(0.2, 0.6))
+        if kill % 3 == 2:
+            master.kill()
+            master.wait()
+            master = start(MASTER, path, port)
+            assert master.stdout.readline().strip() == address
+            continue
+        name = rng.choice(sorted(holders))
+        dead = holders.pop(name)
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        master.stdin.write(f"{name}\n")
+        master.stdin.flush()
+        assert master.stdout.readline() == "released\n"
+        holders[f"holder {made}"] = start(HOLDER, address, f"holder {made}")
+        made += 1
+    try:
+        for holder in holders.values():
+            assert holder.wait(timeout=60) == 0
+    finally:
+        for process in [*holders.values(), master]:
+            process.kill()
+            process.communicate()
+    ledger = Ledger(path, TaskPlan([("f", 900)], 7, seed=1), epochs=2)
+    assert (ledger.position.records, ledger.leases, ledger.waiting) == (1800, [], [])
+    ledger.close()
