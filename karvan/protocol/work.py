@@ -19,7 +19,7 @@ _TASK = Fields(
         "number": NUMBER,
         "path": Text(4096, 0),
         "first": NUMBER,
-        "count": NUMBER,
+        "records": NUMBER,
         "done": NUMBER,
         "tries": NUMBER,
         "skipped": ListOf(NUMBER),

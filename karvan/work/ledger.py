@@ -27,12 +27,12 @@ open tasks. Deadlines are not stored: after a restart every holder has its full 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from karvan.work.ledger_file import LedgerError, LedgerFile, task_from
+from karvan.work.ledger_file import LedgerError, LedgerFile, OpenTask, Position, fields_of, task_from
 from karvan.work.task import Lease, Task, TaskKind
 from karvan.work.task_plan import TaskPlan
 
@@ -59,27 +59,6 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """What has been issued of the plan, and what came of it."""
-
-    epoch: int = 0
-    issued: int = 0
-    """Tasks of the epoch that have been issued at least once."""
-    token: int = 0
-    """Of the last lease."""
-    records: int = 0
-    """Records of training tasks that have been acknowledged since the job began."""
-    bad_records: int = 0
-    exported: bool = False
-    """Whether the export task has been issued."""
-    failure: str | None = None
-
-
-Open = tuple[int, str | None, Task]
-"""An open task: its token, its holder or None if it waits, and itself."""
 
 
 class Ledger:
@@ -135,50 +114,48 @@ class Ledger:
 
     # Leasing
 
-    def lease(self, holder: str, kinds: Iterable[TaskKind] = TaskKind) -> Lease | Answer:
-        """A task for a holder. Tasks that wait come before tasks that have never been issued."""
-        self._raise_failure()
+    def lease(self, holder: str, kinds: Iterable[TaskKind] = TaskKind, most: int = 1) -> list[Lease] | Answer:
+        """Up to `most` tasks for a holder. Tasks that wait come before tasks that have never been issued."""
+        if self._position.failure is not None:
+            raise JobFailedError(self._position.failure)
         kinds = frozenset(kinds)
-        waiting = next((token for token, task in self._waiting.items() if task.kind in kinds), None)
-        if waiting is not None:
-            return self._begin(holder, self._waiting[waiting], self._position, replaces=waiting)
+        waiting = [token for token, task in self._waiting.items() if task.kind in kinds][:most]
+        tasks = [self._waiting[token] for token in waiting]
         now = self._next_position()
-        if now.issued < len(self._plan) and TaskKind.TRAIN in kinds:
-            task = self._plan.task(now.epoch, now.issued)
-            return self._begin(holder, task, replace(now, issued=now.issued + 1))
-        if self._waiting or self._leases or now.issued < len(self._plan):
-            return Answer.WAIT
-        if self._export and not now.exported:
+        if TaskKind.TRAIN in kinds:
+            issued = min(now.issued + most - len(tasks), len(self._plan))
+            tasks += [self._plan.task(now.epoch, index) for index in range(now.issued, issued)]
+            now = now._replace(issued=issued)
+        if not tasks:
+            if self._waiting or self._leases or now.issued < len(self._plan):
+                return Answer.WAIT
+            if not self._export or now.exported:
+                return Answer.DONE
             if TaskKind.EXPORT not in kinds:
                 return Answer.WAIT
-            task = Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)
-            return self._begin(holder, task, replace(now, exported=True))
-        return Answer.DONE
+            tasks = [Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)]
+            now = now._replace(exported=1)
+        leases = [Lease(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
+        put = [OpenTask(*lease) for lease in leases]
+        self._commit(now._replace(token=now.token + len(leases)), remove=waiting, put=put)
+        return leases
 
     def _next_position(self) -> Position:
         """The position, in the next epoch if this one is complete and there is another."""
         now = self._position
-        is_open = any(task.kind is TaskKind.TRAIN for task in self._waiting.values())
-        is_open = is_open or any(each.task.kind is TaskKind.TRAIN for each in self._leases.values())
         last = self._epochs is not None and self._epochs > 0 and now.epoch + 1 >= self._epochs
-        if now.issued < len(self._plan) or is_open or last or not len(self._plan):
+        if now.issued < len(self._plan) or last or not len(self._plan):
             return now
-        return replace(now, epoch=now.epoch + 1, issued=0)
-
-    def _begin(self, holder: str, task: Task, now: Position, replaces: int | None = None) -> Lease:
-        lease = Lease(now.token + 1, holder, task)
-        self._commit(
-            replace(now, token=lease.token),
-            remove=() if replaces is None else (replaces,),
-            put=[(lease.token, holder, task)],
-        )
-        return lease
+        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
+        if any(task.kind is TaskKind.TRAIN for task in tasks):
+            return now
+        return now._replace(epoch=now.epoch + 1, issued=0)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add tasks that are not in the plan, such as an evaluation; they are leased before the plan's."""
-        first = self._position.token + 1
-        put: list[Open] = [(token, None, task) for token, task in enumerate(tasks, first)]
-        self._commit(replace(self._position, token=self._position.token + len(tasks)), put=put)
+        now = self._position
+        put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
+        self._commit(now._replace(token=now.token + len(tasks)), put=put)
 
     # Reports of holders
 
@@ -188,7 +165,7 @@ class Ledger:
         One transaction for all of them. Numbers only grow, so a report may come twice, or late.
         """
         gone = [token for token in done if token not in self._leases]
-        put: list[Open] = []
+        put: list[OpenTask] = []
         remove: list[int] = []
         records = self._position.records
         for token, count in done.items():
@@ -196,17 +173,17 @@ class Ledger:
             if lease is None:
                 continue
             task = lease.task
-            if not 0 <= count <= task.count:
-                raise ValueError(f"Expected 0 to {task.count} records of {task} to be done, got {count}.")
-            if count > task.done or not task.count:
+            if not 0 <= count <= task.records:
+                raise ValueError(f"Expected 0 to {task.records} records of {task} to be done, got {count}.")
+            if count > task.done or not task.records:
                 records += count - task.done if task.kind is TaskKind.TRAIN else 0
-                task = task.after(count)
+                task = task._replace(done=count)
                 if task.left:
-                    put.append((token, lease.holder, task))
+                    put.append(OpenTask(token, lease.holder, task))
                 else:
                     remove.append(token)
         if put or remove:
-            self._commit(replace(self._position, records=records), remove=remove, put=put)
+            self._commit(self._position._replace(records=records), remove=remove, put=put)
         return gone
 
     def give_back(self, tokens: Iterable[int]) -> None:
@@ -228,27 +205,27 @@ class Ledger:
         if lease is None:
             return False
         task, now = lease.task, self._position
-        if record is not None and not task.done <= record < task.count:
+        if record is not None and not task.done <= record < task.records:
             raise ValueError(
-                f"Expected a record from {task.done} to {task.count - 1} of {task}, got {record}."
+                f"Expected a record from {task.done} to {task.records - 1} of {task}, got {record}."
             )
         if record is not None and now.bad_records < self._limits.skip_bad_records:
-            task = replace(task, skipped=tuple(sorted({*task.skipped, record})))
-            now = replace(now, bad_records=now.bad_records + 1)
+            task = task._replace(skipped=tuple(sorted({*task.skipped, record})))
+            now = now._replace(bad_records=now.bad_records + 1)
         else:
-            task = replace(task, tries=task.tries + 1)
+            task = task._replace(tries=task.tries + 1)
             if task.tries >= self._limits.most_tries:
-                now = replace(now, failure=_failure(task, error, record))
-        self._requeue([replace(lease, task=task)], now)
+                now = now._replace(failure=_failure(task, error, record))
+        self._requeue([lease._replace(task=task)], now)
         return now.failure is None
 
     def _requeue(self, leases: Sequence[Lease], now: Position | None = None) -> None:
         """Let tasks wait, ahead of those that were never issued; each under a token that nobody has."""
         now = self._position if now is None else now
         if leases:
-            put: list[Open] = [(token, None, lease.task) for token, lease in enumerate(leases, now.token + 1)]
+            put = [OpenTask(token, None, lease.task) for token, lease in enumerate(leases, now.token + 1)]
             remove = [lease.token for lease in leases]
-            self._commit(replace(now, token=now.token + len(leases)), remove=remove, put=put)
+            self._commit(now._replace(token=now.token + len(leases)), remove=remove, put=put)
 
     # Checkpoints
 
@@ -257,19 +234,19 @@ class Ledger:
         tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
         return {
             "plan": self._plan.settings(),
-            "position": asdict(self._position),
-            "tasks": [asdict(task) for task in tasks],
+            "position": self._position._asdict(),
+            "tasks": [fields_of(task) for task in tasks],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Return to the position of a checkpoint. All leases end; tokens are not used again."""
         _check_plan(state["plan"], self._plan.settings())
-        now = Position(**{**state["position"], "failure": None})
         tasks = [task_from(fields) for fields in state["tasks"]]
+        now = Position(**{**state["position"], "failure": None})
         token = max(now.token, self._position.token)
-        put: list[Open] = [(number, None, task) for number, task in enumerate(tasks, token + 1)]
+        put = [OpenTask(number, None, task) for number, task in enumerate(tasks, token + 1)]
         remove = [*self._waiting, *self._leases]
-        self._commit(replace(now, token=token + len(tasks)), remove=remove, put=put)
+        self._commit(now._replace(token=token + len(tasks)), remove=remove, put=put)
 
     # The file
 
@@ -278,28 +255,23 @@ class Ledger:
         self._file.close()
 
     def _read(self) -> Position:
-        stored = self._file.settings()
-        if "plan" not in stored:
-            with self._file.transaction():
-                self._file.set("plan", self._plan.settings())
-                self._file.set("position", asdict(Position()))
+        stored = self._file.read()
+        if stored is None:
+            self._file.begin(self._plan.settings())
             return Position()
+        plan, position, tasks = stored
         try:
-            _check_plan(stored["plan"], self._plan.settings())
+            _check_plan(plan, self._plan.settings())
         except LedgerError:
             self._file.close()
             raise
-        for open_task in self._file.tasks():
-            self._note(*open_task)
-        return Position(**stored["position"])
+        for task in tasks:
+            self._note(task)
+        return position
 
-    def _commit(self, now: Position, *, remove: Sequence[int] = (), put: Sequence[Open] = ()) -> None:
+    def _commit(self, now: Position, *, remove: Sequence[int] = (), put: Sequence[OpenTask] = ()) -> None:
         """Change the file, then memory: if the disk is full, neither changes."""
-        with self._file.transaction():
-            self._file.set("position", asdict(now))
-            self._file.remove(remove)
-            for open_task in put:
-                self._file.put(*open_task)
+        self._file.change(now, remove, put)
         self._position = now
         for token in remove:
             self._waiting.pop(token, None)
@@ -307,20 +279,17 @@ class Ledger:
                 self._tokens[lease.holder].remove(token)
                 if not self._tokens[lease.holder]:
                     del self._tokens[lease.holder]
-        for open_task in put:
-            self._note(*open_task)
+        for each in put:
+            self._note(each)
 
-    def _note(self, token: int, holder: str | None, task: Task) -> None:
+    def _note(self, each: OpenTask) -> None:
+        token, holder, task = each
         if holder is None:
             self._waiting[token] = task
             return
         if token not in self._leases:
             self._tokens.setdefault(holder, []).append(token)
         self._leases[token] = Lease(token, holder, task)
-
-    def _raise_failure(self) -> None:
-        if self._position.failure is not None:
-            raise JobFailedError(self._position.failure)
 
 
 def _failure(task: Task, error: str, record: int | None) -> str:

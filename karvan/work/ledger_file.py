@@ -1,31 +1,61 @@
 """The ledger's file: SQLite, in which every change of the ledger is one transaction.
 
-    settings   key, value as JSON: what the job reads, its position, how it ended
-    tasks      token, holder, task: those that are open. No holder: the task waits to be leased
+    ledger     one row: the version of the file, the settings of the plan as JSON, and the `Position`
+    tasks      the open tasks, by token. One without a holder waits to be leased
 
 Only open tasks are stored, so the file stays as small as the number of trainers. The journal is SQLite's
-write-ahead log, synchronous NORMAL: what was committed survives the death of the process; what was committed
-last may be lost if the machine loses power, and the job then continues from its checkpoint, which holds a
-position of its own. The file is locked while it is open: a second master is refused.
+write-ahead log, synchronous NORMAL: what was committed survives the death of the process. If the machine
+loses power, the last commits may be lost, and the job continues from its checkpoint, which has a position of
+its own. The file is locked while it is open: a second master is refused.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from karvan.work.task import Task, TaskKind
 
 VERSION = 1
-_TABLES = """
-CREATE TABLE IF NOT EXISTS settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tasks (token INTEGER PRIMARY KEY, holder TEXT, task TEXT NOT NULL);
-"""
+
+
+class Position(NamedTuple):
+    """What has been issued of the plan, and what came of it."""
+
+    epoch: int = 0
+    issued: int = 0
+    """Tasks of the epoch that have been issued at least once."""
+    token: int = 0
+    """The last one that was used."""
+    records: int = 0
+    """Records of training tasks that have been acknowledged since the job began."""
+    bad_records: int = 0
+    exported: int = 0
+    """How many export tasks have been issued."""
+    failure: str | None = None
+
+
+class OpenTask(NamedTuple):
+    """A task, its token, and its holder or None if it waits."""
+
+    token: int
+    holder: str | None
+    task: Task
+
+
+_TABLES = (
+    f"CREATE TABLE IF NOT EXISTS ledger (version, plan, {', '.join(Position._fields)})",
+    f"CREATE TABLE IF NOT EXISTS tasks (token INTEGER PRIMARY KEY, holder, {', '.join(Task._fields)})",
+)
+_SET_POSITION = (
+    f"UPDATE ledger SET ({', '.join(Position._fields)}) = ({', '.join('?' * len(Position._fields))})"
+)
+_PUT = f"INSERT OR REPLACE INTO tasks VALUES ({', '.join('?' * (len(Task._fields) + 2))})"
+_REMOVE = "DELETE FROM tasks WHERE token = ?"
 
 
 class LedgerError(RuntimeError):
@@ -43,10 +73,9 @@ class LedgerFile:
                 "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
             )
             with self.transaction():
-                for statement in filter(None, map(str.strip, _TABLES.split(";"))):
+                for statement in _TABLES:
                     self._database.execute(statement)
-                version = self.settings().get("version", VERSION)
-                self.set("version", version)
+                found = self._database.execute("SELECT version FROM ledger").fetchone()
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):
                 raise LedgerError(f"{path} could not be opened: {error}.") from None
@@ -58,9 +87,9 @@ class LedgerFile:
                 f"{path} is not a ledger, or it is damaged ({error}). Remove it: the job then continues from "
                 "its newest checkpoint, which holds the position in the data."
             ) from None
-        if version != VERSION:
+        if found is not None and found[0] != VERSION:
             self.close()
-            raise LedgerError(f"Expected version {VERSION} of the ledger {path}, got {version}.")
+            raise LedgerError(f"Expected version {VERSION} of the ledger {path}, got {found[0]}.")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -78,34 +107,44 @@ class LedgerFile:
                 ) from None
             raise
 
-    def settings(self) -> dict[str, Any]:
-        """All settings."""
-        rows = self._database.execute("SELECT key, value FROM settings")
-        return {key: json.loads(value) for key, value in rows}
+    def begin(self, plan: dict[str, Any]) -> None:
+        """Write the settings of the plan, and the position at its start, into a new file."""
+        with self.transaction():
+            values = (VERSION, json.dumps(plan), *Position())
+            self._database.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)
 
-    def set(self, key: str, value: Any) -> None:
-        """Set one setting."""
-        self._database.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (key, json.dumps(value)))
+    def read(self) -> tuple[dict[str, Any], Position, list[OpenTask]] | None:
+        """The settings of the plan, the position and the open tasks, the oldest first; None if it is new."""
+        row = self._database.execute("SELECT * FROM ledger").fetchone()
+        if row is None:
+            return None
+        _, plan, *position = row
+        return json.loads(plan), Position(*position), list(self._tasks())
 
-    def tasks(self) -> Iterator[tuple[int, str | None, Task]]:
-        """All open tasks, the oldest first: token, holder, task."""
-        for token, holder, text in self._database.execute("SELECT * FROM tasks ORDER BY token"):
-            yield token, holder, task_from(json.loads(text))
+    def _tasks(self) -> Iterator[OpenTask]:
+        for token, holder, *fields in self._database.execute("SELECT * FROM tasks ORDER BY token"):
+            yield OpenTask(token, holder, task_from(fields))
 
-    def put(self, token: int, holder: str | None, task: Task) -> None:
-        """Store an open task, in place of the one with the same token."""
-        text = json.dumps(asdict(task), separators=(",", ":"))
-        self._database.execute("INSERT OR REPLACE INTO tasks VALUES (?, ?, ?)", (token, holder, text))
-
-    def remove(self, tokens: Iterable[int]) -> None:
-        """Remove tasks that are done, or open under another token."""
-        self._database.executemany("DELETE FROM tasks WHERE token = ?", ((token,) for token in tokens))
+    def change(self, position: Position, remove: Iterable[int], put: Iterable[OpenTask]) -> None:
+        """Set the position, remove open tasks by token, and store others, in one transaction."""
+        with self.transaction():
+            self._database.execute(_SET_POSITION, position)
+            self._database.executemany(_REMOVE, ((token,) for token in remove))
+            self._database.executemany(
+                _PUT, ((token, holder, *fields_of(task)) for token, holder, task in put)
+            )
 
     def close(self) -> None:
         """Close the file; the next master can open it."""
         self._database.close()
 
 
-def task_from(fields: Mapping[str, Any]) -> Task:
-    """A task from its fields, as `dataclasses.asdict` and JSON give them."""
-    return Task(**{**fields, "kind": TaskKind(fields["kind"]), "skipped": tuple(fields["skipped"])})
+def fields_of(task: Task) -> list[Any]:
+    """A task as plain values."""
+    return [*task[:-1], ",".join(map(str, task.skipped))]
+
+
+def task_from(fields: Sequence[Any]) -> Task:
+    """A task from `fields_of` it."""
+    kind, *others, skipped = fields
+    return Task._make([TaskKind(kind), *others, tuple(map(int, filter(None, skipped.split(","))))])

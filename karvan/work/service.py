@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any
 
 from karvan.clock import clock
@@ -86,18 +85,18 @@ class WorkService(Service):
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
             leases = [lease for lease in self._ledger.leases_of(holder) if lease.token not in known]
-            answer: Lease | Answer = Answer.WAIT
+            if leases:
+                return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
             try:
-                while len(leases) < head["most"]:
-                    answer = self._ledger.lease(holder, kinds)
-                    if isinstance(answer, Answer):
-                        break
-                    leases.append(answer)
-                    self._begun[answer.token] = self._heard[answer.token] = self._now()
+                made = self._ledger.lease(holder, kinds, head["most"])
             except JobFailedError as error:
                 raise RefusedError(f"The job has failed: {error}") from None
-        text = "tasks" if leases or isinstance(answer, Lease) else answer.value
-        return Message({"leases": [_as_json(lease) for lease in leases], "answer": text})
+            if isinstance(made, Answer):
+                return Message({"leases": [], "answer": made.value})
+            now = self._now()
+            for lease in made:
+                self._begun[lease.token] = self._heard[lease.token] = now
+        return Message({"leases": [_as_json(lease) for lease in made], "answer": "tasks"})
 
     def _acknowledge(self, request: Request) -> Message:
         done = dict(request.head["done"])
@@ -141,4 +140,4 @@ class WorkService(Service):
 
 
 def _as_json(lease: Lease) -> dict[str, Any]:
-    return {"token": lease.token, "task": {**asdict(lease.task), "skipped": list(lease.task.skipped)}}
+    return {"token": lease.token, "task": {**lease.task._asdict(), "skipped": list(lease.task.skipped)}}

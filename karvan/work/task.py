@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class TaskKind(StrEnum):
@@ -15,9 +15,8 @@ class TaskKind(StrEnum):
     EXPORT = "export"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Records `first` to `first + count` of a part.
+class Task(NamedTuple):
+    """Records `first` to `first + records` of a part.
 
     They are handed out in an order that depends on (seed, epoch, number) alone, so `done` of them are the
     same records on every machine. A task that is leased again continues after them.
@@ -28,7 +27,7 @@ class Task:
     number: int
     path: str
     first: int
-    count: int
+    records: int
     done: int = 0
     """How many of its records have been acknowledged, in the order in which they are handed out."""
     tries: int = 0
@@ -39,20 +38,15 @@ class Task:
     @property
     def left(self) -> int:
         """How many records have not been acknowledged."""
-        return self.count - self.done
-
-    def after(self, done: int) -> Task:
-        """The same task with this many records acknowledged."""
-        return replace(self, done=done)
+        return self.records - self.done
 
     def __str__(self) -> str:
         if self.kind is TaskKind.EXPORT:
             return "the export"
-        return f"records {self.first} to {self.first + self.count - 1} of {self.path} (epoch {self.epoch})"
+        return f"records {self.first} to {self.first + self.records - 1} of {self.path} (epoch {self.epoch})"
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A task that a holder works on. The token is larger than those of all earlier leases of the job."""
 
     token: int

@@ -37,16 +37,22 @@ def open_ledger(tmp_path):
         ledger.close()
 
 
+def lease_of(ledger, holder="a", kinds=TaskKind):
+    """One lease, or the answer why there is none."""
+    got = ledger.lease(holder, kinds)
+    return got if isinstance(got, Answer) else got[0]
+
+
 def finish(ledger, lease):
-    assert ledger.acknowledge({lease.token: lease.task.count}) == []
+    assert ledger.acknowledge({lease.token: lease.task.records}) == []
 
 
 def run_to_the_end(ledger, holder="a"):
     """Work alone; returns how often each record was done in each epoch."""
     seen = Counter()
-    while (lease := ledger.lease(holder)) is not Answer.DONE:
+    while (lease := lease_of(ledger, holder)) is not Answer.DONE:
         task = lease.task
-        seen.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.count))
+        seen.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.records))
         finish(ledger, lease)
     return seen
 
@@ -61,12 +67,12 @@ def test_elasticdl_3_every_record_comes_once_in_every_epoch(open_ledger):
 
 def test_elasticdl_3_epochs_do_not_overlap(open_ledger):
     ledger = open_ledger(epochs=2)
-    first = ledger.lease("a")
+    first = lease_of(ledger, "a")
     for _ in range(7):
-        finish(ledger, ledger.lease("b"))
-    assert ledger.lease("b") is Answer.WAIT
+        finish(ledger, lease_of(ledger, "b"))
+    assert lease_of(ledger, "b") is Answer.WAIT
     finish(ledger, first)
-    assert ledger.lease("b").task.epoch == 1
+    assert lease_of(ledger, "b").task.epoch == 1
 
 
 @pytest.mark.parametrize("epochs", [None, 0, -1])
@@ -74,25 +80,25 @@ def test_elasticdl_3_without_a_number_of_epochs_it_never_ends(open_ledger, epoch
     ledger = open_ledger(epochs=epochs, size=10)
     leases = []
     for _ in range(50):
-        leases.append(ledger.lease("a"))
+        leases.append(lease_of(ledger, "a"))
         finish(ledger, leases[-1])
     assert [lease.task.epoch for lease in leases] == [number // 2 for number in range(50)]
 
 
 def test_elasticdl_4_the_tasks_of_a_dead_holder_return_and_no_others(open_ledger):
     ledger = open_ledger()
-    lost = [ledger.lease("dead").task for _ in range(3)]
-    held = ledger.lease("alive")
+    lost = [lease_of(ledger, "dead").task for _ in range(3)]
+    held = lease_of(ledger, "alive")
     assert ledger.release("dead") == lost
     assert ledger.leases == [held]
-    assert [ledger.lease("new").task for _ in range(3)] == lost
+    assert [lease_of(ledger, "new").task for _ in range(3)] == lost
     finish(ledger, held)
 
 
 def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(open_ledger):
     ledger = open_ledger(epochs=2)
     issued = Counter()
-    while (lease := ledger.lease("a")) is not Answer.DONE:
+    while (lease := lease_of(ledger, "a")) is not Answer.DONE:
         issued[lease.task.number] += 1
         if lease.token == 1:
             assert ledger.fail(lease.token, "no luck")
@@ -104,7 +110,7 @@ def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(
 def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
     ledger = open_ledger(limits=Limits(most_tries=1))
     for number in range(100):
-        ledger.lease(f"holder {number}")
+        lease_of(ledger, f"holder {number}")
         ledger.release(f"holder {number}")
     assert run_to_the_end(ledger) == every_record(1)
 
@@ -112,21 +118,21 @@ def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
 def test_elasticdl_6_a_task_that_fails_too_often_fails_the_job_and_is_named(open_ledger):
     ledger = open_ledger(limits=Limits(most_tries=3))
     for remaining in (True, True, False):
-        lease = ledger.lease("a")
+        lease = lease_of(ledger, "a")
         assert lease.task.number == 0
         assert ledger.fail(lease.token, "KeyError: 'price'", record=1) is remaining
     message = r"records 0 to 2 of f1 \(epoch 0\) failed 3 times, at record 1 of the task.*KeyError: 'price'"
     with pytest.raises(JobFailedError, match=message):
-        ledger.lease("a")
+        lease_of(ledger, "a")
     with pytest.raises(JobFailedError, match="failed 3 times"):
-        open_ledger().lease("b")  # a new master knows it, too
+        lease_of(open_ledger(), "b")  # a new master knows it, too
 
 
 def test_elasticdl_7_a_late_report_changes_nothing(open_ledger):
     ledger = open_ledger()
-    late = ledger.lease("a")
+    late = lease_of(ledger, "a")
     ledger.release("a")
-    now = ledger.lease("b")
+    now = lease_of(ledger, "b")
     assert now.task == late.task
     before = ledger.state_dict()
     assert ledger.acknowledge({late.token: 3}) == [late.token]
@@ -140,19 +146,19 @@ def test_elasticdl_7_a_late_report_changes_nothing(open_ledger):
 
 def test_elasticdl_9_records_are_acknowledged_one_by_one(open_ledger):
     ledger = open_ledger()
-    one, two = ledger.lease("a"), ledger.lease("a")
+    one, two = lease_of(ledger, "a"), lease_of(ledger, "a")
     ledger.acknowledge({one.token: 3, two.token: 1})  # a batch of four records
     assert ledger.position.records == 4
     ledger.acknowledge({two.token: 1})
     assert ledger.position.records == 4
     (rest,) = ledger.release("a")
     assert (rest.number, rest.done, rest.left) == (1, 1, 2)
-    assert ledger.lease("b").task == rest
+    assert lease_of(ledger, "b").task == rest
 
 
 def test_more_records_than_a_task_has_are_an_error(open_ledger):
     ledger = open_ledger()
-    lease = ledger.lease("a")
+    lease = lease_of(ledger, "a")
     with pytest.raises(ValueError, match="Expected 0 to 3 records of records 0 to 2 of f1"):
         ledger.acknowledge({lease.token: 4})
 
@@ -160,21 +166,21 @@ def test_more_records_than_a_task_has_are_an_error(open_ledger):
 def test_bad_records_are_skipped_and_counted_up_to_the_limit(open_ledger):
     ledger = open_ledger(limits=Limits(most_tries=1, skip_bad_records=2))
     for bad in (1, 0):
-        assert ledger.fail(ledger.lease("a").token, "bad", record=bad)
-    lease = ledger.lease("a")
+        assert ledger.fail(lease_of(ledger, "a").token, "bad", record=bad)
+    lease = lease_of(ledger, "a")
     assert (lease.task.skipped, lease.task.tries, ledger.position.bad_records) == ((0, 1), 0, 2)
     assert not ledger.fail(lease.token, "one too many", record=2)
 
 
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
     ledger = open_ledger(size=10, epochs=2)
-    held = ledger.lease("slow")
+    held = lease_of(ledger, "slow")
     ledger.add([Task(TaskKind.EVALUATE, 0, 0, "valid", 0, 5)])
-    lease = ledger.lease("a", [TaskKind.EVALUATE])
+    lease = lease_of(ledger, "a", [TaskKind.EVALUATE])
     assert lease.task.path == "valid"
     finish(ledger, held)
-    finish(ledger, ledger.lease("slow", [TaskKind.TRAIN]))
-    assert ledger.lease("slow", [TaskKind.TRAIN]).task.epoch == 1  # the evaluation still runs
+    finish(ledger, lease_of(ledger, "slow", [TaskKind.TRAIN]))
+    assert lease_of(ledger, "slow", [TaskKind.TRAIN]).task.epoch == 1  # the evaluation still runs
     assert ledger.position.records == 20
     finish(ledger, lease)
     assert ledger.position.records == 20
@@ -182,28 +188,28 @@ def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
 
 def test_the_last_task_is_one_export(open_ledger):
     ledger = open_ledger(size=10, export=True)
-    one, two = ledger.lease("a"), ledger.lease("b")
+    one, two = lease_of(ledger, "a"), lease_of(ledger, "b")
     finish(ledger, one)
-    assert ledger.lease("a") is Answer.WAIT
+    assert lease_of(ledger, "a") is Answer.WAIT
     finish(ledger, two)
-    export = ledger.lease("a")
+    export = lease_of(ledger, "a")
     assert export.task.kind is TaskKind.EXPORT
-    assert ledger.lease("b") is Answer.WAIT
+    assert lease_of(ledger, "b") is Answer.WAIT
     ledger.release("a")
-    again = ledger.lease("b")
+    again = lease_of(ledger, "b")
     assert again.task == export.task
     finish(ledger, again)
-    assert ledger.lease("a") is Answer.DONE
+    assert lease_of(ledger, "a") is Answer.DONE
 
 
 def test_a_checkpoint_has_the_position_and_a_rollback_returns_to_it(open_ledger):
     ledger = open_ledger(epochs=2, seed=1)
     for _ in range(5):
-        finish(ledger, ledger.lease("a"))
-    half = ledger.lease("a")
+        finish(ledger, lease_of(ledger, "a"))
+    half = lease_of(ledger, "a")
     ledger.acknowledge({half.token: 1})
     saved = json.loads(json.dumps(ledger.state_dict()))
-    lost = [ledger.lease("a").token for _ in range(2)]
+    lost = [lease_of(ledger, "a").token for _ in range(2)]
     ledger.load_state_dict(saved)
     assert ledger.position.records == saved["position"]["records"]
     assert ledger.acknowledge(dict.fromkeys(lost, 1)) == lost  # leases of before the rollback
@@ -224,7 +230,7 @@ def test_a_ledger_of_other_data_is_an_error_that_says_what_differs(open_ledger):
 
 def test_a_second_master_is_refused(open_ledger, tmp_path):
     ledger = open_ledger()
-    ledger.lease("a")
+    lease_of(ledger, "a")
     program = (
         "import sys; from pathlib import Path; from karvan.work.ledger_file import LedgerFile\n"
         "LedgerFile(Path(sys.argv[1]))"
@@ -233,7 +239,7 @@ def test_a_second_master_is_refused(open_ledger, tmp_path):
         [sys.executable, "-c", program, tmp_path / "ledger.db"], capture_output=True, text=True, check=False
     )
     assert "is in use: another master runs this job" in result.stderr
-    finish(ledger, ledger.lease("b"))  # the first one is not disturbed
+    finish(ledger, lease_of(ledger, "b"))  # the first one is not disturbed
 
 
 def test_a_file_that_is_no_ledger_is_an_error_that_says_what_to_do(tmp_path, open_ledger):
@@ -244,7 +250,7 @@ def test_a_file_that_is_no_ledger_is_an_error_that_says_what_to_do(tmp_path, ope
 
 def test_a_full_disk_changes_nothing(open_ledger):
     ledger = open_ledger()
-    lease = ledger.lease("a")
+    lease = lease_of(ledger, "a")
     before = ledger.state_dict()
     pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
     ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
@@ -263,8 +269,9 @@ from karvan.work.task_plan import TaskPlan
 ledger = Ledger(Path(sys.argv[1]), TaskPlan([("f", 20_000)], 7, seed=1), epochs=2)
 for lease in ledger.leases:  # of the process before
     ledger.give_back([lease.token])
-while (lease := ledger.lease("w")) is not Answer.DONE:
-    for done in range(lease.task.done + 1, lease.task.count + 1):
+while not isinstance(got := ledger.lease("w"), Answer):
+    (lease,) = got
+    for done in range(lease.task.done + 1, lease.task.records + 1):
         ledger.acknowledge({lease.token: done})
         print(ledger.position.records, flush=True)
 """
@@ -321,7 +328,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def lease(self, holder):
-        lease = self.ledger.lease(holder)
+        lease = lease_of(self.ledger, holder)
         if isinstance(lease, Answer):
             left = sum(lease.task.left for lease in self.live.values())
             assert (lease is Answer.DONE) == (self.done.total() == 26)
@@ -342,14 +349,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def acknowledge(self, chance):
         token = chance.choice(sorted(self.live))
         lease = self.live[token]
-        done = chance.randint(lease.task.done, lease.task.count)
+        done = chance.randint(lease.task.done, lease.task.records)
         assert self.ledger.acknowledge({token: done}) == []
         for i in range(lease.task.done, done):
             self.done[lease.task.epoch, lease.task.path, lease.task.first + i] += 1
-        if done == lease.task.count:
+        if done == lease.task.records:
             self.end(token)
         else:
-            self.live[token] = Lease(token, lease.holder, lease.task.after(done))
+            self.live[token] = Lease(token, lease.holder, lease.task._replace(done=done))
 
     def end(self, token):
         self.ended.append(token)
@@ -400,10 +407,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self):
         for token in list(self.live):
             self.ledger.give_back([token])
-        while (lease := self.ledger.lease("last")) is not Answer.DONE:
+        while (lease := lease_of(self.ledger, "last")) is not Answer.DONE:
             task = lease.task
-            self.done.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.count))
-            self.ledger.acknowledge({lease.token: task.count})
+            self.done.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.records))
+            self.ledger.acknowledge({lease.token: task.records})
         assert self.done == every_record(2, self.parts)
         self.ledger.close()
         self.folder.cleanup()

@@ -10,7 +10,7 @@ from karvan.work.task_plan import TaskPlan, permuted
 
 def ranges(plan, epoch=0):
     tasks = [plan.task(epoch, index) for index in range(len(plan))]
-    return [(task.path, task.first, task.count) for task in tasks]
+    return [(task.path, task.first, task.records) for task in tasks]
 
 
 def test_elasticdl_1_tasks_tile_every_file_and_the_last_is_shorter():

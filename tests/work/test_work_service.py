@@ -45,7 +45,7 @@ while True:
     if got["answer"] == "wait":
         time.sleep(0.01)
     for lease in got["leases"]:
-        for done in range(lease["task"]["done"] + 1, lease["task"]["count"] + 1):
+        for done in range(lease["task"]["done"] + 1, lease["task"]["records"] + 1):
             client.call("acknowledge", {"holder": name, "done": [[lease["token"], done]]})
 """
 
@@ -89,7 +89,7 @@ def test_tasks_are_leased_acknowledged_and_done(tmp_path):
         got = lease(client, most=3)
         assert [each["task"]["first"] for each in got["leases"]] == [0, 3, 6]
         last = lease(client, "b", most=5)["leases"]
-        assert [each["task"]["count"] for each in last] == [1]
+        assert [each["task"]["records"] for each in last] == [1]
         assert lease(client, "c") == {"leases": [], "answer": "wait"}
         assert acknowledge(client, {each["token"]: 3 for each in got["leases"]}) == []
         assert acknowledge(client, {last[0]["token"]: 1}, "b") == []
