@@ -9,6 +9,7 @@ from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, Nullable,
 MOST_LEASES = 1024  # in one call
 
 _HOLDER = Text(200)
+_PATH = Text(4096, 0)
 _TOKEN = Integer(1)
 _TOKENS = ListOf(_TOKEN, MOST_LEASES)
 _KIND = OneOf("train", "evaluate", "predict", "export")
@@ -17,7 +18,7 @@ _TASK = Fields(
         "kind": _KIND,
         "epoch": NUMBER,
         "number": NUMBER,
-        "path": Text(4096, 0),
+        "path": _PATH,
         "first": NUMBER,
         "records": NUMBER,
         "done": NUMBER,
@@ -27,7 +28,21 @@ _TASK = Fields(
 )
 _LEASE = Fields({"token": _TOKEN, "task": _TASK})
 
+# As `karvan.work.spec.WorkSpec`.
+_SPEC = Fields(
+    {
+        "parts": ListOf(TupleOf(_PATH, NUMBER)),
+        "records_per_task": Integer(1),
+        "seed": Nullable(Integer(-(2**53))),
+        "epochs": Nullable(Integer(-1)),
+        "most_tries": Integer(1),
+        "skip_bad_records": NUMBER,
+        "export": Boolean(),
+    }
+)
+
 WORK_CALLS = table_of(
+    Call("open", Fields({"spec": _SPEC})),
     Call(
         "lease",
         Fields(

@@ -27,14 +27,14 @@ open tasks. Deadlines are not stored: after a restart every holder has its full 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from karvan.work.ledger_file import LedgerError, LedgerFile, OpenTask, Position, fields_of, task_from
+from karvan.work.spec import WorkSpec
 from karvan.work.task import Lease, Task, TaskKind
-from karvan.work.task_plan import TaskPlan
 
 
 class Answer(Enum):
@@ -48,46 +48,34 @@ class JobFailedError(RuntimeError):
     """A task has failed too often; the text says which one, and its last error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How many failures a job bears."""
-
-    most_tries: int = 3
-    """Failures of one task, of which the last fails the job."""
-    skip_bad_records: int = 0
-    """Records that may be skipped because they raise an error."""
-
-
-DEFAULT_LIMITS = Limits()
-
-
 class Ledger:
     """The ledger of a job. It is not thread-safe: the master calls it under one lock.
 
-    epochs: how often every record is trained, None for endlessly. export: whether the job ends with an
-    export task.
+    A new file needs a `spec`. A file that exists has one; a job that is started again may change how often
+    and how its data is trained, but not the data.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        plan: TaskPlan,
-        *,
-        epochs: int | None = 1,
-        limits: Limits = DEFAULT_LIMITS,
-        export: bool = False,
-    ) -> None:
-        if epochs is not None and epochs > 0 and not len(plan) and not export:
-            raise ValueError("The data has no records, so there is no task.")
-        self._plan = plan
-        self._epochs = epochs
-        self._limits = limits
-        self._export = export
+    def __init__(self, path: Path, spec: WorkSpec | None = None) -> None:
         self._leases: dict[int, Lease] = {}
         self._tokens: dict[str, list[int]] = {}  # of the leases of each holder, the oldest first
         self._waiting: dict[int, Task] = {}
         self._file = LedgerFile(path)
-        self._position = self._read()
+        try:
+            self.spec, self._position = self._read(spec)
+        except BaseException:
+            self._file.close()
+            raise
+        self._plan = self.spec.plan()
+
+    @classmethod
+    def existing(cls, path: Path) -> Ledger | None:
+        """The ledger of a job that has begun; None if its master died before, or there was none."""
+        if not path.exists():
+            return None
+        file = LedgerFile(path)
+        begun = file.read() is not None
+        file.close()
+        return cls(path) if begun else None
 
     @property
     def position(self) -> Position:
@@ -119,7 +107,7 @@ class Ledger:
         if self._position.failure is not None:
             raise JobFailedError(self._position.failure)
         kinds = frozenset(kinds)
-        waiting = [token for token, task in self._waiting.items() if task.kind in kinds][:most]
+        waiting = list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
         tasks = [self._waiting[token] for token in waiting]
         now = self._next_position()
         if TaskKind.TRAIN in kinds:
@@ -129,7 +117,7 @@ class Ledger:
         if not tasks:
             if self._waiting or self._leases or now.issued < len(self._plan):
                 return Answer.WAIT
-            if not self._export or now.exported:
+            if not self.spec.export or now.exported:
                 return Answer.DONE
             if TaskKind.EXPORT not in kinds:
                 return Answer.WAIT
@@ -143,7 +131,8 @@ class Ledger:
     def _next_position(self) -> Position:
         """The position, in the next epoch if this one is complete and there is another."""
         now = self._position
-        last = self._epochs is not None and self._epochs > 0 and now.epoch + 1 >= self._epochs
+        epochs = self.spec.epochs
+        last = epochs is not None and epochs > 0 and now.epoch + 1 >= epochs
         if now.issued < len(self._plan) or last or not len(self._plan):
             return now
         tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
@@ -209,12 +198,12 @@ class Ledger:
             raise ValueError(
                 f"Expected a record from {task.done} to {task.records - 1} of {task}, got {record}."
             )
-        if record is not None and now.bad_records < self._limits.skip_bad_records:
+        if record is not None and now.bad_records < self.spec.skip_bad_records:
             task = task._replace(skipped=tuple(sorted({*task.skipped, record})))
             now = now._replace(bad_records=now.bad_records + 1)
         else:
             task = task._replace(tries=task.tries + 1)
-            if task.tries >= self._limits.most_tries:
+            if task.tries >= self.spec.most_tries:
                 now = now._replace(failure=_failure(task, error, record))
         self._requeue([lease._replace(task=task)], now)
         return now.failure is None
@@ -233,14 +222,14 @@ class Ledger:
         """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left."""
         tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
         return {
-            "plan": self._plan.settings(),
+            "spec": self.spec.settings(),
             "position": self._position._asdict(),
             "tasks": [fields_of(task) for task in tasks],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Return to the position of a checkpoint. All leases end; tokens are not used again."""
-        _check_plan(state["plan"], self._plan.settings())
+        self.spec.check(state["spec"], data_only=True)
         tasks = [task_from(fields) for fields in state["tasks"]]
         now = Position(**{**state["position"], "failure": None})
         token = max(now.token, self._position.token)
@@ -254,20 +243,22 @@ class Ledger:
         """Close the file; the next master continues from it."""
         self._file.close()
 
-    def _read(self) -> Position:
+    def _read(self, spec: WorkSpec | None) -> tuple[WorkSpec, Position]:
         stored = self._file.read()
         if stored is None:
-            self._file.begin(self._plan.settings())
-            return Position()
-        plan, position, tasks = stored
-        try:
-            _check_plan(plan, self._plan.settings())
-        except LedgerError:
-            self._file.close()
-            raise
+            if spec is None:
+                raise LedgerError(f"{self._file.path} is new, so it needs a spec of the work.")
+            if not any(records for _, records in spec.parts) and not spec.export:
+                raise ValueError("The data has no records, so there is no task.")
+            self._file.begin(spec)
+            return spec, Position()
+        before, position, tasks = stored
+        if spec is not None and spec != before:
+            spec.check(before.settings(), data_only=True)
+            self._file.set_spec(spec)
         for task in tasks:
             self._note(task)
-        return position
+        return spec or before, position
 
     def _commit(self, now: Position, *, remove: Sequence[int] = (), put: Sequence[OpenTask] = ()) -> None:
         """Change the file, then memory: if the disk is full, neither changes."""
@@ -295,16 +286,3 @@ class Ledger:
 def _failure(task: Task, error: str, record: int | None) -> str:
     place = "" if record is None else f", at record {record} of the task"
     return f"{task} failed {task.tries} times{place}. The last error: {error}"
-
-
-def _check_plan(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    if stored != expected:
-        odd = [
-            f"{key} {stored.get(key)}, now {value}"
-            for key, value in expected.items()
-            if stored.get(key) != value
-        ]
-        raise LedgerError(
-            f"The ledger is of other data or settings: {'; '.join(odd)}. Use the same ones, or remove the "
-            "ledger to start the data from its beginning."
-        )

@@ -1,6 +1,7 @@
 """The ledger's file: SQLite, in which every change of the ledger is one transaction.
 
-    ledger     one row: the version of the file, the settings of the plan as JSON, and the `Position`
+    ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, and the `Position`
+    parts      the parts of the data, in order
     tasks      the open tasks, by token. One without a holder waits to be leased
 
 Only open tasks are stored, so the file stays as small as the number of trainers. The journal is SQLite's
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind
 
 VERSION = 1
@@ -48,7 +50,8 @@ class OpenTask(NamedTuple):
 
 
 _TABLES = (
-    f"CREATE TABLE IF NOT EXISTS ledger (version, plan, {', '.join(Position._fields)})",
+    f"CREATE TABLE IF NOT EXISTS ledger (version, settings, {', '.join(Position._fields)})",
+    "CREATE TABLE IF NOT EXISTS parts (path, records)",
     f"CREATE TABLE IF NOT EXISTS tasks (token INTEGER PRIMARY KEY, holder, {', '.join(Task._fields)})",
 )
 _SET_POSITION = (
@@ -107,19 +110,27 @@ class LedgerFile:
                 ) from None
             raise
 
-    def begin(self, plan: dict[str, Any]) -> None:
-        """Write the settings of the plan, and the position at its start, into a new file."""
+    def begin(self, spec: WorkSpec) -> None:
+        """Write a spec, and the position at its start, into a new file."""
+        values = (VERSION, json.dumps(spec.settings()), *Position())
         with self.transaction():
-            values = (VERSION, json.dumps(plan), *Position())
             self._database.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)
+            self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
 
-    def read(self) -> tuple[dict[str, Any], Position, list[OpenTask]] | None:
-        """The settings of the plan, the position and the open tasks, the oldest first; None if it is new."""
+    def set_spec(self, spec: WorkSpec) -> None:
+        """Change the settings; the parts are the same."""
+        with self.transaction():
+            self._database.execute("UPDATE ledger SET settings = ?", (json.dumps(spec.settings()),))
+
+    def read(self) -> tuple[WorkSpec, Position, list[OpenTask]] | None:
+        """The spec, the position and the open tasks, the oldest first; None if the file is new."""
         row = self._database.execute("SELECT * FROM ledger").fetchone()
         if row is None:
             return None
-        _, plan, *position = row
-        return json.loads(plan), Position(*position), list(self._tasks())
+        _, settings, *position = row
+        parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
+        spec = WorkSpec.from_settings(json.loads(settings), parts)
+        return spec, Position(*position), list(self._tasks())
 
     def _tasks(self) -> Iterator[OpenTask]:
         for token, holder, *fields in self._database.execute("SELECT * FROM tasks ORDER BY token"):

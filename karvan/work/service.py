@@ -2,6 +2,8 @@
 
 A holder is a process, under a name of its own. It calls
 
+    open         with the `WorkSpec` of the data, before anything else. The first call of a job begins its
+                 ledger; later ones, of the same or other holders, must describe the same work.
     lease        for tasks of some kinds. It says which leases it knows: any others of its name were answered
                  by a master that died before the answer arrived, and are answered again.
     acknowledge  how many records of its tasks are done. The answer names leases that have ended: the holder
@@ -20,12 +22,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.ledger import Answer, JobFailedError, Ledger
+from karvan.work.ledger_file import LedgerError
+from karvan.work.spec import WorkSpec
 from karvan.work.task import Lease, Task, TaskKind
 
 PATIENCE = 300.0
@@ -33,26 +38,31 @@ _SLOWEST_TIMES = 3.0
 
 
 class WorkService(Service):
-    """Serves a ledger. All changes go through one lock, and are on disk before they are answered."""
+    """Serves the ledger of a job, at `path`; a master that was restarted continues an existing one.
+
+    All changes go through one lock, and are on disk before they are answered.
+    """
 
     name = "work"
     progresses = False
 
     def __init__(
-        self, ledger: Ledger, *, patience: float = PATIENCE, now: Callable[[], float] = clock.now
+        self, path: Path, *, patience: float = PATIENCE, now: Callable[[], float] = clock.now
     ) -> None:
-        self._ledger = ledger
+        self._path = path
         self._patience = patience
         self._now = now
         self._lock = threading.Lock()
-        self._begun: dict[
-            int, float
-        ] = {}  # when a lease began, by token; unknown for those of the last master
-        self._heard = {lease.token: now() for lease in ledger.leases}  # when there was progress, by token
+        self._opened = Ledger.existing(path)
+        self._begun: dict[int, float] = {}  # when a lease began, by token; of the last master's unknown
+        self._heard: dict[int, float] = {}  # when there was progress, by token
+        if self._opened is not None:
+            self._heard = {lease.token: now() for lease in self._opened.leases}
         self._slowest = 0.0
         self.endpoints = endpoints(
             WORK_CALLS,
             {
+                "open": self._open,
                 "lease": self._lease,
                 "acknowledge": self._acknowledge,
                 "give_back": self._give_back,
@@ -60,22 +70,51 @@ class WorkService(Service):
             },
         )
 
-    def release(self, holder: str) -> list[Task]:
-        """A holder has died or left: its tasks wait."""
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger; a RefusedError before the first `open`."""
+        if self._opened is None:
+            raise RefusedError("expected a call of open first, which describes the data of the job.")
+        return self._opened
+
+    def close(self) -> None:
+        """Close the ledger's file."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def _open(self, request: Request) -> Message:
+        fields = request.head["spec"]
+        spec = WorkSpec(**{**fields, "parts": tuple(map(tuple, fields["parts"]))})
         with self._lock:
-            tokens = [lease.token for lease in self._ledger.leases_of(holder)]
-            tasks = self._ledger.release(holder)
+            try:
+                if self._opened is None:
+                    self._opened = Ledger(self._path, spec)
+                else:
+                    spec.check(self._opened.spec.settings(), data_only=False)
+            except (ValueError, LedgerError) as error:
+                raise RefusedError(str(error)) from None
+        return Message({})
+
+    def release(self, holder: str) -> list[Task]:
+        """A holder has died or left: its tasks wait. Returns them."""
+        with self._lock:
+            if self._opened is None:
+                return []
+            tokens = [lease.token for lease in self.ledger.leases_of(holder)]
+            tasks = self.ledger.release(holder)
             self._forget(tokens)
             return tasks
 
     def overdue(self) -> list[Lease]:
-        """End the leases of which nothing was heard for too long; their holders hang, and are returned."""
+        """End the leases of which nothing was heard for too long; their holders hang. Returns them."""
         with self._lock:
+            if self._opened is None:
+                return []
             limit = max(self._patience, _SLOWEST_TIMES * self._slowest)
             now = self._now()
-            late = [lease for lease in self._ledger.leases if now - self._heard[lease.token] > limit]
+            late = [lease for lease in self.ledger.leases if now - self._heard[lease.token] > limit]
             tokens = [lease.token for lease in late]
-            self._ledger.give_back(tokens)
+            self.ledger.give_back(tokens)
             self._forget(tokens)
             return late
 
@@ -84,11 +123,11 @@ class WorkService(Service):
         holder, known = head["holder"], set(head["holds"])
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
-            leases = [lease for lease in self._ledger.leases_of(holder) if lease.token not in known]
+            leases = [lease for lease in self.ledger.leases_of(holder) if lease.token not in known]
             if leases:
                 return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
             try:
-                made = self._ledger.lease(holder, kinds, head["most"])
+                made = self.ledger.lease(holder, kinds, head["most"])
             except JobFailedError as error:
                 raise RefusedError(f"The job has failed: {error}") from None
             if isinstance(made, Answer):
@@ -102,12 +141,12 @@ class WorkService(Service):
         done = dict(request.head["done"])
         with self._lock:
             try:
-                ended = self._ledger.acknowledge(done)
+                ended = self.ledger.acknowledge(done)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
             now = self._now()
             for token in done:
-                if self._ledger.is_leased(token):
+                if self.ledger.is_leased(token):
                     self._heard[token] = now
                 elif token in self._begun:
                     self._slowest = max(self._slowest, now - self._begun[token])
@@ -116,9 +155,9 @@ class WorkService(Service):
 
     def _give_back(self, request: Request) -> Message:
         with self._lock:
-            mine = {lease.token for lease in self._ledger.leases_of(request.head["holder"])}
+            mine = {lease.token for lease in self.ledger.leases_of(request.head["holder"])}
             tokens = mine.intersection(request.head["tokens"])
-            self._ledger.give_back(tokens)
+            self.ledger.give_back(tokens)
             self._forget(tokens)
         return Message({})
 
@@ -126,7 +165,7 @@ class WorkService(Service):
         head = request.head
         with self._lock:
             try:
-                again = self._ledger.fail(head["token"], head["error"], head["record"])
+                again = self.ledger.fail(head["token"], head["error"], head["record"])
             except ValueError as error:
                 raise RefusedError(str(error)) from None
             self._forget([head["token"]])
@@ -134,7 +173,7 @@ class WorkService(Service):
 
     def _forget(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if not self._ledger.is_leased(token):
+            if not self.ledger.is_leased(token):
                 self._begun.pop(token, None)
                 self._heard.pop(token, None)
 

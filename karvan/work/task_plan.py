@@ -8,9 +8,7 @@ of ten million is found without computing the others.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -46,16 +44,6 @@ class TaskPlan:
         path, records = self._parts[place]
         first = (number - (int(self._ends[place - 1]) if place else 0)) * self._size
         return Task(kind, epoch, number, path, first, min(self._size, records - first))
-
-    def settings(self) -> dict[str, Any]:
-        """What a position in the tasks is valid for, JSON-able."""
-        names = "\n".join(f"{path} {records}" for path, records in self._parts)
-        return {
-            "records_per_task": self._size,
-            "seed": self._seed,
-            "tasks": self._count,
-            "parts": hashlib.sha256(names.encode()).hexdigest()[:16],
-        }
 
 
 def permuted(index: int, count: int, *seeds: int) -> int:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from karvan.work.ledger import Answer, JobFailedError, Ledger, Limits
+from karvan.work.ledger import Answer, JobFailedError, Ledger
 from karvan.work.ledger_file import LedgerError
+from karvan.work.spec import WorkSpec
 from karvan.work.task import Lease, Task, TaskKind
-from karvan.work.task_plan import TaskPlan
 
-PARTS = [("f1", 10), ("f2", 10)]
+PARTS = (("f1", 10), ("f2", 10))
 
 
 @pytest.fixture
@@ -26,10 +26,11 @@ def open_ledger(tmp_path):
     """open_ledger(...) opens the ledger of this test; the one that was open is closed."""
     opened = []
 
-    def begin(parts=PARTS, size=3, seed=None, **options):
+    def begin(size=3, **options):
         for ledger in opened:
             ledger.close()
-        opened[:] = [Ledger(tmp_path / "ledger.db", TaskPlan(parts, size, seed=seed), **options)]
+        opened.clear()
+        opened.append(Ledger(tmp_path / "ledger.db", WorkSpec(PARTS, size, **options)))
         return opened[0]
 
     yield begin
@@ -108,7 +109,7 @@ def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(
 
 
 def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
-    ledger = open_ledger(limits=Limits(most_tries=1))
+    ledger = open_ledger(most_tries=1)
     for number in range(100):
         lease_of(ledger, f"holder {number}")
         ledger.release(f"holder {number}")
@@ -116,7 +117,7 @@ def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
 
 
 def test_elasticdl_6_a_task_that_fails_too_often_fails_the_job_and_is_named(open_ledger):
-    ledger = open_ledger(limits=Limits(most_tries=3))
+    ledger = open_ledger(most_tries=3)
     for remaining in (True, True, False):
         lease = lease_of(ledger, "a")
         assert lease.task.number == 0
@@ -164,7 +165,7 @@ def test_more_records_than_a_task_has_are_an_error(open_ledger):
 
 
 def test_bad_records_are_skipped_and_counted_up_to_the_limit(open_ledger):
-    ledger = open_ledger(limits=Limits(most_tries=1, skip_bad_records=2))
+    ledger = open_ledger(most_tries=1, skip_bad_records=2)
     for bad in (1, 0):
         assert ledger.fail(lease_of(ledger, "a").token, "bad", record=bad)
     lease = lease_of(ledger, "a")
@@ -220,12 +221,31 @@ def test_a_checkpoint_has_the_position_and_a_rollback_returns_to_it(open_ledger)
 
 def test_a_ledger_of_other_data_is_an_error_that_says_what_differs(open_ledger):
     open_ledger().lease("a")
-    with pytest.raises(LedgerError, match="records_per_task 3, now 4"):
+    with pytest.raises(ValueError, match="records_per_task was 3, and is now 4"):
         open_ledger(size=4)
     saved = open_ledger().state_dict()
-    saved["plan"]["seed"] = 9
-    with pytest.raises(LedgerError, match="seed 9, now None"):
+    saved["spec"]["seed"] = 9
+    with pytest.raises(ValueError, match="seed was 9, and is now None"):
         open_ledger().load_state_dict(saved)
+
+
+def test_a_job_that_is_started_again_may_train_its_data_for_longer(open_ledger):
+    run_to_the_end(open_ledger(size=10, epochs=1))
+    ledger = open_ledger(size=10, epochs=2)
+    assert run_to_the_end(ledger) == every_record(2) - every_record(1)
+
+
+def test_a_new_master_needs_no_spec_and_a_new_ledger_does(open_ledger, tmp_path):
+    first = open_ledger(epochs=3)
+    finish(first, lease_of(first))
+    first.close()
+    ledger = Ledger(tmp_path / "ledger.db")
+    assert (ledger.spec, ledger.position.records) == (WorkSpec(PARTS, 3, epochs=3), 3)
+    ledger.close()
+    with pytest.raises(LedgerError, match="is new, so it needs a spec"):
+        Ledger(tmp_path / "other.db")
+    with pytest.raises(ValueError, match="no records"):
+        Ledger(tmp_path / "another.db", WorkSpec((("empty", 0),), 3))
 
 
 def test_a_second_master_is_refused(open_ledger, tmp_path):
@@ -265,8 +285,8 @@ WORKER = """
 import sys
 from pathlib import Path
 from karvan.work.ledger import Answer, Ledger
-from karvan.work.task_plan import TaskPlan
-ledger = Ledger(Path(sys.argv[1]), TaskPlan([("f", 20_000)], 7, seed=1), epochs=2)
+from karvan.work.spec import WorkSpec
+ledger = Ledger(Path(sys.argv[1]), WorkSpec((("f", 20_000),), 7, seed=1, epochs=2))
 for lease in ledger.leases:  # of the process before
     ledger.give_back([lease.token])
 while not isinstance(got := ledger.lease("w"), Answer):
@@ -291,7 +311,7 @@ def test_a_master_that_is_killed_at_any_moment_continues_where_it_was(tmp_path):
         worker.send_signal(signal.SIGKILL)
         rest = worker.communicate()[0].split()
         seen = int(rest[-1]) if rest else seen
-    ledger = Ledger(tmp_path / "ledger.db", TaskPlan([("f", 20_000)], 7, seed=1), epochs=2)
+    ledger = Ledger(tmp_path / "ledger.db", WorkSpec((("f", 20_000),), 7, seed=1, epochs=2))
     assert ledger.position.records in (seen, seen + 1)
     assert all(lease.task.done <= 7 for lease in ledger.leases)
     assert len(ledger.leases) + len(ledger.waiting) <= 2
@@ -307,7 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.parts = [("x", 9), ("y", 4)]
+        self.parts = (("x", 9), ("y", 4))
         self.done = Counter()  # by epoch and record
         self.live = {}  # leases by token
         self.ended = []  # tokens
@@ -315,15 +335,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = None
         self.restart()
 
-    def plan(self):
-        return TaskPlan(self.parts, 4, seed=2)
-
     @rule()
     def restart(self):
         if self.ledger is not None:
             self.ledger.close()
         self.ledger = Ledger(
-            Path(self.folder.name) / "ledger.db", self.plan(), epochs=2, limits=Limits(most_tries=10**6)
+            Path(self.folder.name) / "ledger.db", WorkSpec(self.parts, 4, 2, epochs=2, most_tries=10**6)
         )
 
     @rule(holder=holders)

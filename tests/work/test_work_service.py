@@ -5,26 +5,24 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import pytest
 
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client, RefusedError, Server
-from karvan.work.ledger import Ledger, Limits
+from karvan.work.ledger import Ledger
+from karvan.work.ledger_file import LedgerFile
 from karvan.work.service import WorkService
-from karvan.work.task_plan import TaskPlan
+from karvan.work.spec import WorkSpec
 
 MASTER = """
-import sys, threading
+import sys
 from pathlib import Path
-from karvan.work.ledger import Ledger
-from karvan.work.task_plan import TaskPlan
-from karvan.work.service import WorkService
 from karvan.wire import Server
-ledger = Ledger(Path(sys.argv[1]), TaskPlan([("f", 900)], 7, seed=1), epochs=2)
-work = WorkService(ledger)
+from karvan.work.service import WorkService
+work = WorkService(Path(sys.argv[1]))
 server = Server(work, "127.0.0.1", int(sys.argv[2]))
 print(server.address, flush=True)
 for line in sys.stdin:
@@ -34,10 +32,13 @@ for line in sys.stdin:
 
 HOLDER = """
 import sys, time
+from dataclasses import asdict
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
+from karvan.work.spec import WorkSpec
 name = sys.argv[2]
 client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
+client.call("open", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})
 while True:
     got = client.call("lease", {"holder": name, "holds": [], "kinds": ["train"], "most": 2}).head
     if got["answer"] == "done":
@@ -47,6 +48,7 @@ while True:
     for lease in got["leases"]:
         for done in range(lease["task"]["done"] + 1, lease["task"]["records"] + 1):
             client.call("acknowledge", {"holder": name, "done": [[lease["token"], done]]})
+            print(done, flush=True)
 """
 
 
@@ -63,16 +65,19 @@ class FakeTime:
 @contextmanager
 def serving(tmp_path, most_tries=3, **options):
     """Ten records in four tasks, served to a client."""
-    plan = TaskPlan([("f", 10)], 3)
-    ledger = Ledger(tmp_path / "ledger.db", plan, limits=Limits(most_tries))
-    work = WorkService(ledger, **options)
+    work = WorkService(tmp_path / "ledger.db", **options)
     server = Server(work, "127.0.0.1")
     try:
         with Client("master", server.address, calls=WORK_CALLS) as client:
-            yield ledger, work, client
+            open_work(client, WorkSpec((("f", 10),), 3, most_tries=most_tries))
+            yield work.ledger, work, client
     finally:
         server.close()
-        ledger.close()
+        work.close()
+
+
+def open_work(client, spec):
+    client.call("open", {"spec": asdict(spec)})
 
 
 def lease(client, holder="a", most=1, holds=(), kinds=("train",)):
@@ -95,6 +100,33 @@ def test_tasks_are_leased_acknowledged_and_done(tmp_path):
         assert acknowledge(client, {last[0]["token"]: 1}, "b") == []
         assert lease(client, "c") == {"leases": [], "answer": "done"}
         assert ledger.position.records == 10
+
+
+def test_all_holders_must_open_the_same_work(tmp_path):
+    with serving(tmp_path) as (_, _, client):
+        open_work(client, WorkSpec((("f", 10),), 3))
+        with pytest.raises(RefusedError, match="epochs was 1, and is now 2"):
+            open_work(client, WorkSpec((("f", 10),), 3, epochs=2))
+        with pytest.raises(RefusedError, match="the numbers of records of the files was"):
+            open_work(client, WorkSpec((("f", 11),), 3))
+
+
+@pytest.mark.parametrize("master_died_early", [False, True])
+def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early):
+    if master_died_early:
+        LedgerFile(tmp_path / "ledger.db").close()
+    work = WorkService(tmp_path / "ledger.db")
+    server = Server(work, "127.0.0.1")
+    with Client("master", server.address, calls=WORK_CALLS) as client:
+        assert (work.release("a"), work.overdue()) == ([], [])
+        with pytest.raises(RefusedError, match="expected a call of open first"):
+            lease(client)
+        with pytest.raises(RefusedError, match="no records"):
+            open_work(client, WorkSpec((), 3))
+        open_work(client, WorkSpec((("f", 10),), 3))
+        assert lease(client)["answer"] == "tasks"
+    server.close()
+    work.close()
 
 
 def test_a_holder_that_lost_an_answer_gets_the_same_leases(tmp_path):
@@ -191,14 +223,15 @@ def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):
     holders = {f"holder {number}": start(HOLDER, address, f"holder {number}") for number in range(2)}
     made = len(holders)
     for kill in range(6):
-        time.sleep(rng.uniform(0.2, 0.6))
+        name = rng.choice(sorted(holders))
+        for _ in range(rng.randrange(1, 60)):
+            assert holders[name].stdout.readline()
         if kill % 3 == 2:
             master.kill()
             master.wait()
             master = start(MASTER, path, port)
             assert master.stdout.readline().strip() == address
             continue
-        name = rng.choice(sorted(holders))
         dead = holders.pop(name)
         dead.send_signal(signal.SIGKILL)
         dead.wait()
@@ -209,11 +242,12 @@ def test_work_ends_complete_though_masters_and_holders_are_killed(tmp_path):
         made += 1
     try:
         for holder in holders.values():
-            assert holder.wait(timeout=60) == 0
+            holder.communicate(timeout=60)
+            assert holder.returncode == 0
     finally:
         for process in [*holders.values(), master]:
             process.kill()
-            process.communicate()
-    ledger = Ledger(path, TaskPlan([("f", 900)], 7, seed=1), epochs=2)
+            process.wait()
+    ledger = Ledger(path)
     assert (ledger.position.records, ledger.leases, ledger.waiting) == (1800, [], [])
     ledger.close()
