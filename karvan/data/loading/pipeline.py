@@ -62,7 +62,7 @@ class Pipeline:
     def __init__(
         self,
         source: Source,
-        jobs: Iterator[ReadJob],
+        jobs: Iterator[ReadJob | None],
         steps: BatchSteps,
         *,
         batch_size: int,

@@ -14,7 +14,7 @@ from karvan.data.loading.batch_steps import Rows, split
 from karvan.data.loading.position import Receipt
 from karvan.data.source import Split
 
-MOST_RECORDS_PER_READING = 1 << 20
+_MOST_RECORDS = 1 << 20  # of a reading
 
 Order = npt.NDArray[np.int64]
 
@@ -142,16 +142,20 @@ def regrouped(batches: Iterator[pa.RecordBatch], counts: Iterable[int]) -> Itera
         yield joined(held)
 
 
-def runs(jobs: Iterator[ReadJob]) -> Iterator[deque[ReadJob]]:
-    """Jobs, grouped where they are adjacent in a file: their row groups are then decoded once."""
+def runs(jobs: Iterator[ReadJob | None]) -> Iterator[deque[ReadJob]]:
+    """Jobs, grouped where they are adjacent in a file: their row groups are then decoded once.
+
+    None between two jobs keeps them apart; the first does not wait for the second, which may take long.
+    """
     run: deque[ReadJob] = deque()
     held = 0
     for job in jobs:
-        if run and not (_follows(run[-1], job) and held + job.reads <= MOST_RECORDS_PER_READING):
+        if run and not (job is not None and _follows(run[-1], job) and held + job.reads <= _MOST_RECORDS):
             yield run
             run, held = deque(), 0
-        run.append(job)
-        held += job.reads
+        if job is not None:
+            run.append(job)
+            held += job.reads
     if run:
         yield run
 

@@ -1,0 +1,91 @@
+"""`WorkClient`: how a trainer or loader leases tasks from the master of its job.
+
+It outlives the master: while none answers, a call waits and is sent again to the next one, which has the same
+ledger. So every error that is raised here is final.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from karvan.protocol.work import WORK_CALLS
+from karvan.wire import Client, Security
+from karvan.work.ledger import Answer
+from karvan.work.spec import WorkSpec
+from karvan.work.task import Lease, Task, TaskKind
+
+_DEADLINE = 600.0  # seconds in which a master must come back
+
+
+class WorkClient:
+    """Leases tasks under the name of this holder, which no other process has."""
+
+    def __init__(
+        self,
+        find: str | Callable[[], str],
+        holder: str | None = None,
+        security: Security | None = None,
+        *,
+        deadline: float = _DEADLINE,
+    ) -> None:
+        self.holder = secrets.token_hex(8) if holder is None else holder
+        self._lock = threading.Lock()
+        self._held: set[int] = set()  # tokens; one thread leases while another acknowledges
+        self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
+
+    def open(self, spec: WorkSpec) -> None:
+        """Describe the work; the first holder of a job begins its ledger, others must say the same."""
+        self._client.call("open", {"spec": asdict(spec)})
+
+    def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[Lease] | Answer:
+        """Up to `most` tasks, or the answer why there is none."""
+        with self._lock:
+            holds = sorted(self._held)
+        head = {"holder": self.holder, "holds": holds, "kinds": list(kinds), "most": most}
+        got = self._client.call("lease", head).head
+        leases = [Lease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
+        with self._lock:
+            self._held.update(lease.token for lease in leases)
+        return leases or Answer(got["answer"])
+
+    def acknowledge(self, done: Mapping[int, int], finished: Iterable[int] = ()) -> list[int]:
+        """Report how many records are done, by token; returns the tokens of leases that have ended.
+
+        finished: those of which all records are done.
+        """
+        ended: list[int] = self._client.call(
+            "acknowledge", {"holder": self.holder, "done": [list(each) for each in done.items()]}
+        ).head["ended"]
+        self._forget([*ended, *finished])
+        return ended
+
+    def give_back(self, tokens: Iterable[int]) -> None:
+        """End leases that will not be finished here."""
+        tokens = list(tokens)
+        self._client.call("give_back", {"holder": self.holder, "tokens": tokens})
+        self._forget(tokens)
+
+    def fail(self, token: int, error: str, record: int | None = None) -> bool:
+        """Report that a task raised an error; returns whether it will be tried again."""
+        head = {"holder": self.holder, "token": token, "error": error[:10_000], "record": record}
+        again: bool = self._client.call("fail", head).head["again"]
+        self._forget([token])
+        return again
+
+    def _forget(self, tokens: Iterable[int]) -> None:
+        with self._lock:
+            self._held.difference_update(tokens)
+
+    def close(self) -> None:
+        """Give back what is held, and disconnect."""
+        if self._held:
+            self.give_back(self._held)
+        self._client.close()
+
+
+def _task_from(fields: Mapping[str, Any]) -> Task:
+    return Task(**{**fields, "kind": TaskKind(fields["kind"]), "skipped": tuple(fields["skipped"])})

@@ -1,0 +1,125 @@
+"""`LeasedLoader`: batches of the tasks that this process leases, and their acknowledgement.
+
+Which process gets which records is decided while a job runs, so that processes may come, go and be slow. The
+records of a batch are done when the caller says so (`acknowledge`), in the order of the batches. If a process
+dies, the records that it has not acknowledged are leased by others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from karvan.activity import activity
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_jobs import LeasedJobs, RecordsDone
+from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
+from karvan.data.loading.pipeline import Pipeline
+from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
+from karvan.data.retry import RETRY_SECONDS, RetryingSource
+from karvan.data.source import Part, Source, Split
+from karvan.ragged import Batch
+
+
+class LeasedLoader:
+    """Iterates once over the batches of leased tasks, until all tasks of the job are done.
+
+    seed: of the order of records inside of each task, None for the order of the source. The other arguments
+    are those of `Loader`.
+    """
+
+    def __init__(
+        self,
+        client: WorkClient,
+        source: Source,
+        decode: Decode,
+        batch_size: int,
+        *,
+        seed: int | None = None,
+        transform: Transform | None = None,
+        workers: int = 2,
+        prefetch: int = 4,
+        tasks_ahead: int = 2,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self._client = client
+        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead)
+        self._source = RetryingSource(source, retry_seconds)
+        self._reads = _Reads(self._source)
+        self._unacknowledged: deque[list[RecordsDone]] = deque()  # of each batch
+        self._pipeline = Pipeline(
+            self._reads,
+            iter(self._jobs),
+            BatchSteps(decode, transform),
+            batch_size=batch_size,
+            drop_remainder=False,
+            workers=workers,
+            prefetch=prefetch,
+            buffer=MOST_RECORDS_PER_SPLIT,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        while (batch := self._next()) is not None:
+            activity.advance()
+            yield batch
+
+    def _next(self) -> Batch | None:
+        try:
+            outcome = self._pipeline.next()
+        except Exception as error:
+            if (lease := self._jobs.task_to_blame(self._reads.failed_split(error))) is not None:
+                self._client.fail(lease.token, f"{type(error).__name__}: {error}")
+            raise
+        if outcome.batch is not None:
+            records = sum(receipt.records for receipt in outcome.receipts)
+            self._unacknowledged.append(self._jobs.take(records))
+        return outcome.batch
+
+    def acknowledge(self, batches: int = 1) -> list[int]:
+        """The records of the oldest batches are done. Returns the tokens of leases that had ended before.
+
+        Those records are with somebody else, because this process was taken for dead.
+        """
+        done: dict[int, int] = {}
+        finished = []
+        for _ in range(batches):
+            for token, count, complete in self._unacknowledged.popleft():
+                done[token] = count
+                if complete:
+                    finished.append(token)
+        return self._client.acknowledge(done, finished)
+
+    def close(self) -> None:
+        """End the threads, and give back the tasks that are not done."""
+        self._jobs.close()
+        self._source.close()
+        self._pipeline.close()
+        self._client.close()
+
+
+class _Reads:
+    """A source that remembers which split an error came from."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._failed: list[tuple[Exception, Split]] = []
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._source.schema
+
+    def parts(self) -> list[Part]:
+        return self._source.parts()
+
+    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._source.read(split)
+        except Exception as error:
+            self._failed.append((error, split))
+            raise
+
+    def failed_split(self, error: Exception) -> Split | None:
+        """The split whose reading raised this error."""
+        return next((split for each, split in self._failed if each is error), None)

@@ -1,0 +1,277 @@
+"""Loaders that lease their records: every record is acknowledged once, whoever comes, goes or dies."""
+
+import itertools
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from karvan.data.errors import DataError
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_jobs import places_of
+from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.loading.splits import permutation
+from karvan.data.source import Part
+from karvan.ragged import Batch
+from karvan.wire import RefusedError, Server
+from karvan.work.service import WorkService
+from karvan.work.spec import WorkSpec
+from karvan.work.task import Task, TaskKind
+
+_holders = itertools.count()
+
+
+class Numbers:
+    """Parts of numbers: record i of part p is p * 1000 + i. Reading the `bad` number is an error."""
+
+    schema = pa.schema([("id", pa.int64())])
+
+    def __init__(self, counts, bad=None):
+        self.counts = counts
+        self.bad = bad
+
+    def parts(self):
+        return [Part(str(number), count) for number, count in enumerate(self.counts)]
+
+    def read(self, split):
+        first = int(split.path) * 1000 + split.first
+        for begin in range(first, first + split.count, 7):
+            ids = np.arange(begin, min(begin + 7, first + split.count))
+            if self.bad in ids:
+                raise DataError("A bad number.", path=split.path)
+            yield pa.record_batch([pa.array(ids)], self.schema)
+
+    def spec(self, size, **options):
+        return WorkSpec(tuple((part.path, part.records) for part in self.parts()), size, **options)
+
+
+def decode(records):
+    return Batch({"id": torch.from_numpy(records.column(0).to_numpy().copy())})
+
+
+decode.row_wise = True
+
+
+class Job:
+    """A master, and loaders of its work."""
+
+    def __init__(self, folder, source, size, loader_seed=None, **options):
+        self.path = folder / "ledger.db"
+        self.source = source
+        self.spec = source.spec(size, **options)
+        self.loader_seed = loader_seed
+        self.work = WorkService(self.path)
+        self.server = Server(self.work, "127.0.0.1")
+        self.loaders = []
+
+    def loader(self, batch_size=4, **options):
+        client = WorkClient(lambda: self.server.address, f"holder {next(_holders)}")
+        client.open(self.spec)
+        made = LeasedLoader(client, self.source, decode, batch_size, seed=self.loader_seed, **options)
+        self.loaders.append(made)
+        return made
+
+    def restart(self):
+        self.server.close()
+        self.work.close()
+        self.work = WorkService(self.path)
+        self.server = Server(self.work, "127.0.0.1")
+
+    def close(self):
+        for loader in self.loaders:
+            loader.close()
+        self.server.close()
+        self.work.close()
+
+
+@contextmanager
+def job_of(folder, *arguments, **options):
+    job = Job(folder, *arguments, **options)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+@pytest.fixture
+def make_job(tmp_path):
+    with job_of(tmp_path, Numbers([10, 0, 5]), 4, epochs=2) as job:
+        yield job
+
+
+def ids_of(batch):
+    return batch["id"].tolist()
+
+
+def train(loader):
+    """Take and acknowledge everything."""
+    seen = []
+    for batch in loader:
+        seen.append(ids_of(batch))
+        assert loader.acknowledge() == []
+    return seen
+
+
+def test_one_loader_gets_the_records_in_order_and_batches_end_with_the_epoch(make_job):
+    epoch = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 2000, 2001], [2002, 2003, 2004]]
+    assert train(make_job.loader()) == epoch * 2
+    assert make_job.work.ledger.position.records == 30
+    assert list(make_job.loader()) == []
+
+
+def test_what_a_loader_did_not_acknowledge_goes_to_others(make_job):
+    first = make_job.loader()
+    batches = iter(first)
+    assert [ids_of(next(batches)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    first.acknowledge()
+    first.close()
+    seen = Counter(itertools.chain.from_iterable(train(make_job.loader())))
+    ids = [*range(10), *range(2000, 2005)]
+    assert seen == Counter(ids) + Counter(set(ids) - {0, 1, 2, 3})
+
+
+def test_a_batch_that_spans_tasks_acknowledges_each_exactly(make_job):
+    loader = make_job.loader(batch_size=6)
+    batches = iter(loader)
+    assert ids_of(next(batches)) == [0, 1, 2, 3, 4, 5]
+    loader.acknowledge()
+    leases = make_job.work.ledger.leases
+    done = {(lease.task.path, lease.task.first): lease.task.done for lease in leases}
+    assert make_job.work.ledger.position.records == 6
+    assert (("0", 0) in done, done["0", 4]) == (False, 2)
+    loader.close()
+    assert ids_of(next(iter(make_job.loader(batch_size=2)))) == [6, 7]
+
+
+def test_a_loader_waits_for_the_end_of_an_epoch_that_others_work_on(tmp_path):
+    with job_of(tmp_path, Numbers([8]), 4, epochs=2) as job:
+        slow, fast = job.loader(tasks_ahead=1), None
+        batches = iter(slow)
+        held = [ids_of(next(batches)), ids_of(next(batches))]
+        assert held == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        fast = job.loader()
+        seen = []
+        thread = threading.Thread(target=lambda: seen.extend(train(fast)))
+        thread.start()
+        thread.join(0.5)
+        assert (seen, thread.is_alive()) == ([], True)
+        slow.acknowledge(2)
+        slow.close()
+        thread.join(30)
+        assert seen == held
+
+
+def test_loaders_go_on_when_the_master_is_replaced(make_job):
+    loader = make_job.loader(tasks_ahead=1)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(ids_of(batch))
+        if number == 2:
+            make_job.restart()
+        assert loader.acknowledge() == []
+    assert len(seen) == 8
+    assert make_job.work.ledger.position.records == 30
+
+
+def test_a_holder_that_was_taken_for_dead_is_told_which_leases_ended(make_job):
+    loader = make_job.loader()
+    batches = iter(loader)
+    next(batches)
+    (token, *_) = sorted(lease.token for lease in make_job.work.ledger.leases)
+    make_job.work.release(make_job.work.ledger.leases[0].holder)
+    assert loader.acknowledge() == [token]
+    assert make_job.work.ledger.position.records == 0
+
+
+def test_records_are_shuffled_inside_of_tasks_the_same_for_everybody(tmp_path):
+    with job_of(tmp_path, Numbers([20]), 10, loader_seed=5, epochs=1) as job:
+        first = job.loader(batch_size=5)
+        begin = ids_of(next(iter(first)))
+        first.acknowledge()
+        first.close()
+        rest = list(itertools.chain.from_iterable(train(job.loader(batch_size=5))))
+        orders = [permutation(10, 5, 0, task) + 10 * task for task in range(2)]
+        assert begin + rest == np.concatenate(orders).tolist()
+
+
+@pytest.mark.parametrize(("batch_size", "done"), [(4, 4), (6, 0)])
+def test_an_error_fails_its_task_and_then_the_job(tmp_path, batch_size, done):
+    with job_of(tmp_path, Numbers([8], bad=5), 4, most_tries=2) as job:
+        for _ in range(2):
+            loader = job.loader(batch_size, tasks_ahead=1)
+            with pytest.raises(DataError, match="A bad number"):
+                train(loader)
+            loader.close()
+        with pytest.raises(
+            RefusedError, match=r"records 4 to 7 of 0 .*failed 2 times.*DataError: .*A bad number"
+        ):
+            train(job.loader())
+        assert job.work.ledger.position.records == done
+
+
+def test_skipped_records_are_not_read_and_count_as_done():
+    task = Task(TaskKind.TRAIN, 0, 0, "f", 0, 6, done=1, skipped=(0, 2, 5))
+    assert places_of(task).tolist() == [1, 3, 4]
+
+
+def test_records_that_are_skipped_reach_the_end_of_the_task(tmp_path):
+    with job_of(tmp_path, Numbers([8]), 4, skip_bad_records=3) as job:
+        client = WorkClient(job.server.address, "reporter")
+        client.open(job.spec)
+        for bad in (3, 1):
+            (lease,) = client.lease()
+            assert client.fail(lease.token, "bad", record=bad)
+        client.close()
+        assert train(job.loader()) == [[0, 2, 4, 5], [6, 7]]
+        assert job.work.ledger.position.records == 8
+
+
+@given(
+    counts=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
+    size=st.integers(1, 12),
+    batch_size=st.integers(1, 9),
+    epochs=st.integers(1, 2),
+    seed=st.none() | st.integers(0, 3),
+    moves=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from(["acknowledge", "die", "restart"])), max_size=12
+    ),
+)
+def test_every_record_is_acknowledged_once_in_every_epoch(
+    tmp_path_factory, counts, size, batch_size, epochs, seed, moves
+):
+    source = Numbers(counts)
+    everything = [number * 1000 + i for number, count in enumerate(counts) for i in range(count)]
+    done = Counter()
+    folder = tmp_path_factory.mktemp("leased")
+    with job_of(folder, source, size, loader_seed=seed, seed=seed, epochs=epochs) as job:
+        loaders = [job.loader(batch_size, tasks_ahead=1) for _ in range(2)]
+        batches = [iter(loader) for loader in loaders]
+        waiting = [[], []]  # batches that were taken and not acknowledged
+        for which, move in moves:
+            if move == "train":
+                # The other one may hold the last records of the epoch: this one would wait for it.
+                done.update(itertools.chain.from_iterable(waiting[1 - which]))
+                loaders[1 - which].acknowledge(len(waiting[1 - which]))
+                waiting[1 - which] = []
+                loaders[1 - which].close()
+                loaders[1 - which] = job.loader(batch_size, tasks_ahead=1)
+                batches[1 - which] = iter(loaders[1 - which])
+                batch = next(batches[which], None)
+                if batch is not None:
+                    waiting[which].append(ids_of(batch))
+            elif move == "die":
+                loaders[which].close()
+                loaders[which] = job.loader(batch_size, tasks_ahead=1)
+                batches[which], waiting[which] = iter(loaders[which]), []
+            else:
+                job.restart()
+        for loader in loaders:
+            loader.close()
+        done.update(itertools.chain.from_iterable(train(job.loader(batch_size))))
+    assert done == Counter(everything * epochs)
