@@ -65,7 +65,7 @@ def service_rate(folder: Path, tasks: int) -> float:
         address = master.stdout.readline().strip()
         clients = [Client("master", address, calls=WORK_CALLS) for _ in range(CLIENTS)]
         for client in clients:
-            client.call("open", {"spec": asdict(spec_of(tasks))})
+            client.call("open_work", {"spec": asdict(spec_of(tasks))})
         threads = [
             threading.Thread(target=work, args=(client, f"trainer {number}"))
             for number, client in enumerate(clients)
@@ -85,9 +85,9 @@ def service_rate(folder: Path, tasks: int) -> float:
 def work(client: Client, holder: str) -> None:
     """Lease and acknowledge tasks until there are none."""
     head = {"holder": holder, "holds": [], "kinds": ["train"], "most": TASKS_AT_ONCE}
-    while leases := client.call("lease", head).head["leases"]:
+    while leases := client.call("lease_tasks", head).head["leases"]:
         done = [[lease["token"], lease["task"]["records"]] for lease in leases]
-        client.call("acknowledge", {"holder": holder, "done": done})
+        client.call("acknowledge_records", {"holder": holder, "done": done})
 
 
 def memory_growth(folder: Path, tasks: int) -> tuple[float, float, float]:

@@ -92,7 +92,7 @@ class RoleSettings:
 def factory_of(role: str) -> Callable[[RoleSettings], Service]:
     """The function that makes the service of a role; a ValueError lists the known roles."""
     if role not in FACTORIES:
-        raise ValueError(f"Expected a role of {', '.join(FACTORIES)}, got {role!r}.")
+        raise ValueError(f"Expected a role of {', '.join([*FACTORIES, Role.MASTER])}, got {role!r}.")
     module, _, function = FACTORIES[role].partition(":")
     factory: Callable[[RoleSettings], Service] = getattr(importlib.import_module(module), function)
     return factory
@@ -103,9 +103,7 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
 
     Sets signal handlers while it runs, so it must be called on the process's main thread.
     """
-    ended = threading.Event()
-    before = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with stop_signals() as ended:
         if settings.threads:
             from karvan.threads import set_num_threads
 
@@ -115,6 +113,15 @@ def serve(make: Callable[[RoleSettings], Service], settings: RoleSettings) -> No
             while not ended.wait(1.0):  # without a timeout, some systems would not deliver signals
                 pass
             _log.info("%s ends", settings.name)
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set while inside; only on the process's main thread."""
+    ended = threading.Event()
+    before = {each: signal.signal(each, lambda *_: ended.set()) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield ended
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from karvan.activity import ActivityReport
@@ -58,7 +58,7 @@ class Registry(Service):
 
     replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
     lost_after: seconds without a heartbeat after which a member counts as lost; for trainers six times as
-    many.
+    many. beside: services whose calls are answered at the same address.
     """
 
     name = "registry"
@@ -72,6 +72,7 @@ class Registry(Service):
         *,
         replicas: Mapping[Role, int] | None = None,
         lost_after: float = 10.0,
+        beside: Sequence[Service] = (),
     ) -> None:
         self._replicas = dict.fromkeys(Role, _MOST_REPLICAS) if replicas is None else dict(replicas)
         self._generation = 0
@@ -90,6 +91,10 @@ class Registry(Service):
                 **rendezvous_methods(self._store),
             },
         )
+        for service in beside:
+            if same := set(self.endpoints).intersection(service.endpoints):
+                raise ValueError(f"{service.name} has calls of the registry: {', '.join(sorted(same))}.")
+            self.endpoints = {**self.endpoints, **service.endpoints}
         self._server = Server(self, host, port, security)
 
     @property

@@ -12,6 +12,7 @@ class Role(StrEnum):
     EMBEDDING_WORKER = "embedding-worker"
     LOADER = "loader"
     TRAINER = "trainer"
+    MASTER = "master"
 
 
 # A role comes before the roles that need it; jobs stop in the reverse order.

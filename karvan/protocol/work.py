@@ -42,9 +42,9 @@ _SPEC = Fields(
 )
 
 WORK_CALLS = table_of(
-    Call("open", Fields({"spec": _SPEC})),
+    Call("open_work", Fields({"spec": _SPEC})),
     Call(
-        "lease",
+        "lease_tasks",
         Fields(
             {
                 "holder": _HOLDER,
@@ -56,13 +56,13 @@ WORK_CALLS = table_of(
         answer=Fields({"leases": ListOf(_LEASE, MOST_LEASES), "answer": OneOf("tasks", "wait", "done")}),
     ),
     Call(
-        "acknowledge",
+        "acknowledge_records",
         Fields({"holder": _HOLDER, "done": ListOf(TupleOf(_TOKEN, NUMBER), MOST_LEASES)}),
         answer=Fields({"ended": _TOKENS}),
     ),
-    Call("give_back", Fields({"holder": _HOLDER, "tokens": _TOKENS})),
+    Call("give_back_tasks", Fields({"holder": _HOLDER, "tokens": _TOKENS})),
     Call(
-        "fail",
+        "fail_task",
         Fields({"holder": _HOLDER, "token": _TOKEN, "error": Text(10_000, 0), "record": Nullable(NUMBER)}),
         answer=Fields({"again": Boolean()}),
     ),

@@ -2,14 +2,14 @@
 
 A holder is a process, under a name of its own. It calls
 
-    open         with the `WorkSpec` of the data, before anything else. The first call of a job begins its
-                 ledger; later ones, of the same or other holders, must describe the same work.
-    lease        for tasks of some kinds. It says which leases it knows: any others of its name were answered
-                 by a master that died before the answer arrived, and are answered again.
-    acknowledge  how many records of its tasks are done. The answer names leases that have ended: the holder
-                 drops them, because somebody else has their records.
-    give_back    leases that it will not finish, because it leaves.
-    fail         a task whose records raise an error.
+    open_work            with the `WorkSpec` of the data, before anything else. The first call of a job begins
+                         its ledger; later ones, of the same or other holders, must describe the same work.
+    lease_tasks          for tasks of some kinds. It says which leases it knows: any others of its name were
+                         answered by a master that died before the answer arrived, and are answered again.
+    acknowledge_records  how many records of its tasks are done. The answer names leases that have ended: the
+                         holder drops them, because somebody else has their records.
+    give_back_tasks      that it will not finish, because it leaves.
+    fail_task            if a task's records raise an error.
 
 "wait" means: ask again, others still work on this epoch. "done" means that nothing will follow. A network
 error means neither: the holder calls again until the master is back.
@@ -62,19 +62,19 @@ class WorkService(Service):
         self.endpoints = endpoints(
             WORK_CALLS,
             {
-                "open": self._open,
-                "lease": self._lease,
-                "acknowledge": self._acknowledge,
-                "give_back": self._give_back,
-                "fail": self._fail,
+                "open_work": self._open,
+                "lease_tasks": self._lease,
+                "acknowledge_records": self._acknowledge,
+                "give_back_tasks": self._give_back,
+                "fail_task": self._fail,
             },
         )
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger; a RefusedError before the first `open`."""
+        """The ledger; a RefusedError before the work is opened."""
         if self._opened is None:
-            raise RefusedError("expected a call of open first, which describes the data of the job.")
+            raise RefusedError("expected a call of open_work first, which describes the data of the job.")
         return self._opened
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def test_the_token_of_a_file_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["cook"], 2, ", loader, got 'cook'"),
+        (["cook"], 2, ", loader, master, got 'cook'"),
         (["loader", "--index", "2", "--count", "2"], 2, "index 2 of 2"),
         (["loader", "--host", "0.0.0.0"], 2, "expects a loopback address"),
         (["loader", "--tls-cert", "none.pem"], 3, "none.pem"),

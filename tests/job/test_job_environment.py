@@ -62,7 +62,7 @@ def test_without_a_mapping_the_process_is_read(monkeypatch):
         ("KARVAN_THREADS", "1.5", "KARVAN_THREADS expects a whole number, got '1.5'"),
         ("KARVAN_LEASE_SECONDS", "long", "KARVAN_LEASE_SECONDS expects seconds, got 'long'"),
         ("KARVAN_TLS_MUTUAL", "yes", "KARVAN_TLS_MUTUAL expects 0 or 1, got 'yes'"),
-        ("KARVAN_ROLE", "cook", "KARVAN_ROLE expects one of parameter-server, .*trainer, got 'cook'"),
+        ("KARVAN_ROLE", "cook", "KARVAN_ROLE expects one of parameter-server, .*trainer, master, got 'cook'"),
         (
             "KARVAN_ON_SERVER_LOSS",
             "fail",

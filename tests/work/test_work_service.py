@@ -38,16 +38,16 @@ from karvan.wire import Client
 from karvan.work.spec import WorkSpec
 name = sys.argv[2]
 client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
-client.call("open", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})
+client.call("open_work", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})
 while True:
-    got = client.call("lease", {"holder": name, "holds": [], "kinds": ["train"], "most": 2}).head
+    got = client.call("lease_tasks", {"holder": name, "holds": [], "kinds": ["train"], "most": 2}).head
     if got["answer"] == "done":
         break
     if got["answer"] == "wait":
         time.sleep(0.01)
     for lease in got["leases"]:
         for done in range(lease["task"]["done"] + 1, lease["task"]["records"] + 1):
-            client.call("acknowledge", {"holder": name, "done": [[lease["token"], done]]})
+            client.call("acknowledge_records", {"holder": name, "done": [[lease["token"], done]]})
             print(done, flush=True)
 """
 
@@ -77,16 +77,16 @@ def serving(tmp_path, most_tries=3, **options):
 
 
 def open_work(client, spec):
-    client.call("open", {"spec": asdict(spec)})
+    client.call("open_work", {"spec": asdict(spec)})
 
 
 def lease(client, holder="a", most=1, holds=(), kinds=("train",)):
     head = {"holder": holder, "holds": list(holds), "kinds": list(kinds), "most": most}
-    return client.call("lease", head).head
+    return client.call("lease_tasks", head).head
 
 
 def acknowledge(client, done, holder="a"):
-    return client.call("acknowledge", {"holder": holder, "done": list(done.items())}).head["ended"]
+    return client.call("acknowledge_records", {"holder": holder, "done": list(done.items())}).head["ended"]
 
 
 def test_tasks_are_leased_acknowledged_and_done(tmp_path):
@@ -119,7 +119,7 @@ def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early
     server = Server(work, "127.0.0.1")
     with Client("master", server.address, calls=WORK_CALLS) as client:
         assert (work.release("a"), work.overdue()) == ([], [])
-        with pytest.raises(RefusedError, match="expected a call of open first"):
+        with pytest.raises(RefusedError, match="expected a call of open_work first"):
             lease(client)
         with pytest.raises(RefusedError, match="no records"):
             open_work(client, WorkSpec((), 3))
@@ -170,7 +170,7 @@ def test_a_failed_job_refuses_to_lease_and_says_why(tmp_path):
     with serving(tmp_path, most_tries=1) as (_, _, client):
         token = lease(client)["leases"][0]["token"]
         head = {"holder": "a", "token": token, "error": "KeyError: 'price'", "record": None}
-        assert client.call("fail", head).head == {"again": False}
+        assert client.call("fail_task", head).head == {"again": False}
         with pytest.raises(
             RefusedError, match=r"The job has failed: records 0 to 2 of f .*KeyError: 'price'"
         ):
@@ -180,19 +180,23 @@ def test_a_failed_job_refuses_to_lease_and_says_why(tmp_path):
 def test_a_holder_gives_back_only_what_it_has(tmp_path):
     with serving(tmp_path) as (ledger, _, client):
         mine, other = (lease(client, name)["leases"][0]["token"] for name in "ab")
-        client.call("give_back", {"holder": "a", "tokens": [mine, other]})
+        client.call("give_back_tasks", {"holder": "a", "tokens": [mine, other]})
         assert [each.token for each in ledger.leases] == [other]
 
 
 @pytest.mark.parametrize(
     ("call", "head", "expected"),
     [
-        ("lease", {"holder": "a", "holds": [], "kinds": [], "most": 1}, "kinds"),
-        ("lease", {"holder": "a", "holds": [], "kinds": ["sleep"], "most": 1}, "to be one of"),
-        ("lease", {"holder": "a", "holds": [], "kinds": ["train"], "most": 0}, "most"),
-        ("acknowledge", {"holder": "a", "done": [[1, -1]]}, "done"),
-        ("acknowledge", {"holder": "a", "done": [[1, 99]]}, "Expected 0 to 3 records"),
-        ("fail", {"holder": "a", "token": 1, "error": "x", "record": 7}, "Expected a record from 0 to 2"),
+        ("lease_tasks", {"holder": "a", "holds": [], "kinds": [], "most": 1}, "kinds"),
+        ("lease_tasks", {"holder": "a", "holds": [], "kinds": ["sleep"], "most": 1}, "to be one of"),
+        ("lease_tasks", {"holder": "a", "holds": [], "kinds": ["train"], "most": 0}, "most"),
+        ("acknowledge_records", {"holder": "a", "done": [[1, -1]]}, "done"),
+        ("acknowledge_records", {"holder": "a", "done": [[1, 99]]}, "Expected 0 to 3 records"),
+        (
+            "fail_task",
+            {"holder": "a", "token": 1, "error": "x", "record": 7},
+            "Expected a record from 0 to 2",
+        ),
     ],
 )
 def test_wrong_calls_are_refused_and_change_nothing(tmp_path, call, head, expected):

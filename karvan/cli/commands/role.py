@@ -19,7 +19,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def role(
-    name: str = typer.Argument(..., metavar="NAME", help="parameter-server, embedding-worker or loader."),
+    name: str = typer.Argument(
+        ..., metavar="NAME", help="parameter-server, embedding-worker, loader or master."
+    ),
     index: int | None = typer.Option(None, help="The index of this process, from 0.", show_default=False),
     count: int | None = typer.Option(
         None, help="How many processes of this role the job has.", show_default=False
@@ -45,7 +47,7 @@ def role(
     checkpoints: Path | None = typer.Option(
         None,
         metavar="FOLDER",
-        help="Where a parameter server may save; without it, it saves nothing.",
+        help="Where a parameter server may save; where a master has its ledger.",
         show_default=False,
     ),
     token_file: Path | None = typer.Option(
@@ -68,6 +70,7 @@ def role(
       karvan role parameter-server
       karvan role parameter-server --index 0 --count 2 --port 7000 --checkpoints out/run
       karvan role parameter-server --registry 127.0.0.1:6000
+      karvan role master --port 6000 --checkpoints out/run
       karvan role parameter-server --host 0.0.0.0 --token-file token --tls-cert ps.pem --tls-key ps.key
     """
     options = {
@@ -100,9 +103,12 @@ def _run(name: str) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        make = factory_of(name)
-        settings = RoleSettings.from_environment(Role(name))
-        serve(make, settings)
+        if name == Role.MASTER:
+            from karvan.cluster.master import serve_master
+
+            serve_master(RoleSettings.from_environment(Role.MASTER))
+        else:
+            serve(factory_of(name), RoleSettings.from_environment(Role(name)))
     except ValueError as error:
         code = code_of(error)
         raise CommandError(str(error), code if code in (DAMAGED, TEMPORARY) else USAGE) from error

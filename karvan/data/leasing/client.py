@@ -39,14 +39,14 @@ class WorkClient:
 
     def open(self, spec: WorkSpec) -> None:
         """Describe the work; the first holder of a job begins its ledger, others must say the same."""
-        self._client.call("open", {"spec": asdict(spec)})
+        self._client.call("open_work", {"spec": asdict(spec)})
 
     def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[Lease] | Answer:
         """Up to `most` tasks, or the answer why there is none."""
         with self._lock:
             holds = sorted(self._held)
         head = {"holder": self.holder, "holds": holds, "kinds": list(kinds), "most": most}
-        got = self._client.call("lease", head).head
+        got = self._client.call("lease_tasks", head).head
         leases = [Lease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
         with self._lock:
             self._held.update(lease.token for lease in leases)
@@ -58,7 +58,7 @@ class WorkClient:
         finished: those of which all records are done.
         """
         ended: list[int] = self._client.call(
-            "acknowledge", {"holder": self.holder, "done": [list(each) for each in done.items()]}
+            "acknowledge_records", {"holder": self.holder, "done": [list(each) for each in done.items()]}
         ).head["ended"]
         self._forget([*ended, *finished])
         return ended
@@ -66,13 +66,13 @@ class WorkClient:
     def give_back(self, tokens: Iterable[int]) -> None:
         """End leases that will not be finished here."""
         tokens = list(tokens)
-        self._client.call("give_back", {"holder": self.holder, "tokens": tokens})
+        self._client.call("give_back_tasks", {"holder": self.holder, "tokens": tokens})
         self._forget(tokens)
 
     def fail(self, token: int, error: str, record: int | None = None) -> bool:
         """Report that a task raised an error; returns whether it will be tried again."""
         head = {"holder": self.holder, "token": token, "error": error[:10_000], "record": record}
-        again: bool = self._client.call("fail", head).head["again"]
+        again: bool = self._client.call("fail_task", head).head["again"]
         self._forget([token])
         return again
 

@@ -1,0 +1,54 @@
+"""The master of a job: its registry and the ledger of its work, in one process and at one address.
+
+The ledger is `master/work.db` in the folder of checkpoints. A master that is killed and started again, at the
+same address, continues with it: members register again with their next heartbeat, and holders of tasks have
+their leases as before. Two masters of one job exclude each other: the second is refused, because the folder
+has an owner (`karvan.owner`), and because the file is locked.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+
+from karvan.cluster.role_process import RoleSettings, stop_signals
+from karvan.discovery.registry import Registry
+from karvan.owner import own
+from karvan.work.ledger_file import LedgerError
+from karvan.work.service import PATIENCE, WorkService
+
+_log = logging.getLogger("karvan.cluster")
+
+LEDGER = Path("master", "work.db")
+_CHECK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
+
+
+def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
+    """Serve until SIGTERM or SIGINT; an error that prevents the start is raised.
+
+    patience: seconds without progress after which a task is taken from its holder.
+    """
+    if not settings.checkpoints:
+        raise ValueError(
+            "A master expects the folder of the job's checkpoints, which holds its ledger: set --checkpoints."
+        )
+    path = Path(settings.checkpoints) / LEDGER
+    with stop_signals() as ended, ExitStack() as stack:
+        owner = own(path.parent)  # not of all checkpoints, which the trainers write
+        stack.callback(owner.release)
+        try:
+            work = WorkService(path, patience=patience)
+        except LedgerError as error:
+            raise ValueError(str(error)) from None
+        stack.callback(work.close)
+        registry = Registry(settings.host, settings.port, settings.security, beside=[work])
+        stack.callback(registry.close)
+        _log.info("master at %s, ledger in %s", registry.address, path)
+        while not ended.wait(_CHECK_EVERY):
+            owner.check()
+            for lease in work.overdue():
+                _log.warning(
+                    "%s made no progress with %s, which others can lease now.", lease.holder, lease.task
+                )
+        _log.info("master ends")
