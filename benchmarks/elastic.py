@@ -84,10 +84,11 @@ def service_rate(folder: Path, tasks: int) -> float:
 
 def work(client: Client, holder: str) -> None:
     """Lease and acknowledge tasks until there are none."""
-    head = {"holder": holder, "holds": [], "kinds": ["train"], "most": TASKS_AT_ONCE}
+    head = {"holder": holder, "last_token": 0, "kinds": ["train"], "most": TASKS_AT_ONCE}
     while leases := client.call("lease_tasks", head).head["leases"]:
         done = [[lease["token"], lease["task"]["records"]] for lease in leases]
         client.call("acknowledge_records", {"holder": holder, "done": done})
+        head["last_token"] = leases[-1]["token"]
 
 
 def memory_growth(folder: Path, tasks: int) -> tuple[float, float, float]:

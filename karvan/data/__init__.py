@@ -13,6 +13,7 @@ from karvan.data.formats.records.recordio import RecordIOWriter
 from karvan.data.formats.records.tfrecord import TFRecordWriter
 from karvan.data.identity import Identity
 from karvan.data.in_memory import open_frame
+from karvan.data.leasing.dataset import elastic
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.position import merge
 from karvan.data.read import read
@@ -45,6 +46,7 @@ __all__ = [
     "Window",
     "Windows",
     "criteo",
+    "elastic",
     "from_loaders",
     "infer",
     "json_rows",

@@ -56,6 +56,45 @@ def read(
     are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
     are those of `open_files`; the other arguments are those of `Loader`.
     """
+    source, decode = open_data(
+        data,
+        columns=columns,
+        labels=labels,
+        format=format,
+        filesystem=filesystem,
+        options=options,
+        retry_seconds=retry_seconds,
+    )
+    return Loader(
+        source,
+        decode,
+        batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        drop_remainder=drop_remainder,
+        rank=rank,
+        world_size=world_size,
+        workers=workers,
+        prefetch=prefetch,
+        transform=transform,
+        split_records=split_records,
+        retry_seconds=retry_seconds,
+    )
+
+
+def open_data(
+    data: Any,
+    *,
+    columns: Sequence[Column | str] | None,
+    labels: Sequence[str],
+    format: str | None,
+    filesystem: fs.FileSystem | None,
+    options: Mapping[str, Any] | None,
+    retry_seconds: float,
+) -> tuple[Source, Decoder]:
+    """The source of some data and the decoder of its columns; the arguments are those of `read`."""
     names = None if columns is None else [c if isinstance(c, str) else c.name for c in columns]
     if _is_path(data):
         source: Source = retrying(
@@ -78,23 +117,7 @@ def read(
         raise TypeError(f"labels must be a list of names, but is the string {labels!r}.")
     decode = Decoder([_inferred(schema, c) if isinstance(c, str) else c for c in requested], labels)
     decode.check(schema)
-    return Loader(
-        source,
-        decode,
-        batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        epochs=epochs,
-        steps_per_epoch=steps_per_epoch,
-        drop_remainder=drop_remainder,
-        rank=rank,
-        world_size=world_size,
-        workers=workers,
-        prefetch=prefetch,
-        transform=transform,
-        split_records=split_records,
-        retry_seconds=retry_seconds,
-    )
+    return source, decode
 
 
 def _is_path(data: object) -> bool:

@@ -48,7 +48,7 @@ WORK_CALLS = table_of(
         Fields(
             {
                 "holder": _HOLDER,
-                "holds": _TOKENS,
+                "last_token": NUMBER,
                 "kinds": ListOf(_KIND, 4, 1),
                 "most": Integer(1, MOST_LEASES),
             }

@@ -4,8 +4,9 @@ A holder is a process, under a name of its own. It calls
 
     open_work            with the `WorkSpec` of the data, before anything else. The first call of a job begins
                          its ledger; later ones, of the same or other holders, must describe the same work.
-    lease_tasks          for tasks of some kinds. It says which leases it knows: any others of its name were
-                         answered by a master that died before the answer arrived, and are answered again.
+    lease_tasks          for tasks of some kinds. It says the token of the last lease it knows: later ones of
+                         its name were answered by a master that died before the answer arrived, and are
+                         answered again.
     acknowledge_records  how many records of its tasks are done. The answer names leases that have ended: the
                          holder drops them, because somebody else has their records.
     give_back_tasks      that it will not finish, because it leaves.
@@ -120,10 +121,10 @@ class WorkService(Service):
 
     def _lease(self, request: Request) -> Message:
         head = request.head
-        holder, known = head["holder"], set(head["holds"])
+        holder = head["holder"]
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
-            leases = [lease for lease in self.ledger.leases_of(holder) if lease.token not in known]
+            leases = [lease for lease in self.ledger.leases_of(holder) if lease.token > head["last_token"]]
             if leases:
                 return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
             try:

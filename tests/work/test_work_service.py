@@ -40,7 +40,7 @@ name = sys.argv[2]
 client = Client("master", sys.argv[1], calls=WORK_CALLS, forgetful=True)
 client.call("open_work", {"spec": asdict(WorkSpec((("f", 900),), 7, seed=1, epochs=2))})
 while True:
-    got = client.call("lease_tasks", {"holder": name, "holds": [], "kinds": ["train"], "most": 2}).head
+    got = client.call("lease_tasks", {"holder": name, "last_token": 0, "kinds": ["train"], "most": 2}).head
     if got["answer"] == "done":
         break
     if got["answer"] == "wait":
@@ -80,8 +80,8 @@ def open_work(client, spec):
     client.call("open_work", {"spec": asdict(spec)})
 
 
-def lease(client, holder="a", most=1, holds=(), kinds=("train",)):
-    head = {"holder": holder, "holds": list(holds), "kinds": list(kinds), "most": most}
+def lease(client, holder="a", most=1, last_token=10**6, kinds=("train",)):
+    head = {"holder": holder, "last_token": last_token, "kinds": list(kinds), "most": most}
     return client.call("lease_tasks", head).head
 
 
@@ -132,9 +132,8 @@ def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early
 def test_a_holder_that_lost_an_answer_gets_the_same_leases(tmp_path):
     with serving(tmp_path) as (_, _, client):
         first = lease(client, most=2)["leases"]
-        assert lease(client, most=2)["leases"] == first
-        more = lease(client, most=1, holds=[first[0]["token"]])["leases"]
-        assert more == first[1:]
+        assert lease(client, most=2, last_token=0)["leases"] == first
+        assert lease(client, most=1, last_token=first[0]["token"])["leases"] == first[1:]
 
 
 def test_elasticdl_8_a_silent_task_returns_and_its_holder_is_named(tmp_path):
@@ -187,9 +186,9 @@ def test_a_holder_gives_back_only_what_it_has(tmp_path):
 @pytest.mark.parametrize(
     ("call", "head", "expected"),
     [
-        ("lease_tasks", {"holder": "a", "holds": [], "kinds": [], "most": 1}, "kinds"),
-        ("lease_tasks", {"holder": "a", "holds": [], "kinds": ["sleep"], "most": 1}, "to be one of"),
-        ("lease_tasks", {"holder": "a", "holds": [], "kinds": ["train"], "most": 0}, "most"),
+        ("lease_tasks", {"holder": "a", "last_token": 0, "kinds": [], "most": 1}, "kinds"),
+        ("lease_tasks", {"holder": "a", "last_token": 0, "kinds": ["sleep"], "most": 1}, "to be one of"),
+        ("lease_tasks", {"holder": "a", "last_token": 0, "kinds": ["train"], "most": 0}, "most"),
         ("acknowledge_records", {"holder": "a", "done": [[1, -1]]}, "done"),
         ("acknowledge_records", {"holder": "a", "done": [[1, 99]]}, "Expected 0 to 3 records"),
         (

@@ -35,6 +35,7 @@ class WorkClient:
         self.holder = secrets.token_hex(8) if holder is None else holder
         self._lock = threading.Lock()
         self._held: set[int] = set()  # tokens; one thread leases while another acknowledges
+        self._last = 0  # token
         self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
 
     def open(self, spec: WorkSpec) -> None:
@@ -43,13 +44,12 @@ class WorkClient:
 
     def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[Lease] | Answer:
         """Up to `most` tasks, or the answer why there is none."""
-        with self._lock:
-            holds = sorted(self._held)
-        head = {"holder": self.holder, "holds": holds, "kinds": list(kinds), "most": most}
+        head = {"holder": self.holder, "last_token": self._last, "kinds": list(kinds), "most": most}
         got = self._client.call("lease_tasks", head).head
         leases = [Lease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
         with self._lock:
             self._held.update(lease.token for lease in leases)
+            self._last = max([self._last, *self._held])
         return leases or Answer(got["answer"])
 
     def acknowledge(self, done: Mapping[int, int], finished: Iterable[int] = ()) -> list[int]:
@@ -84,6 +84,10 @@ class WorkClient:
         """Give back what is held, and disconnect."""
         if self._held:
             self.give_back(self._held)
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Disconnect; leases stay until they are acknowledged, by whomever, or taken back."""
         self._client.close()
 
 

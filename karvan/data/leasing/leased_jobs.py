@@ -9,6 +9,7 @@ and must not wait for records that others may still be working on.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ from karvan.data.source import Split
 from karvan.work.ledger import Answer
 from karvan.work.task import Lease, Task
 
+_log = logging.getLogger("karvan.data")
+
+_LONG = 30.0  # seconds after which a warning says what it waits for
 _POLL = 0.1  # seconds between two questions for a task while others work on the last ones of an epoch
 
 
@@ -62,15 +66,24 @@ class LeasedJobs:
 
     def _leases(self) -> Iterator[Lease | None]:
         """All leases; None where there is none for now, and at the end."""
+        waited = 0.0
         while not self._closed.is_set():
             got = self._client.lease(most=self._tasks_ahead)
             if isinstance(got, list):
                 yield from got
+                waited = 0.0
                 continue
             yield None
             if got is Answer.DONE:
                 return
             self._closed.wait(_POLL)
+            waited += _POLL
+            if waited - _POLL < _LONG <= waited:
+                _log.warning(
+                    "There was no task for %d s: others still work on this epoch. If nobody does, a "
+                    "DataLoader with several workers lacks in_order=False, or nobody acknowledges batches.",
+                    _LONG,
+                )
 
     def _job(self, lease: Lease, last: bool) -> Iterator[ReadJob]:
         task = lease.task

@@ -91,11 +91,19 @@ class LeasedLoader:
                     finished.append(token)
         return self._client.acknowledge(done, finished)
 
-    def close(self) -> None:
-        """End the threads, and give back the tasks that are not done."""
+    def hand_over(self) -> dict[int, int]:
+        """The records of the last batch, by token, for somebody else who will acknowledge them."""
+        return {each.token: each.done for each in self._unacknowledged.pop()}
+
+    def stop(self) -> None:
+        """End the threads; leases stay."""
         self._jobs.close()
         self._source.close()
         self._pipeline.close()
+
+    def close(self) -> None:
+        """End the threads, and give back the tasks that are not done."""
+        self.stop()
         self._client.close()
 
 

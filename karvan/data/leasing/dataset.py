@@ -1,0 +1,232 @@
+"""`ElasticDataset`: leased batches for a plain loop with torch's `DataLoader`, in any number of processes.
+
+Every process that iterates, a worker of a `DataLoader` included, leases tasks under a name of its own. A
+batch knows its records, so that the process that trains on it can acknowledge them, wherever it was read.
+
+At the end of an epoch a process waits until all records of the epoch are acknowledged. Workers of one
+`DataLoader` would wait for each other without end if it gave their batches in turns: one waits for records
+whose batches the `DataLoader` holds back, because it is the turn of the one that waits. With
+`in_order=False` it holds nothing back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from pyarrow import fs
+
+from karvan.argument_checks import check_counts
+from karvan.data.columns.declarations import Column
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.loading.batch_steps import Transform
+from karvan.data.loading.splits import default_split_records
+from karvan.data.read import open_data
+from karvan.data.retry import RETRY_SECONDS, Patience, retrying
+from karvan.job.environment import JobEnvironment
+from karvan.ragged import Batch, Entry
+from karvan.wire import Security
+from karvan.work.spec import WorkSpec
+
+_log = logging.getLogger("karvan.data")
+
+
+class LeasedRecords(NamedTuple):
+    """Who leased the records of a batch, and how many records of each task are done with it, by token."""
+
+    holder: str
+    done: dict[int, int]
+
+
+class LeasedBatch(dict[str, Entry]):
+    """A batch as a dict, which torch's `DataLoader` passes on unchanged, with its `records`."""
+
+    records: LeasedRecords
+
+    @classmethod
+    def of(cls, batch: Batch, records: LeasedRecords) -> LeasedBatch:
+        """A batch and its records."""
+        made = cls(batch)
+        made.records = records
+        return made
+
+
+class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
+    """The batches that this process leases from the master of its job; see `elastic`."""
+
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        master: str,
+        open_arguments: Mapping[str, Any],
+        shuffle: bool,
+        seed: int,
+        records_per_task: int | None,
+        work: Mapping[str, Any],
+        transform: Transform | None,
+        workers: int,
+        prefetch: int,
+    ) -> None:
+        self._data = data
+        self._batch_size = batch_size
+        self._master = master
+        self._open_arguments = dict(open_arguments)
+        self._seed = seed if shuffle else None
+        self._records_per_task = records_per_task
+        self._work = dict(work)
+        self._transform = transform
+        self._workers = workers
+        self._prefetch = prefetch
+        self._client: tuple[int, WorkClient] | None = None  # of the process that acknowledges
+        self._process = os.getpid()
+
+    def loader(self, num_workers: int = 0, **options: Any) -> torch.utils.data.DataLoader[LeasedBatch]:
+        """A `DataLoader` of the batches, with what they need: see `elastic`."""
+        if num_workers:
+            options = {"multiprocessing_context": "forkserver", "in_order": False, **options}
+        return torch.utils.data.DataLoader(self, batch_size=None, num_workers=num_workers, **options)
+
+    def __iter__(self) -> Iterator[LeasedBatch]:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "This process was forked from one with connections, which do not work here: give the "
+                "DataLoader multiprocessing_context='forkserver' or 'spawn', or use dataset.loader()."
+            )
+        source, decode = open_data(self._data, **self._open_arguments)
+        retry_seconds = self._open_arguments["retry_seconds"]
+        parts = retrying(source.parts, Patience(retry_seconds))
+        size = self._records_per_task or default_split_records(
+            parts, 0, getattr(source, "group_records", None)
+        )
+        client = self._connect()
+        loader: LeasedLoader | None = None
+        try:
+            pairs = tuple((part.path, part.records) for part in parts)
+            client.open(WorkSpec(pairs, size, self._seed, **self._work))
+            loader = LeasedLoader(
+                client,
+                source,
+                decode,
+                self._batch_size,
+                seed=self._seed,
+                transform=self._transform,
+                workers=self._workers,
+                prefetch=self._prefetch,
+                retry_seconds=retry_seconds,
+            )
+            for batch in loader:
+                yield LeasedBatch.of(batch, LeasedRecords(client.holder, loader.hand_over()))
+        finally:
+            # Leases stay: the batches may be acknowledged later, and the master takes back what is not.
+            if loader is not None:
+                loader.stop()
+            client.disconnect()
+
+    def acknowledge(self, batch: LeasedBatch) -> bool:
+        """The records of a batch have been trained, and of all batches before it that were read together.
+
+        False, with a warning, if the master has given some of them to another process, because it heard
+        nothing of this one for too long.
+        """
+        if not isinstance(batch, LeasedBatch):
+            raise TypeError(
+                f"acknowledge expects a batch as the dataset gave it, got {type(batch).__name__}. Give the "
+                "DataLoader batch_size=None and no collate_fn that makes another batch of it."
+            )
+        if self._client is None or self._client[0] != os.getpid():
+            self._client = (os.getpid(), self._connect())
+        ended = self._client[1].acknowledge(batch.records.done)
+        if ended:
+            _log.warning(
+                "Records of a batch were given to another process: this one made no progress for too long."
+            )
+        return not ended
+
+    def _connect(self) -> WorkClient:
+        holder = f"{os.uname().nodename} {os.getpid()} {secrets.token_hex(4)}"
+        return WorkClient(self._master, holder, Security.from_environment())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_client": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _process=os.getpid())  # in a worker that was spawned
+
+
+def elastic(
+    data: Any,
+    batch_size: int,
+    *,
+    master: str | None = None,
+    columns: Sequence[Column | str] | None = None,
+    labels: Sequence[str] = (),
+    format: str | None = None,
+    filesystem: fs.FileSystem | None = None,
+    options: Mapping[str, Any] | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    epochs: int | None = 1,
+    records_per_task: int | None = None,
+    most_tries: int = 3,
+    transform: Transform | None = None,
+    workers: int = 1,
+    prefetch: int = 4,
+    retry_seconds: float = RETRY_SECONDS,
+) -> ElasticDataset:
+    """Batches that processes lease from a master while they run, instead of having fixed shares.
+
+        dataset = kv.data.elastic("clicks/*.parquet", batch_size=4096, epochs=2)
+        for batch in dataset.loader(num_workers=2):
+            ...  # train
+            dataset.acknowledge(batch)
+
+    Any number of processes may run this loop, come and go. Together they acknowledge every record once in
+    every epoch. What a process has not acknowledged when it dies is leased by others, after the master has
+    heard nothing of it for a while.
+
+    `dataset.loader` is torch's `DataLoader` with `batch_size=None`, `in_order=False`, without which several
+    workers wait for each other, and `multiprocessing_context="forkserver"`, because connections do not
+    survive a fork. A program with workers needs `if __name__ == "__main__":`, as always with it.
+
+    `master` is its address, by default KARVAN_REGISTRY; `karvan role master` runs one. All processes must
+    describe the same work: the files, `shuffle`, `seed`, `epochs`, `records_per_task`, `most_tries`. Tasks of
+    `records_per_task` records are leased, by default as many as are read at once. `shuffle` mixes the tasks,
+    and the records inside of each. A task that raises errors `most_tries` times fails the job. `workers`
+    threads of each process read; the other arguments are those of `read`.
+    """
+    check_counts(1, batch_size=batch_size, epochs=epochs, records_per_task=records_per_task)
+    check_counts(1, most_tries=most_tries, workers=workers, prefetch=prefetch)
+    address = JobEnvironment.read().registry if master is None else master
+    if not address:
+        raise ValueError(
+            "kv.data.elastic leases its records from a master, but there is none: start one with `karvan "
+            "role master --checkpoints FOLDER`, and pass its address as master=, or in KARVAN_REGISTRY."
+        )
+    open_arguments = {
+        "columns": columns,
+        "labels": labels,
+        "format": format,
+        "filesystem": filesystem,
+        "options": options,
+        "retry_seconds": retry_seconds,
+    }
+    return ElasticDataset(
+        data,
+        batch_size,
+        master=address,
+        open_arguments=open_arguments,
+        shuffle=shuffle,
+        seed=seed,
+        records_per_task=records_per_task,
+        work={"epochs": epochs, "most_tries": most_tries},
+        transform=transform,
+        workers=workers,
+        prefetch=prefetch,
+    )
