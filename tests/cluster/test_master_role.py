@@ -2,11 +2,11 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
+from free_ports import free_port
 from wire_helpers import wait_for
 
 from karvan.data.leasing.client import WorkClient
@@ -37,12 +37,6 @@ def start_master(tmp_path):
     for master in started:
         master.kill()
         master.communicate()
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def test_members_and_holders_find_a_master_that_was_killed_and_started_again(start_master):

@@ -17,6 +17,8 @@ from karvan.train.callbacks import EarlyStopping
 COLUMNS = {name: column.numpy() for name, column in records(32).items()}
 TEXT = "kv.Feature('user').hash(\"farm\") in a FeatureEngine, or read it with columns=[kv.data.Varlen("
 
+ELASTIC = kv.data.elastic("clicks/*.parquet", 4, master="127.0.0.1:1")
+
 
 @pytest.mark.parametrize(
     ("data", "message"),
@@ -29,6 +31,8 @@ TEXT = "kv.Feature('user').hash(\"farm\") in a FeatureEngine, or read it with co
         (batches(1)[0], "expects several batches, got one Batch: give it [batch]"),
         (records(4), "expects several batches, got one dict: give it [batch]"),
         (torch.utils.data.TensorDataset(torch.ones(3)), "give it torch.utils.data.DataLoader(dataset"),
+        (ELASTIC, "expects batches that nobody has to acknowledge, got kv.data.elastic"),
+        (ELASTIC.loader(), "expects batches that nobody has to acknowledge, got kv.data.elastic"),
         (torch.ones(3), "expects batches, such as kv.data.read(…) or a list of kv.Batch, got Tensor"),
         (None, "expects batches, such as kv.data.read(…) or a list of kv.Batch, got None"),
         (17, "got 17"),

@@ -2,13 +2,13 @@
 
 import random
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
+from free_ports import free_port
 
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client, RefusedError, Server
@@ -205,12 +205,6 @@ def test_wrong_calls_are_refused_and_change_nothing(tmp_path, call, head, expect
         with pytest.raises(RefusedError, match=expected):
             client.call(call, head)
         assert ledger.state_dict() == before
-
-
-def free_port():
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def start(program, *arguments):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from karvan.checkpoint import Checkpoints
+from karvan.data.leasing.dataset import ElasticDataset
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.ragged import Batch
 from karvan.train.callbacks import Callback
@@ -36,6 +37,11 @@ def check_data(call: str, data: Any) -> None:
         )
     if isinstance(data, Mapping):
         raise TypeError(f"{call} expects batches, got a {kind}: give it {read.format('columns')}.")
+    if isinstance(getattr(data, "dataset", data), ElasticDataset):
+        raise TypeError(
+            f"{call} expects batches that nobody has to acknowledge, got kv.data.elastic, which is for plain "
+            f"loops: give it {read.format('files')}."
+        )
     if _gives_samples(data):
         raise TypeError(
             f"{call} expects batches, got the dataset {kind}: give it torch.utils.data.DataLoader(dataset, "
