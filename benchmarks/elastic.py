@@ -1,4 +1,4 @@
-"""Elastic jobs. So far: how fast a master leases tasks, and how much memory it needs for many.
+"""Leased work: how many tasks a second a master leases, and how much memory it needs for many.
 
 A task is leased and acknowledged, each in a transaction of the ledger's file. The ledger alone is measured
 with one task at a time; the service, in a process of its own, with clients that lease some at a time over
@@ -19,7 +19,7 @@ from common import Report, parser
 
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
-from karvan.work.ledger import Answer, Ledger
+from karvan.work.ledger import Ledger, NoTask
 from karvan.work.spec import WorkSpec
 
 TASKS_AT_ONCE = 32
@@ -50,7 +50,7 @@ def ledger_rate(folder: Path, tasks: int) -> float:
     """Return how many tasks a second the ledger leases and acknowledges, one by one."""
     ledger = Ledger(folder / "one.db", spec_of(tasks))
     begin = time.perf_counter()
-    while not isinstance(leases := ledger.lease("trainer"), Answer):
+    while not isinstance(leases := ledger.lease("trainer"), NoTask):
         ledger.acknowledge({lease.token: lease.task.records for lease in leases})
     seconds = time.perf_counter() - begin
     ledger.close()
@@ -83,7 +83,7 @@ def service_rate(folder: Path, tasks: int) -> float:
 
 
 def work(client: Client, holder: str) -> None:
-    """Lease and acknowledge tasks until there are none."""
+    """TaskLease and acknowledge tasks until there are none."""
     head = {"holder": holder, "last_token": 0, "kinds": ["train"], "most": TASKS_AT_ONCE}
     while leases := client.call("lease_tasks", head).head["leases"]:
         done = [[lease["token"], lease["task"]["records"]] for lease in leases]
@@ -96,7 +96,7 @@ def memory_growth(folder: Path, tasks: int) -> tuple[float, float, float]:
     path = folder / "many.db"
     ledger = Ledger(path, spec_of(tasks))
     done, early = 0, 0.0
-    while not isinstance(leases := ledger.lease("trainer", most=1000), Answer):
+    while not isinstance(leases := ledger.lease("trainer", most=1000), NoTask):
         ledger.acknowledge({lease.token: lease.task.records for lease in leases})
         done += len(leases)
         if done <= tasks // 10:

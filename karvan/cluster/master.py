@@ -27,11 +27,16 @@ _CHECK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
 def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
     """Serve until SIGTERM or SIGINT; an error that prevents the start is raised.
 
-    patience: seconds without progress after which a task is taken from its holder.
+    patience: seconds without progress after which tasks are taken from their holder.
     """
     if not settings.checkpoints:
         raise ValueError(
             "A master expects the folder of the job's checkpoints, which holds its ledger: set --checkpoints."
+        )
+    if settings.registry or settings.count > 1 or settings.generation or settings.advertise:
+        raise ValueError(
+            "A master is the registry of its job, and there is one: it expects no registry, index, count, "
+            "generation or advertise."
         )
     path = Path(settings.checkpoints) / LEDGER
     with stop_signals() as ended, ExitStack() as stack:

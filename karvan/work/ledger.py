@@ -32,13 +32,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from karvan.work.ledger_file import LedgerError, LedgerFile, OpenTask, Position, fields_of, task_from
+from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
 from karvan.work.spec import WorkSpec
-from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task import Task, TaskKind, TaskLease
 
 
-class Answer(Enum):
-    """The answer to a holder for whom there is no task."""
+class NoTask(Enum):
+    """Why there is no task for a holder."""
 
     WAIT = "wait"  # others still work on this epoch
     DONE = "done"  # all tasks of the job are done
@@ -56,7 +56,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, spec: WorkSpec | None = None) -> None:
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, TaskLease] = {}
         self._tokens: dict[str, list[int]] = {}  # of the leases of each holder, the oldest first
         self._waiting: dict[int, Task] = {}
         self._file = LedgerFile(path)
@@ -78,12 +78,12 @@ class Ledger:
         return cls(path) if begun else None
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LedgerPosition:
         """What has been issued, and what came of it."""
         return self._position
 
     @property
-    def leases(self) -> list[Lease]:
+    def leases(self) -> list[TaskLease]:
         """All tasks that have a holder."""
         return list(self._leases.values())
 
@@ -91,7 +91,16 @@ class Ledger:
         """Whether the lease with this token has not ended."""
         return token in self._leases
 
-    def leases_of(self, holder: str) -> list[Lease]:
+    def lease_of(self, token: int) -> TaskLease | None:
+        """The lease with this token, unless it has ended."""
+        return self._leases.get(token)
+
+    @property
+    def holders(self) -> int:
+        """How many holders have a lease."""
+        return len(self._tokens)
+
+    def leases_of(self, holder: str) -> list[TaskLease]:
         """The tasks that a holder has, the oldest first."""
         return [self._leases[token] for token in self._tokens.get(holder, ())]
 
@@ -102,7 +111,9 @@ class Ledger:
 
     # Leasing
 
-    def lease(self, holder: str, kinds: Iterable[TaskKind] = TaskKind, most: int = 1) -> list[Lease] | Answer:
+    def lease(
+        self, holder: str, kinds: Iterable[TaskKind] = TaskKind, most: int = 1
+    ) -> list[TaskLease] | NoTask:
         """Up to `most` tasks for a holder. Tasks that wait come before tasks that have never been issued."""
         if self._position.failure is not None:
             raise JobFailedError(self._position.failure)
@@ -116,19 +127,19 @@ class Ledger:
             now = now._replace(issued=issued)
         if not tasks:
             if self._waiting or self._leases or now.issued < len(self._plan):
-                return Answer.WAIT
+                return NoTask.WAIT
             if not self.spec.export or now.exported:
-                return Answer.DONE
+                return NoTask.DONE
             if TaskKind.EXPORT not in kinds:
-                return Answer.WAIT
+                return NoTask.WAIT
             tasks = [Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)]
             now = now._replace(exported=1)
-        leases = [Lease(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
+        leases = [TaskLease(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
         put = [OpenTask(*lease) for lease in leases]
         self._commit(now._replace(token=now.token + len(leases)), remove=waiting, put=put)
         return leases
 
-    def _next_position(self) -> Position:
+    def _next_position(self) -> LedgerPosition:
         """The position, in the next epoch if this one is complete and there is another."""
         now = self._position
         epochs = self.spec.epochs
@@ -208,7 +219,7 @@ class Ledger:
         self._requeue([lease._replace(task=task)], now)
         return now.failure is None
 
-    def _requeue(self, leases: Sequence[Lease], now: Position | None = None) -> None:
+    def _requeue(self, leases: Sequence[TaskLease], now: LedgerPosition | None = None) -> None:
         """Let tasks wait, ahead of those that were never issued; each under a token that nobody has."""
         now = self._position if now is None else now
         if leases:
@@ -231,7 +242,7 @@ class Ledger:
         """Return to the position of a checkpoint. All leases end; tokens are not used again."""
         self.spec.check(state["spec"], data_only=True)
         tasks = [task_from(fields) for fields in state["tasks"]]
-        now = Position(**{**state["position"], "failure": None})
+        now = LedgerPosition(**{**state["position"], "failure": None})
         token = max(now.token, self._position.token)
         put = [OpenTask(number, None, task) for number, task in enumerate(tasks, token + 1)]
         remove = [*self._waiting, *self._leases]
@@ -243,7 +254,7 @@ class Ledger:
         """Close the file; the next master continues from it."""
         self._file.close()
 
-    def _read(self, spec: WorkSpec | None) -> tuple[WorkSpec, Position]:
+    def _read(self, spec: WorkSpec | None) -> tuple[WorkSpec, LedgerPosition]:
         stored = self._file.read()
         if stored is None:
             if spec is None:
@@ -251,7 +262,7 @@ class Ledger:
             if not any(records for _, records in spec.parts) and not spec.export:
                 raise ValueError("The data has no records, so there is no task.")
             self._file.begin(spec)
-            return spec, Position()
+            return spec, LedgerPosition()
         before, position, tasks = stored
         if spec is not None and spec != before:
             spec.check(before.settings(), data_only=True)
@@ -260,7 +271,9 @@ class Ledger:
             self._note(task)
         return spec or before, position
 
-    def _commit(self, now: Position, *, remove: Sequence[int] = (), put: Sequence[OpenTask] = ()) -> None:
+    def _commit(
+        self, now: LedgerPosition, *, remove: Sequence[int] = (), put: Sequence[OpenTask] = ()
+    ) -> None:
         """Change the file, then memory: if the disk is full, neither changes."""
         self._file.change(now, remove, put)
         self._position = now
@@ -280,7 +293,7 @@ class Ledger:
             return
         if token not in self._leases:
             self._tokens.setdefault(holder, []).append(token)
-        self._leases[token] = Lease(token, holder, task)
+        self._leases[token] = TaskLease(token, holder, task)
 
 
 def _failure(task: Task, error: str, record: int | None) -> str:

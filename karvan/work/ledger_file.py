@@ -1,6 +1,6 @@
 """The ledger's file: SQLite, in which every change of the ledger is one transaction.
 
-    ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, and the `Position`
+    ledger     one row: the version of the file, the settings of the `WorkSpec` as JSON, the `LedgerPosition`
     parts      the parts of the data, in order
     tasks      the open tasks, by token. One without a holder waits to be leased
 
@@ -25,7 +25,7 @@ from karvan.work.task import Task, TaskKind
 VERSION = 1
 
 
-class Position(NamedTuple):
+class LedgerPosition(NamedTuple):
     """What has been issued of the plan, and what came of it."""
 
     epoch: int = 0
@@ -50,13 +50,12 @@ class OpenTask(NamedTuple):
 
 
 _TABLES = (
-    f"CREATE TABLE IF NOT EXISTS ledger (version, settings, {', '.join(Position._fields)})",
+    f"CREATE TABLE IF NOT EXISTS ledger (version, settings, {', '.join(LedgerPosition._fields)})",
     "CREATE TABLE IF NOT EXISTS parts (path, records)",
     f"CREATE TABLE IF NOT EXISTS tasks (token INTEGER PRIMARY KEY, holder, {', '.join(Task._fields)})",
 )
-_SET_POSITION = (
-    f"UPDATE ledger SET ({', '.join(Position._fields)}) = ({', '.join('?' * len(Position._fields))})"
-)
+_COLUMNS = ", ".join(LedgerPosition._fields)
+_SET_POSITION = f"UPDATE ledger SET ({_COLUMNS}) = ({', '.join('?' * len(LedgerPosition._fields))})"
 _PUT = f"INSERT OR REPLACE INTO tasks VALUES ({', '.join('?' * (len(Task._fields) + 2))})"
 _REMOVE = "DELETE FROM tasks WHERE token = ?"
 
@@ -112,7 +111,7 @@ class LedgerFile:
 
     def begin(self, spec: WorkSpec) -> None:
         """Write a spec, and the position at its start, into a new file."""
-        values = (VERSION, json.dumps(spec.settings()), *Position())
+        values = (VERSION, json.dumps(spec.settings()), *LedgerPosition())
         with self.transaction():
             self._database.execute(f"INSERT INTO ledger VALUES ({', '.join('?' * len(values))})", values)
             self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
@@ -122,7 +121,7 @@ class LedgerFile:
         with self.transaction():
             self._database.execute("UPDATE ledger SET settings = ?", (json.dumps(spec.settings()),))
 
-    def read(self) -> tuple[WorkSpec, Position, list[OpenTask]] | None:
+    def read(self) -> tuple[WorkSpec, LedgerPosition, list[OpenTask]] | None:
         """The spec, the position and the open tasks, the oldest first; None if the file is new."""
         row = self._database.execute("SELECT * FROM ledger").fetchone()
         if row is None:
@@ -130,13 +129,13 @@ class LedgerFile:
         _, settings, *position = row
         parts = tuple(self._database.execute("SELECT path, records FROM parts ORDER BY rowid"))
         spec = WorkSpec.from_settings(json.loads(settings), parts)
-        return spec, Position(*position), list(self._tasks())
+        return spec, LedgerPosition(*position), list(self._tasks())
 
     def _tasks(self) -> Iterator[OpenTask]:
         for token, holder, *fields in self._database.execute("SELECT * FROM tasks ORDER BY token"):
             yield OpenTask(token, holder, task_from(fields))
 
-    def change(self, position: Position, remove: Iterable[int], put: Iterable[OpenTask]) -> None:
+    def change(self, position: LedgerPosition, remove: Iterable[int], put: Iterable[OpenTask]) -> None:
         """Set the position, remove open tasks by token, and store others, in one transaction."""
         with self.transaction():
             self._database.execute(_SET_POSITION, position)

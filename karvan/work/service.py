@@ -15,8 +15,9 @@ A holder is a process, under a name of its own. It calls
 "wait" means: ask again, others still work on this epoch. "done" means that nothing will follow. A network
 error means neither: the holder calls again until the master is back.
 
-A lease ends when its holder is reported dead (`release`), or when nothing was acknowledged of it for
-`patience` seconds, or for three times as long as the slowest task took if that is more: its holder hangs.
+A lease ends when its holder is reported dead (`release`), or when the holder made no progress for `patience`
+seconds, or for three times as long as the slowest task took if that is more: then it hangs. Progress is a
+new lease, or an acknowledged record of any of its tasks: those that are leased ahead wait for their turn.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from typing import Any
 from karvan.clock import clock
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
-from karvan.work.ledger import Answer, JobFailedError, Ledger
+from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
-from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task import Task, TaskKind, TaskLease
 
 PATIENCE = 300.0
 _SLOWEST_TIMES = 3.0
@@ -56,9 +57,9 @@ class WorkService(Service):
         self._lock = threading.Lock()
         self._opened = Ledger.existing(path)
         self._begun: dict[int, float] = {}  # when a lease began, by token; of the last master's unknown
-        self._heard: dict[int, float] = {}  # when there was progress, by token
+        self._heard: dict[str, float] = {}  # when there was progress, by holder
         if self._opened is not None:
-            self._heard = {lease.token: now() for lease in self._opened.leases}
+            self._heard = {lease.holder: now() for lease in self._opened.leases}
         self._slowest = 0.0
         self.endpoints = endpoints(
             WORK_CALLS,
@@ -106,14 +107,14 @@ class WorkService(Service):
             self._forget(tokens)
             return tasks
 
-    def overdue(self) -> list[Lease]:
+    def overdue(self) -> list[TaskLease]:
         """End the leases of which nothing was heard for too long; their holders hang. Returns them."""
         with self._lock:
             if self._opened is None:
                 return []
             limit = max(self._patience, _SLOWEST_TIMES * self._slowest)
             now = self._now()
-            late = [lease for lease in self.ledger.leases if now - self._heard[lease.token] > limit]
+            late = [lease for lease in self.ledger.leases if now - self._heard[lease.holder] > limit]
             tokens = [lease.token for lease in late]
             self.ledger.give_back(tokens)
             self._forget(tokens)
@@ -131,25 +132,26 @@ class WorkService(Service):
                 made = self.ledger.lease(holder, kinds, head["most"])
             except JobFailedError as error:
                 raise RefusedError(f"The job has failed: {error}") from None
-            if isinstance(made, Answer):
+            if isinstance(made, NoTask):
                 return Message({"leases": [], "answer": made.value})
             now = self._now()
             for lease in made:
-                self._begun[lease.token] = self._heard[lease.token] = now
+                self._begun[lease.token] = now
+            self._heard[holder] = now
         return Message({"leases": [_as_json(lease) for lease in made], "answer": "tasks"})
 
     def _acknowledge(self, request: Request) -> Message:
         done = dict(request.head["done"])
         with self._lock:
+            holders = {lease.holder for lease in map(self.ledger.lease_of, done) if lease is not None}
             try:
                 ended = self.ledger.acknowledge(done)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
             now = self._now()
+            self._heard.update(dict.fromkeys(holders, now))
             for token in done:
-                if self.ledger.is_leased(token):
-                    self._heard[token] = now
-                elif token in self._begun:
+                if not self.ledger.is_leased(token) and token in self._begun:
                     self._slowest = max(self._slowest, now - self._begun[token])
             self._forget(done)
         return Message({"ended": ended})
@@ -176,8 +178,9 @@ class WorkService(Service):
         for token in tokens:
             if not self.ledger.is_leased(token):
                 self._begun.pop(token, None)
-                self._heard.pop(token, None)
+        if len(self._heard) > 2 * self.ledger.holders + 100:  # of holders that come and go
+            self._heard = {each: at for each, at in self._heard.items() if self.ledger.leases_of(each)}
 
 
-def _as_json(lease: Lease) -> dict[str, Any]:
+def _as_json(lease: TaskLease) -> dict[str, Any]:
     return {"token": lease.token, "task": {**lease.task._asdict(), "skipped": list(lease.task.skipped)}}

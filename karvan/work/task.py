@@ -46,7 +46,7 @@ class Task(NamedTuple):
         return f"records {self.first} to {self.first + self.records - 1} of {self.path} (epoch {self.epoch})"
 
 
-class Lease(NamedTuple):
+class TaskLease(NamedTuple):
     """A task that a holder works on. The token is larger than those of all earlier leases of the job."""
 
     token: int

@@ -83,6 +83,13 @@ def test_a_second_master_for_the_same_folder_is_refused_with_code_2(start_master
     assert re.search(r"error: .*(another|other).*run", second.stderr.read(), re.DOTALL)
 
 
+def test_a_master_has_no_registry_but_is_one(start_master, monkeypatch):
+    monkeypatch.setenv("KARVAN_REGISTRY", "127.0.0.1:1")
+    master = start_master(wait=False)
+    assert master.wait(60) == 2
+    assert "error: A master is the registry of its job" in master.stderr.read()
+
+
 def test_a_master_needs_a_folder(start_master):
     master = start_master(folder=None, wait=False)
     assert master.wait(60) == 2

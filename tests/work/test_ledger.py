@@ -13,10 +13,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from karvan.work.ledger import Answer, JobFailedError, Ledger
+from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
-from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task import Task, TaskKind, TaskLease
 
 PARTS = (("f1", 10), ("f2", 10))
 
@@ -41,7 +41,7 @@ def open_ledger(tmp_path):
 def lease_of(ledger, holder="a", kinds=TaskKind):
     """One lease, or the answer why there is none."""
     got = ledger.lease(holder, kinds)
-    return got if isinstance(got, Answer) else got[0]
+    return got if isinstance(got, NoTask) else got[0]
 
 
 def finish(ledger, lease):
@@ -51,7 +51,7 @@ def finish(ledger, lease):
 def run_to_the_end(ledger, holder="a"):
     """Work alone; returns how often each record was done in each epoch."""
     seen = Counter()
-    while (lease := lease_of(ledger, holder)) is not Answer.DONE:
+    while (lease := lease_of(ledger, holder)) is not NoTask.DONE:
         task = lease.task
         seen.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.records))
         finish(ledger, lease)
@@ -71,7 +71,7 @@ def test_elasticdl_3_epochs_do_not_overlap(open_ledger):
     first = lease_of(ledger, "a")
     for _ in range(7):
         finish(ledger, lease_of(ledger, "b"))
-    assert lease_of(ledger, "b") is Answer.WAIT
+    assert lease_of(ledger, "b") is NoTask.WAIT
     finish(ledger, first)
     assert lease_of(ledger, "b").task.epoch == 1
 
@@ -99,7 +99,7 @@ def test_elasticdl_4_the_tasks_of_a_dead_holder_return_and_no_others(open_ledger
 def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(open_ledger):
     ledger = open_ledger(epochs=2)
     issued = Counter()
-    while (lease := lease_of(ledger, "a")) is not Answer.DONE:
+    while (lease := lease_of(ledger, "a")) is not NoTask.DONE:
         issued[lease.task.number] += 1
         if lease.token == 1:
             assert ledger.fail(lease.token, "no luck")
@@ -191,16 +191,16 @@ def test_the_last_task_is_one_export(open_ledger):
     ledger = open_ledger(size=10, export=True)
     one, two = lease_of(ledger, "a"), lease_of(ledger, "b")
     finish(ledger, one)
-    assert lease_of(ledger, "a") is Answer.WAIT
+    assert lease_of(ledger, "a") is NoTask.WAIT
     finish(ledger, two)
     export = lease_of(ledger, "a")
     assert export.task.kind is TaskKind.EXPORT
-    assert lease_of(ledger, "b") is Answer.WAIT
+    assert lease_of(ledger, "b") is NoTask.WAIT
     ledger.release("a")
     again = lease_of(ledger, "b")
     assert again.task == export.task
     finish(ledger, again)
-    assert lease_of(ledger, "a") is Answer.DONE
+    assert lease_of(ledger, "a") is NoTask.DONE
 
 
 def test_a_checkpoint_has_the_position_and_a_rollback_returns_to_it(open_ledger):
@@ -284,12 +284,12 @@ def test_a_full_disk_changes_nothing(open_ledger):
 WORKER = """
 import sys
 from pathlib import Path
-from karvan.work.ledger import Answer, Ledger
+from karvan.work.ledger import NoTask, Ledger
 from karvan.work.spec import WorkSpec
 ledger = Ledger(Path(sys.argv[1]), WorkSpec((("f", 20_000),), 7, seed=1, epochs=2))
 for lease in ledger.leases:  # of the process before
     ledger.give_back([lease.token])
-while not isinstance(got := ledger.lease("w"), Answer):
+while not isinstance(got := ledger.lease("w"), NoTask):
     (lease,) = got
     for done in range(lease.task.done + 1, lease.task.records + 1):
         ledger.acknowledge({lease.token: done})
@@ -346,10 +346,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(holder=holders)
     def lease(self, holder):
         lease = lease_of(self.ledger, holder)
-        if isinstance(lease, Answer):
+        if isinstance(lease, NoTask):
             left = sum(lease.task.left for lease in self.live.values())
-            assert (lease is Answer.DONE) == (self.done.total() == 26)
-            assert lease is Answer.DONE or left
+            assert (lease is NoTask.DONE) == (self.done.total() == 26)
+            assert lease is NoTask.DONE or left
             return
         assert lease.token > max([*self.live, *self.ended], default=0)
         epoch_before = sum(count for (epoch, *_), count in self.done.items() if epoch < lease.task.epoch)
@@ -373,7 +373,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if done == lease.task.records:
             self.end(token)
         else:
-            self.live[token] = Lease(token, lease.holder, lease.task._replace(done=done))
+            self.live[token] = TaskLease(token, lease.holder, lease.task._replace(done=done))
 
     def end(self, token):
         self.ended.append(token)
@@ -424,7 +424,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self):
         for token in list(self.live):
             self.ledger.give_back([token])
-        while (lease := lease_of(self.ledger, "last")) is not Answer.DONE:
+        while (lease := lease_of(self.ledger, "last")) is not NoTask.DONE:
             task = lease.task
             self.done.update((task.epoch, task.path, task.first + i) for i in range(task.done, task.records))
             self.ledger.acknowledge({lease.token: task.records})

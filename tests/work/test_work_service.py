@@ -152,6 +152,18 @@ def test_elasticdl_8_a_silent_task_returns_and_its_holder_is_named(tmp_path):
         assert again["task"] == silent["task"]
 
 
+def test_tasks_that_are_leased_ahead_stay_with_a_holder_that_makes_progress(tmp_path):
+    now = FakeTime()
+    with serving(tmp_path, now=now, patience=300.0) as (_, work, client):
+        first, ahead = lease(client, most=2)["leases"]
+        for seconds in (200.0, 400.0):
+            now.seconds = seconds
+            acknowledge(client, {first["token"]: int(seconds / 200)}, "whoever trains on the batch")
+            assert work.overdue() == []
+        now.seconds = 701.0
+        assert [each.token for each in work.overdue()] == [first["token"], ahead["token"]]
+
+
 def test_elasticdl_8_slow_tasks_get_three_times_as_long_as_the_slowest(tmp_path):
     now = FakeTime()
     with serving(tmp_path, now=now, patience=300.0) as (_, work, client):

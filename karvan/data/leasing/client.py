@@ -14,9 +14,9 @@ from typing import Any
 
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client, Security
-from karvan.work.ledger import Answer
+from karvan.work.ledger import NoTask
 from karvan.work.spec import WorkSpec
-from karvan.work.task import Lease, Task, TaskKind
+from karvan.work.task import Task, TaskKind, TaskLease
 
 _DEADLINE = 600.0  # seconds in which a master must come back
 
@@ -42,15 +42,15 @@ class WorkClient:
         """Describe the work; the first holder of a job begins its ledger, others must say the same."""
         self._client.call("open_work", {"spec": asdict(spec)})
 
-    def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[Lease] | Answer:
+    def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[TaskLease] | NoTask:
         """Up to `most` tasks, or the answer why there is none."""
         head = {"holder": self.holder, "last_token": self._last, "kinds": list(kinds), "most": most}
         got = self._client.call("lease_tasks", head).head
-        leases = [Lease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
+        leases = [TaskLease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
         with self._lock:
             self._held.update(lease.token for lease in leases)
             self._last = max([self._last, *self._held])
-        return leases or Answer(got["answer"])
+        return leases or NoTask(got["answer"])
 
     def acknowledge(self, done: Mapping[int, int], finished: Iterable[int] = ()) -> list[int]:
         """Report how many records are done, by token; returns the tokens of leases that have ended.

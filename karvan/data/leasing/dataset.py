@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyarrow import fs
@@ -36,20 +36,14 @@ from karvan.work.spec import WorkSpec
 _log = logging.getLogger("karvan.data")
 
 
-class LeasedRecords(NamedTuple):
-    """Who leased the records of a batch, and how many records of each task are done with it, by token."""
-
-    holder: str
-    done: dict[int, int]
-
-
 class LeasedBatch(dict[str, Entry]):
-    """A batch as a dict, which torch's `DataLoader` passes on unchanged, with its `records`."""
+    """A batch as a dict, which torch's `DataLoader` passes on unchanged."""
 
-    records: LeasedRecords
+    records: dict[int, int]
+    """How many records of each leased task are done with it, by token."""
 
     @classmethod
-    def of(cls, batch: Batch, records: LeasedRecords) -> LeasedBatch:
+    def of(cls, batch: Batch, records: dict[int, int]) -> LeasedBatch:
         """A batch and its records."""
         made = cls(batch)
         made.records = records
@@ -122,7 +116,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
                 retry_seconds=retry_seconds,
             )
             for batch in loader:
-                yield LeasedBatch.of(batch, LeasedRecords(client.holder, loader.hand_over()))
+                yield LeasedBatch.of(batch, loader.hand_over())
         finally:
             # Leases stay: the batches may be acknowledged later, and the master takes back what is not.
             if loader is not None:
@@ -142,7 +136,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
             )
         if self._client is None or self._client[0] != os.getpid():
             self._client = (os.getpid(), self._connect())
-        ended = self._client[1].acknowledge(batch.records.done)
+        ended = self._client[1].acknowledge(batch.records)
         if ended:
             _log.warning(
                 "Records of a batch were given to another process: this one made no progress for too long."

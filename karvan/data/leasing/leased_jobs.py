@@ -21,8 +21,8 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.loading.read_jobs import Order, ReadJob
 from karvan.data.loading.splits import permutation
 from karvan.data.source import Split
-from karvan.work.ledger import Answer
-from karvan.work.task import Lease, Task
+from karvan.work.ledger import NoTask
+from karvan.work.task import Task, TaskLease
 
 _log = logging.getLogger("karvan.data")
 
@@ -51,12 +51,10 @@ class LeasedJobs:
         self._tasks_ahead = tasks_ahead
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._open: deque[tuple[Lease, Order]] = (
-            deque()
-        )  # in the order of jobs: the places not yet in a batch
+        self._open: deque[tuple[TaskLease, Order]] = deque()  # places that are in no batch yet
 
     def __iter__(self) -> Iterator[ReadJob | None]:
-        before: Lease | None = None
+        before: TaskLease | None = None
         for lease in self._leases():
             if before is not None:
                 ends = lease is None or lease.task.epoch != before.task.epoch
@@ -64,7 +62,7 @@ class LeasedJobs:
                 yield None
             before = lease
 
-    def _leases(self) -> Iterator[Lease | None]:
+    def _leases(self) -> Iterator[TaskLease | None]:
         """All leases; None where there is none for now, and at the end."""
         waited = 0.0
         while not self._closed.is_set():
@@ -74,7 +72,7 @@ class LeasedJobs:
                 waited = 0.0
                 continue
             yield None
-            if got is Answer.DONE:
+            if got is NoTask.DONE:
                 return
             self._closed.wait(_POLL)
             waited += _POLL
@@ -85,7 +83,7 @@ class LeasedJobs:
                     _LONG,
                 )
 
-    def _job(self, lease: Lease, last: bool) -> Iterator[ReadJob]:
+    def _job(self, lease: TaskLease, last: bool) -> Iterator[ReadJob]:
         task = lease.task
         places = places_of(task)
         if not len(places):
@@ -121,7 +119,7 @@ class LeasedJobs:
                     self._open.appendleft((lease, rest))
         return reached
 
-    def task_to_blame(self, split: Split | None) -> Lease | None:
+    def task_to_blame(self, split: Split | None) -> TaskLease | None:
         """The task of a split that could not be read; of an error elsewhere, that of the next batch."""
         with self._lock:
             leases = [lease for lease, _ in self._open]
@@ -132,7 +130,7 @@ class LeasedJobs:
         return leases[0] if leases else None
 
     def close(self) -> None:
-        """Lease no more."""
+        """TaskLease no more."""
         self._closed.set()
 
 
