@@ -10,12 +10,20 @@
                 break
 
 The optimizer is the user's; it steps on the servers, and only its learning rate, which schedulers change, is
-read here. Servers receive the model before trainers join (`DenseServerProxy.load_state`), including the
-parameters that need no gradient; buffers, such as the means of a batch norm, stay local to each trainer.
+read here, unless pull_every is above 1. Servers receive the model before trainers join
+(`DenseServerProxy.load_state`), including the parameters that need no gradient; buffers, such as the means of
+a batch norm, stay local to each trainer.
 
 All servers receive a push with the same sequence number. If one rejects it, or cannot be reached, the number
 is used again: the next `step` is for the same batch, and servers that have accepted it change nothing. A
 trainer that is restarted under its name continues with the numbers the servers expect.
+
+With pull_every=k, a trainer pulls before every k-th step. In between, the optimizer makes each accepted step
+here, too, with state of its own: that of this trainer's gradients. So the local parameters have all of this
+trainer's steps, and the steps that the others had made at the last pull. A gradient's version says so: it is
+the version pulled, plus the steps that the servers have made of this trainer's pushes since. A push that was
+rejected is computed again after a pull, and the step after it pulls, too: servers that had accepted the first
+attempt have the step of that one, so the local parameters would have it twice.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from karvan.argument_checks import check_counts
 from karvan.dense.optimizer_spec import rate_of
 from karvan.dense.sharding import owner_of_parameter
 from karvan.dense.step_policies import Answer, Outcome, Staleness
@@ -57,7 +66,7 @@ class DenseServer(Protocol):
 class AsyncDense:
     """A model whose dense parameters are on servers, which must be listed in the same order every time.
 
-    call: a `map` that calls the servers, such as a thread pool's, to call all at once.
+    call: a `map` that calls the servers, such as a thread pool's, to call all at once. pull_every: see above.
     """
 
     def __init__(
@@ -68,9 +77,11 @@ class AsyncDense:
         *,
         trainer: str,
         call: Callable[..., Iterable[Any]] = map,
+        pull_every: int = 1,
     ) -> None:
         if not servers:
             raise ValueError("Expected at least one server, got none.")
+        check_counts(1, pull_every=pull_every)
         self._servers = list(servers)
         self._optimizer = optimizer
         self._trainer = trainer
@@ -80,19 +91,35 @@ class AsyncDense:
         self._owners = {name: owner_of_parameter(name, len(servers)) for name in self._parameters}
         self._versions: list[int | None] = [None] * len(servers)
         self._sequence = 0
+        self._pull_every = pull_every
+        self._steps_left = 0  # until the next pull
+        self._own_steps = [0] * len(servers)  # of the servers since the last pull, by this trainer's pushes
+        self._moved = False  # whether steps were made here since the last pull
+        self._rejected = False  # whether the last push was
         self.staleness = Staleness()
 
     def join(self) -> None:
         """Take the servers' parameters, and continue with the sequence numbers that they expect."""
         self._versions = [None] * len(self._servers)
         self._sequence = max(self._call(lambda server: server.next_sequence(self._trainer), self._servers))
-        self.before_step()
+        self._rejected = False
+        self.pull()
 
     def before_step(self) -> bool:
-        """Take parameters that are newer than the local ones; returns whether there were any."""
-        answers = list(
-            self._call(lambda server, version: server.pull(version), self._servers, self._versions)
-        )
+        """Pull if it is time to, or if the last push was rejected; returns whether there was anything new."""
+        if self._steps_left and not self._rejected:
+            self._steps_left -= 1
+            return False
+        newer = self.pull()
+        self._steps_left = self._pull_every - 1
+        return newer
+
+    def pull(self) -> bool:
+        """Take parameters that are newer than the local ones, if there are any; the next step pulls again."""
+        known = [None] * len(self._servers) if self._moved else self._versions
+        answers = list(self._call(lambda server, version: server.pull(version), self._servers, known))
+        self._steps_left, self._moved = 0, False
+        self._own_steps = [0] * len(self._servers)
         newer = False
         for number, (version, parameters) in enumerate(answers):
             if parameters is not None:
@@ -116,10 +143,17 @@ class AsyncDense:
             self._optimizer.zero_grad()
             return "not finite"
         outcome = self._push(gradients, rate_of(self._optimizer))
+        repeats, self._rejected = self._rejected, outcome == "rejected"
+        steps_here = outcome == "accepted" and self._pull_every > 1
+        if steps_here:
+            self._optimizer.step()
+            self._moved = True
         self._optimizer.zero_grad()
         if outcome != "rejected":
             self._sequence += 1
-        if outcome == "accepted":
+            if repeats:
+                self._steps_left = 0
+        if outcome == "accepted" and not steps_here:
             # Without gradients it changes nothing, but schedulers and hooks see that there was a step.
             self._optimizer.step()
         return outcome
@@ -132,7 +166,11 @@ class AsyncDense:
                 raise RuntimeError("Gradients of parameters that were never pulled: expected join() first.")
             return server.push_gradients(share, version, trainer=self._trainer, sequence=sequence, lr=rate)
 
-        answers: list[Answer] = list(self._call(push, self._servers, self._shares(gradients), self._versions))
+        versions = [
+            None if pulled is None else pulled + own
+            for pulled, own in zip(self._versions, self._own_steps, strict=True)
+        ]
+        answers: list[Answer] = list(self._call(push, self._servers, self._shares(gradients), versions))
         reasons = {answer.reason for answer in answers if not answer.accepted}
         behind = max(0, *(answer.staleness for answer in answers))
         self.staleness.pushes += 1
@@ -146,6 +184,11 @@ class AsyncDense:
         if reasons & {"stale", "ahead"}:
             self.staleness.rejected += 1
             return "rejected"
+        if self._pull_every > 1:
+            for number, (answer, version) in enumerate(zip(answers, versions, strict=True)):
+                # The answer to a repeated push may be older than the last pull, which has its step already.
+                if answer.applied and version is not None and answer.version > version:
+                    self._own_steps[number] += 1
         return "not finite" if reasons else "accepted"
 
     def _shares(self, values: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from karvan.dense.communication import DenseCommunication
 from karvan.dense.local import LocalDense
+from karvan.dense.periodic_averaging import PeriodicAveraging
 from karvan.distributed import Connection
 from karvan.embedding import EmbeddingEngine
 
@@ -18,13 +20,20 @@ def make_stepping(
     engines: Sequence[EmbeddingEngine],
     connection: Connection,
     prefetch: int,
+    communication: DenseCommunication,
 ) -> LocalDense:
     """The steps of dense parameters, local or on servers by the connection's mode; a collective.
 
-    If they are on servers, this sends the parameters there.
+    If they are on servers, this sends the parameters there; if ranks step alone, they get those of rank 0.
     """
-    if optimizer is None or not connection.settings.mode.dense_on_servers:
+    if optimizer is None:
         return LocalDense(optimizer)
+    if not connection.settings.mode.dense_on_servers:
+        if communication.average_every == 1 or connection.world_size == 1:
+            return LocalDense(optimizer)
+        averaging = PeriodicAveraging(model, optimizer, connection, communication.average_every)
+        averaging.begin()
+        return averaging
     from karvan.dense.remote import RemoteDense  # imports Arrow Flight, which takes a while
 
     remote = RemoteDense(model, optimizer, engines, connection, prefetch)

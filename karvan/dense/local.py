@@ -10,7 +10,7 @@ from karvan.dense.step_policies import Outcome, Staleness
 
 
 class LocalDense:
-    """Parameters that step in this process; `RemoteDense` derives from it."""
+    """Parameters that step in this process; `RemoteDense` and `PeriodicAveraging` derive from it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
@@ -29,6 +29,13 @@ class LocalDense:
     def attempts(self) -> Generator[int, None, None]:
         """Attempts at a step; the caller stops after one that is not rejected."""
         yield 0
+
+    def agree(self, finite: bool) -> bool:
+        """Whether gradients are finite on all ranks that must make a step together.
+
+        Averaged gradients need no message for that: they are the same on all ranks.
+        """
+        return finite
 
     def step(self) -> Outcome:
         """Make a step with the current gradients."""

@@ -1,10 +1,13 @@
 """Dense parameters that are updated on parameter servers (mode async).
 
-A step may take several attempts: pull newer parameters, compute, push. One whose push is rejected is computed
+A step may take several attempts: pull newer parameters, compute, push (with `pull_every`, some steps do not
+pull; see `client.py`). One whose push is rejected is computed
 again, with the vectors that its rows had at the first attempt; rows are looked up, counted and updated once.
 Whenever a fit starts, the servers receive the parameters and optimizer state of rank 0. Before an evaluation
 and a checkpoint, and at the end, all trainers wait for each other: pushes that wait for others become a step,
-and every trainer gets the servers' parameters.
+and every trainer gets the servers' parameters; if trainers make steps of their own (`pull_every` above 1),
+also the state of the servers' optimizers before a checkpoint, so that a fit that resumes from it continues as
+one that went on.
 """
 
 from __future__ import annotations
@@ -48,9 +51,17 @@ class RemoteDense(LocalDense):
         self._servers = [DenseServerProxy(servers, server, number) for server in range(len(servers))]
         self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
         self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
-        name = f"trainer-{connection.rank}"
-        self._dense = AsyncDense(model, optimizer, self._servers, trainer=name, call=self._call)
-        self._rejects = connection.settings.dense.rejects
+        name, settings = f"trainer-{connection.rank}", connection.settings.dense
+        self._dense = AsyncDense(
+            model,
+            optimizer,
+            self._servers,
+            trainer=name,
+            call=self._call,
+            pull_every=settings.pull_every,
+        )
+        self._steps_alone = settings.pull_every > 1
+        self._rejects = settings.rejects
         self._engines = list(engines) if self._rejects else []
         self._most = _MOST_REJECTIONS + connection.world_size * (prefetch + 2)
 
@@ -98,12 +109,16 @@ class RemoteDense(LocalDense):
         """See `LocalDense.settle`."""
         self._connection.main.barrier()
         self._first_does(lambda: list(self._call(DenseServerProxy.flush, self._servers)))
-        self.fresh()
+        self._dense.pull()
 
     def take(self) -> None:
         """See `LocalDense.take`."""
         self.settle()
-        self._first_does(self._take_slots)
+        if self._steps_alone:
+            self._take_slots()
+            self._connection.main.barrier()  # nobody pushes before all have the same state
+        else:
+            self._first_does(self._take_slots)
 
     def _fill(self) -> None:
         """Send this rank's parameters and optimizer state to the servers."""
@@ -126,9 +141,16 @@ class RemoteDense(LocalDense):
         """Copy the state of the servers' optimizers into this rank's optimizer."""
         assert self.optimizer is not None
         slots = merge_states(list(self._call(DenseServerProxy.state, self._servers)))["slots"]
-        for name, parameter in self._parameters.items():
-            if slots[name]:
-                self.optimizer.state[parameter] = slots[name]
+        if not self._steps_alone:
+            for name, parameter in self._parameters.items():
+                if slots[name]:
+                    self.optimizer.state[parameter] = slots[name]
+            return
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        trained = [names[id(each)] for group in self.optimizer.param_groups for each in group["params"]]
+        state = {index: slots[name] for index, name in enumerate(trained) if slots[name]}
+        # This moves the state to the parameters' devices, where steps need it.
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
 
     def _first_does(self, work: Callable[[], object]) -> None:
         """Rank 0 works while the others wait; an error is raised on all."""

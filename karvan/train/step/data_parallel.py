@@ -1,7 +1,8 @@
 """Keeps the dense parameters of several ranks equal.
 
-`Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel. The model itself
-stays as it is: checkpoints, callbacks and evaluations see it without the wrapper.
+`Parallel` does nothing; `Averaged` averages gradients by torch's DistributedDataParallel, in the way that a
+`Reduction` says. The model itself stays as it is: checkpoints, callbacks and evaluations see it without the
+wrapper.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from karvan.dense.communication import DenseCommunication
 from karvan.distributed import Connection
 from karvan.train.losses import nothing_of
+from karvan.train.step.gradient_reduction import Reduction, make_reduction
 
 
 class Parallel:
@@ -23,6 +26,7 @@ class Parallel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.reduction = Reduction()
 
     def forward(self, batch: Any) -> Any:
         """A training forward."""
@@ -40,14 +44,20 @@ class Parallel:
 class Averaged(Parallel):
     """Parameters start as those of rank 0; after a step's last pass they have the mean of all gradients."""
 
-    def __init__(self, model: nn.Module, connection: Connection) -> None:
+    def __init__(self, model: nn.Module, connection: Connection, communication: DenseCommunication) -> None:
         super().__init__(model)
         self._connection = connection
-        self._shared = DistributedDataParallel(_Rehearsal(model))
+        self._shared = DistributedDataParallel(
+            _Rehearsal(model), find_unused_parameters=communication.find_unused_parameters
+        )
         # Torch rearranges gradients after the first pass, in the order in which they came, and the bits of
         # sums depend on positions. After a rehearsal, a fit that resumes has the sums of one never stopped.
-        self._shared(None).backward()
-        model.zero_grad()
+        # Where it looks for parameters that take no part, it does not rearrange anything.
+        if not communication.find_unused_parameters:
+            self._shared(None).backward()
+            model.zero_grad()
+        self.reduction = make_reduction(communication, model)
+        self.reduction.register(self._shared)
 
     def forward(self, batch: Any) -> Any:
         """See `Parallel.forward`."""
@@ -85,8 +95,11 @@ class _Rehearsal(nn.Module):
         return self.model(batch)
 
 
-def make_parallel(model: nn.Module, connection: Connection) -> Parallel:
-    """The wrapper for a model of these ranks; a collective. In mode async servers hold the parameters."""
+def make_parallel(model: nn.Module, connection: Connection, communication: DenseCommunication) -> Parallel:
+    """The wrapper for a model of these ranks; a collective.
+
+    In mode async servers hold the parameters, and with average_every ranks step alone.
+    """
     trained = any(parameter.requires_grad for parameter in model.parameters())
-    averages = connection.world_size > 1 and connection.joint_steps
-    return Averaged(model, connection) if averages and trained else Parallel(model)
+    averages = connection.world_size > 1 and connection.joint_steps and communication.average_every == 1
+    return Averaged(model, connection, communication) if averages and trained else Parallel(model)
