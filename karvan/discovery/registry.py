@@ -24,6 +24,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from karvan.activity import ActivityReport
 from karvan.clock import clock
@@ -58,7 +59,8 @@ class Registry(Service):
 
     replicas: how many processes each role of the job has; without it, up to 1,024 of each role may register.
     lost_after: seconds without a heartbeat after which a member counts as lost; for trainers six times as
-    many. beside: services whose calls are answered at the same address.
+    many. beside: services whose calls are answered at the same address. generation: of a job that continues.
+    rendezvous: a file for the keys of trainers, which then survive a restart of the registry.
     """
 
     name = "registry"
@@ -73,13 +75,17 @@ class Registry(Service):
         replicas: Mapping[Role, int] | None = None,
         lost_after: float = 10.0,
         beside: Sequence[Service] = (),
+        generation: int = 0,
+        rendezvous: Path | None = None,
     ) -> None:
         self._replicas = dict.fromkeys(Role, _MOST_REPLICAS) if replicas is None else dict(replicas)
-        self._generation = 0
+        self._generation = generation
         self._lost_after = lost_after
         self._lock = threading.Lock()
         self._entries: dict[tuple[Role, int], _Entry] = {}
-        self._store = RendezvousStore()
+        self._store = RendezvousStore(path=rendezvous)
+        if self._store.generation != generation:
+            self._store.begin_generation(generation)
         self.endpoints = endpoints(
             {**REGISTRY_CALLS, **RENDEZVOUS_CALLS},
             {
@@ -105,6 +111,7 @@ class Registry(Service):
     def close(self) -> None:
         """Accept no more calls."""
         self._server.close()
+        self._store.close()
 
     def healthy(self, role: Role, index: int) -> bool | None:
         """Whether its last heartbeat is recent; None: it has not registered, or has left."""

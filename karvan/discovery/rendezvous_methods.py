@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from karvan.discovery.rendezvous_store import RendezvousStore
 from karvan.protocol.rendezvous import pack_values, unpack_values
 from karvan.wire import Message, Request
@@ -26,21 +29,24 @@ def rendezvous_methods(store: RendezvousStore) -> dict[str, Method]:
 
     def add(request: Request) -> Message:
         head = request.head
-        return Message({"total": store.add(head["generation"], head["key"], head["amount"])})
+        return Message({"total": store.add(head["generation"], head["key"], head["amount"], _request(head))})
 
     def append(request: Request) -> Message:
         head = request.head
-        store.append(head["generation"], head["key"], *unpack_values(head, request.arrays))
+        [value] = unpack_values(head, request.arrays)
+        store.append(head["generation"], head["key"], value, _request(head))
         return Message({})
 
     def compare_set(request: Request) -> Message:
         head = request.head
         expected, desired = unpack_values(head, request.arrays)
-        sizes, arrays = pack_values([store.compare_set(head["generation"], head["key"], expected, desired)])
+        value = store.compare_set(head["generation"], head["key"], expected, desired, _request(head))
+        sizes, arrays = pack_values([value])
         return Message({"sizes": sizes}, arrays)
 
     def delete(request: Request) -> Message:
-        return Message({"deleted": store.delete(request.head["generation"], request.head["key"])})
+        head = request.head
+        return Message({"deleted": store.delete(head["generation"], head["key"], _request(head))})
 
     def count(request: Request) -> Message:
         return Message({"keys": store.count(request.head["generation"])})
@@ -55,3 +61,7 @@ def rendezvous_methods(store: RendezvousStore) -> dict[str, Method]:
         "store_delete": delete,
         "store_count": count,
     }
+
+
+def _request(head: Mapping[str, Any]) -> str:
+    return str(head.get("request", ""))

@@ -9,20 +9,27 @@ starts the next one when it restarts trainers, which drops all keys, and calls o
 refused. The keys of a trainer that dies remain until then. No call waits for a key: a caller that needs a
 missing key asks again, so that it does not hold a thread of the registry.
 
+With a file, the keys survive a restart of the registry. A trainer whose call was not answered by then calls
+again. `set` and `get` may be repeated; the other changes name their request, whose answer is stored with the
+change, and repeated.
+
 The number and size of keys and values are bounded, so that a faulty trainer fails by itself and does not fill
-the launcher's memory. A call that would exceed a bound is refused and changes nothing.
+the registry's memory. A call that would exceed a bound is refused and changes nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from karvan.discovery.rendezvous_file import NoRendezvousFile, RendezvousFile
 from karvan.protocol.rendezvous import LONGEST_KEY, MOST_KEYS
 from karvan.wire import RefusedError
 
 _INT64 = range(-(2**63), 2**63)
+_MOST_ANSWERS = 4096  # that may be repeated
 _OVERHEAD = 128  # bytes of a key in addition to its text and its value
 
 
@@ -37,21 +44,36 @@ class StoreBounds:
 
 
 class RendezvousStore:
-    """The keys of one generation; its methods may be called from any thread."""
+    """The keys of one generation, in a file if there is a path; its methods may be called from any thread.
 
-    def __init__(self, bounds: StoreBounds | None = None) -> None:
+    request: a random name of a call; a call with the name of an earlier one changes nothing, and returns the
+    same. An empty one is never the same.
+    """
+
+    def __init__(self, bounds: StoreBounds | None = None, path: Path | None = None) -> None:
         self.bounds = bounds or StoreBounds()
         self._lock = threading.Lock()
-        self._generation = 0
-        self._values: dict[str, bytes] = {}
-        self._size = 0
+        self._file = NoRendezvousFile() if path is None else RendezvousFile(path)
+        self._generation, self._values, self._answers = self._file.read()
+        self._size = sum(_size(*each) for each in self._values.items())
+
+    @property
+    def generation(self) -> int:
+        """The one whose keys it holds."""
+        return self._generation
 
     def begin_generation(self, generation: int) -> None:
         """Drop the keys of earlier generations; from now on only this one is served."""
         with self._lock:
+            self._file.begin(generation)
             self._generation = generation
-            self._values = {}
+            self._values, self._answers = {}, {}
             self._size = 0
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        with self._lock:
+            self._file.close()
 
     def set(self, generation: int, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Set all of these keys, or none of them."""
@@ -73,10 +95,12 @@ class RendezvousStore:
             self._check(generation)
             return all(key in self._values for key in keys)
 
-    def add(self, generation: int, key: str, amount: int) -> int:
+    def add(self, generation: int, key: str, amount: int, request: str = "") -> int:
         """Add to a number, which is 0 if the key does not exist; returns the sum."""
         with self._lock:
             self._check(generation)
+            if (known := self._answers.get(request)) is not None:
+                return int(known)
             before = self._values.get(key, b"0")
             try:
                 total = int(before) + amount
@@ -84,36 +108,43 @@ class RendezvousStore:
                 raise ValueError(f"add expects a number at {key[:100]!r}, got {before[:20]!r}.") from None
             if total not in _INT64:
                 raise ValueError(f"add expects a sum of 64 bits at {key[:100]!r}, got {total}.")
-            self._put({key: str(total).encode()})
+            self._put({key: str(total).encode()}, request, str(total).encode())
             return total
 
-    def append(self, generation: int, key: str, value: bytes) -> None:
+    def append(self, generation: int, key: str, value: bytes, request: str = "") -> None:
         """Append to a value, which is empty if the key does not exist."""
         with self._lock:
             self._check(generation)
-            self._put({key: self._values.get(key, b"") + value})
+            if request not in self._answers:
+                self._put({key: self._values.get(key, b"") + value}, request)
 
-    def compare_set(self, generation: int, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(
+        self, generation: int, key: str, expected: bytes, desired: bytes, request: str = ""
+    ) -> bytes:
         """Set a key if it has the expected value, or is missing and the expected value is empty.
 
         Returns the value afterwards; for a missing key the expected one, as torch's stores do.
         """
         with self._lock:
             self._check(generation)
+            if (known := self._answers.get(request)) is not None:
+                return known
             current = self._values.get(key)
             if current == expected or (current is None and not expected):
-                self._put({key: desired})
+                self._put({key: desired}, request, desired)
                 return desired
             return expected if current is None else current
 
-    def delete(self, generation: int, key: str) -> bool:
+    def delete(self, generation: int, key: str, request: str = "") -> bool:
         """Remove a key; returns whether it existed."""
         with self._lock:
             self._check(generation)
-            value = self._values.pop(key, None)
-            if value is None:
+            if request in self._answers:
+                return True
+            if key not in self._values:
                 return False
-            self._size -= _size(key, value)
+            self._store({}, request, b"", remove=[key])
+            self._size -= _size(key, self._values.pop(key))
             return True
 
     def count(self, generation: int) -> int:
@@ -129,7 +160,7 @@ class RendezvousStore:
                 "the job has continued without this one."
             )
 
-    def _put(self, values: dict[str, bytes]) -> None:
+    def _put(self, values: dict[str, bytes], request: str = "", answer: bytes = b"") -> None:
         bounds, size, count = self.bounds, self._size, len(self._values)
         for key, value in values.items():
             length = len(key.encode())
@@ -146,8 +177,20 @@ class RendezvousStore:
                 f"The rendezvous store expects up to {bounds.keys} keys and {bounds.total_size} bytes, "
                 f"got {count} and {size}."
             )
+        self._store(values, request, answer)
         self._values.update(values)
         self._size = size
+
+    def _store(
+        self, values: Mapping[str, bytes], request: str, answer: bytes, remove: Sequence[str] = ()
+    ) -> None:
+        """Change the file, and note the answer to a request."""
+        old = [next(iter(self._answers))] if request and len(self._answers) >= _MOST_ANSWERS else []
+        self._file.change(values, remove, (request, answer) if request else None, old)
+        if request:
+            self._answers[request] = answer
+        for each in old:
+            del self._answers[each]
 
 
 def _size(key: str, value: bytes) -> int:

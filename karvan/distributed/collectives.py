@@ -75,8 +75,8 @@ class GlooChannel(CollectiveChannel):
 
     def __init__(self, name: str, group: dist.ProcessGroup, explain: Explain) -> None:
         super().__init__(name)
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.world_size = group.size()
         self._group = group
         self._explain = explain
         self._left = False
@@ -84,7 +84,7 @@ class GlooChannel(CollectiveChannel):
     def sum(self, values: Tensor) -> Tensor:
         """See `CollectiveChannel.sum`."""
         total = values.clone()
-        self._do(lambda: dist.all_reduce(total, group=self._group, async_op=True))
+        self._do(lambda: self._group.allreduce([total]))
         self.bytes_sent += 2 * total.nbytes * (self.world_size - 1) // self.world_size
         return total
 
@@ -98,27 +98,21 @@ class GlooChannel(CollectiveChannel):
         mine[: len(data)] = _bytes(data)
         received = [torch.empty_like(mine) for _ in range(self.world_size)]
         if longest:
-            self._do(lambda: dist.all_gather(received, mine, group=self._group, async_op=True))
+            self._do(lambda: self._group.allgather([received], [mine]))
             self.bytes_sent += longest * (self.world_size - 1)
         return [bytes(one[:size].numpy()) for one, size in zip(received, sizes.tolist(), strict=True)]
 
     def swap(self, numbers: Tensor) -> Tensor:
         """See `CollectiveChannel.swap`."""
         received = torch.empty_like(numbers)
-        self._do(
-            lambda: dist.all_to_all_single(received, numbers.contiguous(), group=self._group, async_op=True)
-        )
+        self._do(lambda: self._group.alltoall_base(received, numbers.contiguous(), [], []))
         self.bytes_sent += numbers[0].nbytes * (self.world_size - 1)
         return received
 
     def exchange(self, send: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
         """See `CollectiveChannel.exchange`."""
         received = send.new_empty(sum(of))
-        self._do(
-            lambda: dist.all_to_all_single(
-                received, send, list(of), list(to), group=self._group, async_op=True
-            )
-        )
+        self._do(lambda: self._group.alltoall_base(received, send, list(of), list(to)))
         self.bytes_sent += (sum(to) - to[self.rank]) * send.element_size()
         return received
 

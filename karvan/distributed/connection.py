@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from karvan import _native
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
+from karvan.distributed.machine import machine_id
 from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import agree_on_name
 from karvan.job.environment import JobEnvironment
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from karvan.discovery.membership import Membership
     from karvan.distributed.clients.embedding_workers import Workers
     from karvan.distributed.clients.parameter_servers import Servers
+    from karvan.distributed.elastic.group import ElasticGroup
     from karvan.distributed.wire_store import WireStore
 
 _log = logging.getLogger("karvan.distributed")
@@ -49,7 +50,11 @@ _CHANNELS = ("main", "fit", "evaluate", "save")
 
 @dataclass(frozen=True)
 class ConnectionSettings:
-    """The settings of a connection; see `connect`."""
+    """The settings of a connection; see `connect`.
+
+    elastic: trainers of the run come and go. They are members, whose numbers and run the job's master gives
+    out; servers stage their updates until their step is committed (`clients/step_commits.py`).
+    """
 
     kind: str = "memory"
     wire: str = "float32"
@@ -60,6 +65,21 @@ class ConnectionSettings:
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
     mode: SyncMode = SYNC
     dense: DenseSettings = field(default_factory=DenseSettings)
+    elastic: bool = False
+    member: int = 0
+    run: str = ""
+
+    def check_elastic(self) -> None:
+        """Raise a ValueError if an elastic run cannot have these settings."""
+        if not self.run:
+            raise ValueError("An elastic run has a name that its members share, got none.")
+        if self.on_server_loss is ServerLoss.RELOAD:
+            raise ValueError(
+                "An elastic run goes back to its checkpoint when a server is lost: expected on_server_loss "
+                "rollback, got reload."
+            )
+        if self.mode.dense_on_servers:
+            raise ValueError(f"An elastic run has mode sync or hybrid, got {self.mode.name}.")
 
 
 class Joined(Protocol):
@@ -82,11 +102,17 @@ class Connection:
         self.running_save: Joined | None = None  # which needs its channel
         self.workers: Workers | None = None
         self._member: Membership | None = None
+        self.group: ElasticGroup | None = None  # of trainers that come and go; this one then seems alone
 
     @property
     def main(self) -> CollectiveChannel:
         """The channel of the thread that computes."""
         return self.channels["main"]
+
+    @property
+    def trainers(self) -> CollectiveChannel:
+        """The channel of all trainers, also of those that come and go."""
+        return self.main if self.group is None else self.group.channel
 
     @property
     def here(self) -> CollectiveChannel:
@@ -110,8 +136,11 @@ class Connection:
 
     @property
     def divisor(self) -> int:
-        """The divisor of rows' gradients: how many trainers' gradients make a step."""
-        if self.settings.grad_reduce == "key":
+        """The divisor of rows' gradients: how many trainers' gradients make a step.
+
+        1 in an elastic run, where commits have a factor.
+        """
+        if self.settings.grad_reduce == "key" or self.settings.elastic:
             return 1
         return self.settings.mode.gradients_per_step(self.world_size, self.settings.dense)
 
@@ -129,9 +158,7 @@ class Connection:
         )
 
         hello = {
-            "trainer": self.rank,
-            "trainers": self.world_size,
-            "run": self.main.gather_json(secrets.token_hex(8))[0],
+            **self._identity(),
             "mode": self.settings.mode.name,
             "staleness": self.settings.staleness,
             "grad_reduce": self.settings.grad_reduce,
@@ -141,7 +168,21 @@ class Connection:
         reload = self.settings.on_server_loss is ServerLoss.RELOAD
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
         self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
+        if self.settings.elastic and self.workers is not None:
+            raise ValueError(
+                "The trainers of an elastic run look rows up themselves: expected no embedding workers, got "
+                f"{len(self.workers)}."
+            )
         self._member = member_from_environment(Role.TRAINER)
+
+    def _identity(self) -> dict[str, Any]:
+        """Who this trainer is, of which run; a collective, unless the run is elastic."""
+        settings = self.settings
+        if settings.elastic:
+            settings.check_elastic()
+            return {"elastic": True, "trainer": settings.member, "trainers": 0, "run": settings.run}
+        run = self.main.gather_json(secrets.token_hex(8))[0]
+        return {"trainer": self.rank, "trainers": self.world_size, "run": run}
 
     def fail(self, channel: str, error: BaseException) -> None:
         """This rank cannot continue: leave a channel, on which others may wait, and report why."""
@@ -158,6 +199,8 @@ class Connection:
             self.workers.close()
         if self.servers is not None:
             self.servers.close()
+        if self.group is not None:
+            self.group.close()
         if self._member is not None:
             self._member.leave()
 
@@ -223,7 +266,7 @@ class SharedConnection(Connection):
             boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
         except (RuntimeError, OSError) as reason:
             error = str(reason)
-        here = {"machine": _machine(), "places": {name: board.place for name, board in boards.items()}}
+        here = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
         ranks = first.gather_json(here)
         try:
             if any(one["machine"] != here["machine"] or len(one["places"]) < len(_CHANNELS) for one in ranks):
@@ -291,6 +334,7 @@ def connect(
     lr_staleness: bool | None = None,
     grads_to_wait: int | None = None,
     tolerance: int | None = None,
+    pull_every: int | None = None,
     on_server_loss: str | None = None,
 ) -> Connection:
     """Choose where rows are stored, for engines that are created from now on.
@@ -312,8 +356,8 @@ def connect(
     launched job says; else by staleness, sync for 1 and hybrid above. staleness: how many batches of a
     trainer may be between lookup and applied gradient. 1, in mode sync: lookups wait for all gradients of the
     step before, as in memory. Without it, as a launched job says; else 1, or 4 with mode hybrid or async.
-    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async make a step, see
-    `DenseSettings`.
+    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async make a step; pull_every: before
+    how many-th of its steps a trainer of mode async takes the servers' dense parameters; see `DenseSettings`.
     on_server_loss: "rollback", the default unless a launched job says otherwise: a server that has restarted
     is an error, after which a launched job continues from its last checkpoint. "reload": the server loads its
     rows from the last checkpoint, and lost updates are counted.
@@ -331,7 +375,7 @@ def connect(
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}.")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}.")
-    dense = (lr_staleness, grads_to_wait, tolerance)
+    dense = (lr_staleness, grads_to_wait, tolerance, pull_every)
     remote = (servers, workers, mode, staleness, on_server_loss, *dense)
     if kind != "remote" and any(each is not None for each in remote):
         raise ValueError(
@@ -355,6 +399,16 @@ def connect(
         _current.close()
         _current = Connection()
         _current.chosen = True
+        if kind != "memory" and _is_elastic():
+            group = _open_group(settings)
+            run = group.enter()
+            connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
+            connection.group = group
+            if kind == "remote":
+                connection.reach(servers, workers)
+            connection.chosen = True
+            _current = connection
+            return _current
         together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
         if kind != "memory":
             require_limits(int(os.environ.get("WORLD_SIZE", "1")))
@@ -394,6 +448,28 @@ def _open_store(timeout: timedelta) -> tuple[Store, int, int]:
     return store, rank, world
 
 
+def _is_elastic() -> bool:
+    """Whether a launched job shares its records dynamically, so that trainers may come and go."""
+    job = JobEnvironment.read()
+    return bool(job.registry) and job.role == Role.TRAINER and job.sharding == "dynamic"
+
+
+def _open_group(settings: ConnectionSettings) -> ElasticGroup:
+    from karvan.distributed.elastic.group import ElasticGroup
+    from karvan.distributed.elastic.group_client import GroupClient
+    from karvan.distributed.wire_store import launched_store
+    from karvan.wire import Security
+    from karvan.work.holders import holder_of
+
+    job = JobEnvironment.read()
+    process = holder_of(Role.TRAINER, job.index, job.process or secrets.token_hex(8))
+    client = GroupClient(job.registry, process, Security.from_environment())
+    store = launched_store(settings.timeout)
+    group = ElasticGroup(client, store, transport=settings.transport, timeout=settings.timeout)
+    atexit.register(group.close)
+    return group
+
+
 def _choose_server_loss(name: str | None) -> ServerLoss:
     if name is None:
         return JobEnvironment.read().on_server_loss or ServerLoss.ROLLBACK
@@ -404,11 +480,3 @@ def _choose_server_loss(name: str | None) -> ServerLoss:
 
 def _started_by_torch() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
-def _machine() -> str:
-    """An identifier that all processes of one machine share."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename

@@ -4,8 +4,9 @@ The other side is `karvan.discovery.rendezvous_store`, in the job's registry: to
 calls. No call blocks there. `get` and `wait` ask until the keys exist or the timeout is reached, at first
 every millisecond, later ten times a second.
 
-A broken connection is replaced, and a call is executed once however often it was sent. When the registry is
-gone, and so the launcher, calls fail with a `DistStoreError` after the store's timeout. A trainer of an
+A broken connection is replaced, and a call is executed once however often it was sent, also if the registry
+is restarted in between: it has the keys in a file. When it is gone for good, and so the job, calls fail with
+a `DistStoreError` after the store's timeout. A trainer of an
 earlier generation gets a RefusedError.
 
 torch also calls these methods from its own threads. They need Python's lock while a call is packed, not while
@@ -14,6 +15,7 @@ it is in flight.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,7 @@ from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
 
 _PAUSES = 0.001, 0.1  # seconds between two calls, at first and at most
+_ONCE = ("add", "append", "compare_set", "delete")  # calls that a restarted registry must know again
 
 # torch's objects hold only the C++ half of a store that is written in Python.
 _in_use: set[WireStore] = set()
@@ -130,6 +133,8 @@ class WireStore(Store):
     def _call(self, name: str, head: Mapping[str, Any], values: Sequence[str | bytes] = ()) -> Message:
         packed = [value.encode() if isinstance(value, str) else bytes(value) for value in values]
         head = {**head, "generation": self._generation}
+        if name in _ONCE:
+            head["request"] = secrets.token_hex(8)
         arrays: list[Array] = []
         if packed:
             head["sizes"], arrays = pack_values(packed)
@@ -157,7 +162,9 @@ class WireStore(Store):
     def _connected(self) -> Client:
         with self._lock:
             if self._peer is None:
-                self._peer = Client("registry", self._registry, self._security, calls=RENDEZVOUS_CALLS)
+                self._peer = Client(
+                    "registry", self._registry, self._security, forgetful=True, calls=RENDEZVOUS_CALLS
+                )
             return self._peer
 
     def _drop(self, peer: Client) -> None:

@@ -22,7 +22,7 @@ _log = logging.getLogger("karvan.job")
 
 _SET_BY_USERS = (
     *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
-    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "debug"),
+    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "jobs", "debug"),
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of trainers, set by the launcher
 NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
@@ -37,6 +37,7 @@ class JobEnvironment:
 
     data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. advertise: the host by
     which other processes reach this one. *_addresses: "host:port" by index, for jobs without a registry.
+    process: a random id of this process. jobs: the folder of all launched jobs of a user.
     """
 
     # Set by the launcher.
@@ -46,12 +47,16 @@ class JobEnvironment:
     count: int = 1
     registry: str = ""
     generation: int = 0
+    process: str = ""
     mode: str = ""
     staleness: int | None = None
     wire: str = ""
+    sharding: str = ""
+    global_batches: int | None = None
     lr_staleness: bool | None = None
     grads_to_wait: int | None = None
     tolerance: int | None = None
+    pull_every: int | None = None
     trainer_count: int | None = None
     parameter_server_count: int | None = None
     embedding_worker_count: int | None = None
@@ -76,6 +81,7 @@ class JobEnvironment:
     embedding_worker_expire: float | None = None
     embedding_worker_batches: int | None = None
     lease_seconds: float | None = None
+    jobs: Verbatim = ""
     debug: str = ""
 
     @classmethod

@@ -25,13 +25,19 @@ class DenseSettings:
 
     With grads_to_wait, that many pushes make a step with their mean, and those more than `tolerance` versions
     behind are rejected, computed again and pushed again. None for both: nobody waits, nothing is rejected.
+
+    pull_every: a trainer takes the servers' parameters before every pull_every-th step. Between two of these
+    it makes steps of its own, with its optimizer and its gradients, and still pushes each gradient.
     """
 
     lr_staleness: bool = False
     grads_to_wait: int | None = None
     tolerance: int | None = None
+    pull_every: int = 1
 
     def __post_init__(self) -> None:
+        if type(self.pull_every) is not int or self.pull_every < 1:
+            raise ValueError(f"pull_every must be a whole number from 1 on, got {self.pull_every!r}.")
         if self.grads_to_wait is not None and self.grads_to_wait < 1:
             raise ValueError(f"grads_to_wait must be at least 1, got {self.grads_to_wait}.")
         if self.tolerance is not None and self.tolerance < 0:
@@ -147,20 +153,27 @@ def choose_dense(
     lr_staleness: bool | None,
     grads_to_wait: int | None,
     tolerance: int | None,
+    pull_every: int | None,
     environment: Mapping[str, str] | None = None,
 ) -> DenseSettings:
-    """What is given, or what a launched job says if nothing is; only mode async has any."""
+    """What is given, or what a launched job says; only mode async has any.
+
+    Options of what makes a step are all taken from the program if it gives one of them, since some exclude
+    others.
+    """
     options: dict[str, Any] = {
         "lr_staleness": lr_staleness,
         "grads_to_wait": grads_to_wait,
         "tolerance": tolerance,
     }
     chosen = {name: value for name, value in options.items() if value is not None}
-    mode.check_dense(chosen)
+    mode.check_dense([*chosen, *(() if pull_every is None else ("pull_every",))])
     if not mode.dense_on_servers:
         return DenseSettings()
+    job = JobEnvironment.read(environment)
     if not chosen:
-        job = JobEnvironment.read(environment)
         chosen = {name: getattr(job, name) for name in options if getattr(job, name) is not None}
     chosen["lr_staleness"] = bool(chosen.get("lr_staleness", False))
-    return DenseSettings(**chosen)
+    if pull_every is None:
+        pull_every = 1 if job.pull_every is None else job.pull_every
+    return DenseSettings(**chosen, pull_every=pull_every)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from karvan.protocol.dense import DENSE_CALLS
+from karvan.protocol.step_commits import COMMIT, COMMIT_CALLS, check_commit
 from karvan.protocol.values import (
     DECLARED,
     MOST_TABLES,
@@ -34,8 +35,13 @@ from karvan.wire.schema.calls import ANY, ArrayKind, Call, ForEach, table_of
 from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, MapOf, Nullable, Plain, Text, TupleOf
 
 SERVER_HELLO = Fields(
-    {**TRAINER_HELLO, "server": Integer(0, 2**20), "servers": Integer(1, 2**20)},
-    {**TRAINER_OPTIONS, "worker": Integer(0, 2**20)},
+    {
+        **TRAINER_HELLO,
+        "trainers": Integer(0, 2**20),  # 0 in an elastic run, whose trainers come and go
+        "server": Integer(0, 2**20),
+        "servers": Integer(1, 2**20),
+    },
+    {**TRAINER_OPTIONS, "worker": Integer(0, 2**20), "elastic": Boolean()},
 )
 
 _BATCHES = ListOf(NUMBER)  # numbers of lookups
@@ -60,8 +66,19 @@ _SHARE = Fields(
 )
 
 
+def expect_trainer(hello: Mapping[str, Any]) -> None:
+    """A RefusedError unless a trainer's number fits its run; that of an elastic run may be any."""
+    trainer, trainers, elastic = hello["trainer"], hello["trainers"], hello.get("elastic", False)
+    if elastic != (trainers == 0):
+        expected = "0, for any number, in an elastic run" if elastic else "at least 1 unless it is elastic"
+        raise RefusedError(f"expected trainers to be {expected}, got {trainers}.")
+    if not elastic and trainer >= trainers:
+        raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
+
+
 def _check_pull(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
     expect_distinct("the tables", head["tables"])
+    check_commit(head.get("commit"))
 
 
 def _keys_of_pull(head: Mapping[str, Any]) -> int:
@@ -92,6 +109,7 @@ def check_passes(head: Mapping[str, Any]) -> None:
 
 def _check_push(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
     check_passes(head)
+    check_commit(head.get("commit"))
 
 
 def _check_tables(head: Mapping[str, Any], arrays: Sequence[Array]) -> None:
@@ -129,6 +147,7 @@ PUSH_FIELDS = {
     "done": _BATCHES,
 }
 _MINE = ListOf(Integer(0, 1023), 1024)
+_COMMIT = {"commit": Nullable(COMMIT)}  # of an elastic run: executed before the call itself
 
 _TRAINING = table_of(
     Call(
@@ -144,7 +163,8 @@ _TRAINING = table_of(
                 "now": NOW,
                 "wire": WIRE,
                 "done": _BATCHES,
-            }
+            },
+            _COMMIT,
         ),
         [ArrayKind("keys and uses", "int64", _keys_of_pull)],
         answers=[ArrayKind("vectors", wire_dtype, ANY)],
@@ -152,7 +172,7 @@ _TRAINING = table_of(
     ),
     Call(
         "push",
-        Fields(PUSH_FIELDS, {"mine": _MINE}),
+        Fields(PUSH_FIELDS, {"mine": _MINE, "step": NUMBER, **_COMMIT}),  # step: in an elastic run
         [ForEach(lambda head: len(passes_of(head)), [ArrayKind("gradients", wire_dtype, ANY)])],
         rule=_check_push,
     ),
@@ -275,5 +295,6 @@ SERVER_CALLS = {
     **TABLE_CALLS,
     **_SAVING,
     **DENSE_CALLS,
+    **COMMIT_CALLS,
     "describe": Call("describe", answer=Plain()),
 }

@@ -1,6 +1,7 @@
 """The calls for the rendezvous of a job's trainers: a key-value store at the registry.
 
-Values are one array of bytes, split by `sizes` of the head. No call waits for a key.
+Values are one array of bytes, split by `sizes` of the head. No call waits for a key. Calls that may not be
+executed twice name their `request`, by which a registry that was restarted knows them again.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ def _generation_and(**fields: Integer | Text | ListOf) -> Fields:
     return Fields({"generation": GENERATION, **fields})
 
 
+def _once(**fields: Integer | Text | ListOf) -> Fields:
+    return Fields({"generation": GENERATION, **fields}, {"request": Text(40, 0)})
+
+
 RENDEZVOUS_CALLS = table_of(
     Call(
         "store_set",
@@ -61,15 +66,15 @@ RENDEZVOUS_CALLS = table_of(
         answers=[_VALUES],
     ),
     Call("store_check", _generation_and(keys=_KEYS), answer=Fields({"present": Boolean()})),
-    Call("store_add", _generation_and(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
-    Call("store_append", _generation_and(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
+    Call("store_add", _once(key=_KEY, amount=_INT64), answer=Fields({"total": _INT64})),
+    Call("store_append", _once(key=_KEY, sizes=ListOf(_SIZE, 1, 1)), [_VALUES]),
     Call(
         "store_compare_set",  # the expected value and the desired one; the answer is the value afterwards
-        _generation_and(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
+        _once(key=_KEY, sizes=ListOf(_SIZE, 2, 2)),
         [_VALUES],
         answer=Fields({"sizes": ListOf(_SIZE, 1, 1)}),
         answers=[_VALUES],
     ),
-    Call("store_delete", _generation_and(key=_KEY), answer=Fields({"deleted": Boolean()})),
+    Call("store_delete", _once(key=_KEY), answer=Fields({"deleted": Boolean()})),
     Call("store_count", _generation_and(), answer=Fields({"keys": Integer(0, MOST_KEYS)})),
 )

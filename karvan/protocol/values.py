@@ -75,13 +75,15 @@ DENSE_SETTINGS = Fields(
         "lr_staleness": Boolean(),
         "grads_to_wait": Nullable(Integer(1, 2**20)),
         "tolerance": Nullable(Integer(0, 2**31)),
+        "pull_every": Integer(1, 2**31),
     },
 )
 RUN = Text(64)
+MEMBER = Integer(0, 2**20)  # a trainer; in an elastic run the master gives out each number once
 TRAINER_HELLO = {
     "generation": GENERATION,
     "run": RUN,
-    "trainer": Integer(0, 2**20),
+    "trainer": MEMBER,
     "trainers": Integer(1, 2**20),
 }
 TRAINER_OPTIONS = {

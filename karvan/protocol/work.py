@@ -26,6 +26,7 @@ _TASK = Fields(
         "skipped": ListOf(NUMBER),
     }
 )
+_STATE = Text(1 << 24)  # JSON of `Ledger.state_dict`
 _LEASE = Fields({"token": _TOKEN, "task": _TASK})
 
 # As `karvan.work.spec.WorkSpec`.
@@ -51,7 +52,8 @@ WORK_CALLS = table_of(
                 "last_token": NUMBER,
                 "kinds": ListOf(_KIND, 4, 1),
                 "most": Integer(1, MOST_LEASES),
-            }
+            },
+            {"epoch": Nullable(NUMBER)},
         ),
         answer=Fields({"leases": ListOf(_LEASE, MOST_LEASES), "answer": OneOf("tasks", "wait", "done")}),
     ),
@@ -66,4 +68,6 @@ WORK_CALLS = table_of(
         Fields({"holder": _HOLDER, "token": _TOKEN, "error": Text(10_000, 0), "record": Nullable(NUMBER)}),
         answer=Fields({"again": Boolean()}),
     ),
+    Call("take_position", answer=Fields({"state": _STATE})),
+    Call("restore_position", Fields({"state": Nullable(_STATE)})),
 )

@@ -112,12 +112,17 @@ class Ledger:
     # Leasing
 
     def lease(
-        self, holder: str, kinds: Iterable[TaskKind] = TaskKind, most: int = 1
+        self, holder: str, kinds: Iterable[TaskKind] = TaskKind, most: int = 1, epoch: int | None = None
     ) -> list[TaskLease] | NoTask:
-        """Up to `most` tasks for a holder. Tasks that wait come before tasks that have never been issued."""
+        """Up to `most` tasks for a holder. Tasks that wait come before tasks that have never been issued.
+
+        epoch: only tasks of this one; NoTask.DONE says that it is complete, whether or not others follow.
+        """
         if self._position.failure is not None:
             raise JobFailedError(self._position.failure)
         kinds = frozenset(kinds)
+        if epoch is not None and self._position.epoch >= epoch and self._is_complete(epoch):
+            return NoTask.DONE
         waiting = list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
         tasks = [self._waiting[token] for token in waiting]
         now = self._next_position()
@@ -125,6 +130,8 @@ class Ledger:
             issued = min(now.issued + most - len(tasks), len(self._plan))
             tasks += [self._plan.task(now.epoch, index) for index in range(now.issued, issued)]
             now = now._replace(issued=issued)
+        if epoch is not None and now.epoch < epoch:
+            return NoTask.WAIT
         if not tasks:
             if self._waiting or self._leases or now.issued < len(self._plan):
                 return NoTask.WAIT
@@ -144,12 +151,17 @@ class Ledger:
         now = self._position
         epochs = self.spec.epochs
         last = epochs is not None and epochs > 0 and now.epoch + 1 >= epochs
-        if now.issued < len(self._plan) or last or not len(self._plan):
-            return now
-        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
-        if any(task.kind is TaskKind.TRAIN for task in tasks):
+        if last or not len(self._plan) or not self._is_complete(now.epoch):
             return now
         return now._replace(epoch=now.epoch + 1, issued=0)
+
+    def _is_complete(self, epoch: int) -> bool:
+        """Whether all records of an epoch that has begun are done."""
+        now = self._position
+        if now.epoch != epoch:
+            return now.epoch > epoch
+        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
+        return now.issued >= len(self._plan) and all(task.kind is not TaskKind.TRAIN for task in tasks)
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add tasks that are not in the plan, such as an evaluation; they are leased before the plan's."""
@@ -247,6 +259,10 @@ class Ledger:
         put = [OpenTask(number, None, task) for number, task in enumerate(tasks, token + 1)]
         remove = [*self._waiting, *self._leases]
         self._commit(now._replace(token=token + len(tasks)), remove=remove, put=put)
+
+    def reset(self) -> None:
+        """Return to the beginning: nothing is done. All leases end; tokens are not used again."""
+        self._commit(LedgerPosition(token=self._position.token), remove=[*self._waiting, *self._leases])
 
     # The file
 

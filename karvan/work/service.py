@@ -11,6 +11,8 @@ A holder is a process, under a name of its own. It calls
                          holder drops them, because somebody else has their records.
     give_back_tasks      that it will not finish, because it leaves.
     fail_task            if a task's records raise an error.
+    take_position        for a checkpoint: what is done, and what is left of the open tasks.
+    restore_position     after a rollback: that of the checkpoint, or the beginning. All leases end.
 
 "wait" means: ask again, others still work on this epoch. "done" means that nothing will follow. A network
 error means neither: the holder calls again until the master is back.
@@ -22,6 +24,7 @@ new lease, or an acknowledged record of any of its tasks: those that are leased 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +33,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
+from karvan.work.holders import is_of_process
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
@@ -69,6 +73,8 @@ class WorkService(Service):
                 "acknowledge_records": self._acknowledge,
                 "give_back_tasks": self._give_back,
                 "fail_task": self._fail,
+                "take_position": self._take_position,
+                "restore_position": self._restore_position,
             },
         )
 
@@ -107,14 +113,48 @@ class WorkService(Service):
             self._forget(tokens)
             return tasks
 
-    def overdue(self) -> list[TaskLease]:
-        """End the leases of which nothing was heard for too long; their holders hang. Returns them."""
+    def release_process(self, process_holder: str) -> list[Task]:
+        """A process has died: the tasks of all holders in it wait. Returns them."""
+        with self._lock:
+            leases = [] if self._opened is None else self._opened.leases
+        holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
+        return [task for holder in holders for task in self.release(holder)]
+
+    def progress(self) -> dict[str, Any] | None:
+        """How far the work is: tasks and records of the ledger; None before it is opened."""
+        with self._lock:
+            if self._opened is None:
+                return None
+            position, spec = self._opened.position, self._opened.spec
+            leased, waiting = len(self._opened.leases), len(self._opened.waiting)
+            tasks = len(spec.plan())
+            return {
+                "epoch": position.epoch,
+                "epochs": spec.epochs,
+                "tasks": tasks,
+                "done": max(0, position.issued - leased - waiting),
+                "leased": leased,
+                "waiting": waiting,
+                "records": position.records,
+                "bad_records": position.bad_records,
+                "failure": position.failure,
+            }
+
+    def overdue(self, spared: Callable[[str], bool] = lambda holder: False) -> list[TaskLease]:
+        """End the leases of which nothing was heard for too long; their holders hang. Returns them.
+
+        spared: whether a holder keeps its leases however long it takes, because others watch it.
+        """
         with self._lock:
             if self._opened is None:
                 return []
             limit = max(self._patience, _SLOWEST_TIMES * self._slowest)
             now = self._now()
-            late = [lease for lease in self.ledger.leases if now - self._heard[lease.holder] > limit]
+            late = [
+                lease
+                for lease in self.ledger.leases
+                if now - self._heard.setdefault(lease.holder, now) > limit and not spared(lease.holder)
+            ]
             tokens = [lease.token for lease in late]
             self.ledger.give_back(tokens)
             self._forget(tokens)
@@ -129,7 +169,7 @@ class WorkService(Service):
             if leases:
                 return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
             try:
-                made = self.ledger.lease(holder, kinds, head["most"])
+                made = self.ledger.lease(holder, kinds, head["most"], head.get("epoch"))
             except JobFailedError as error:
                 raise RefusedError(f"The job has failed: {error}") from None
             if isinstance(made, NoTask):
@@ -173,6 +213,23 @@ class WorkService(Service):
                 raise RefusedError(str(error)) from None
             self._forget([head["token"]])
         return Message({"again": again})
+
+    def _take_position(self, request: Request) -> Message:
+        with self._lock:
+            return Message({"state": json.dumps(self.ledger.state_dict())})
+
+    def _restore_position(self, request: Request) -> Message:
+        state = request.head["state"]
+        with self._lock:
+            try:
+                if state is None:
+                    self.ledger.reset()
+                else:
+                    self.ledger.load_state_dict(json.loads(state))
+            except (KeyError, TypeError, ValueError) as error:
+                raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
+            self._begun, self._heard = {}, {}
+        return Message({})
 
     def _forget(self, tokens: Iterable[int]) -> None:
         for token in tokens:

@@ -27,7 +27,7 @@ class TaskPlan:
         if records_per_task < 1:
             raise ValueError(f"A task needs at least 1 record, but records_per_task is {records_per_task}.")
         self._parts = [(path, records) for path, records in parts if records]
-        self._size = records_per_task
+        self.records_per_task = records_per_task
         self._seed = seed
         tasks = [-(-records // records_per_task) for _, records in self._parts]
         self._ends = np.cumsum(tasks, dtype=np.int64)
@@ -42,8 +42,8 @@ class TaskPlan:
         number = index if self._seed is None else permuted(index, self._count, self._seed, epoch)
         place = int(np.searchsorted(self._ends, number, side="right"))
         path, records = self._parts[place]
-        first = (number - (int(self._ends[place - 1]) if place else 0)) * self._size
-        return Task(kind, epoch, number, path, first, min(self._size, records - first))
+        first = (number - (int(self._ends[place - 1]) if place else 0)) * self.records_per_task
+        return Task(kind, epoch, number, path, first, min(self.records_per_task, records - first))
 
 
 def permuted(index: int, count: int, *seeds: int) -> int:

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from free_ports import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -237,3 +238,47 @@ def test_malformed_calls_are_refused(registry, head):
         pytest.raises(RefusedError, match=r"expected|does not know"),
     ):
         peer.call(head["method"], {name: value for name, value in head.items() if name != "method"})
+
+
+def test_keys_and_the_answers_to_calls_survive_the_registry(tmp_path):
+    path = tmp_path / "keys"
+    one = RendezvousStore(path=path)
+    one.begin_generation(3)
+    one.set(3, ["a", "b"], [b"1", b""])
+    assert one.add(3, "n", 5, "first") == 5
+    one.append(3, "a", b"2", "second")
+    assert one.compare_set(3, "c", b"", b"x", "third") == b"x"
+    assert one.delete(3, "b", "fourth")
+    # Not closed: the process was killed.
+    two = RendezvousStore(path=path)
+    assert two.generation == 3
+    assert two.add(3, "n", 5, "first") == 5  # the same call once more
+    two.append(3, "a", b"2", "second")
+    two.set(3, ["c"], [b"y"])
+    assert two.compare_set(3, "c", b"", b"x", "third") == b"x"
+    assert two.delete(3, "b", "fourth")
+    assert two.get(3, ["a", "c", "n"]) == [b"12", b"y", b"5"]
+    assert two.add(3, "n", 5, "another") == 10
+    assert two.count(3) == 3
+    two.begin_generation(4)
+    assert two.add(4, "n", 1, "first") == 1
+    assert RendezvousStore(path=path).generation == 4
+
+
+def test_a_store_continues_at_a_registry_that_was_restarted(tmp_path):
+    port = free_port()
+    options = {"security": Security(token="secret"), "rendezvous": tmp_path / "keys"}
+    first = Registry("127.0.0.1", port, generation=2, **options)
+    store = WireStore(first.address, 2, Security(token="secret"), timeout=60.0)
+    store.set("a", "1")
+    assert store.add("n", 2) == 2
+    first.close()
+    second = Registry("127.0.0.1", port, generation=2, **options)
+    assert store.get("a") == b"1"
+    assert store.add("n", 2) == 4
+    second.close()
+    third = Registry("127.0.0.1", port, generation=3, **options)  # the trainers of generation 2 are gone
+    with pytest.raises(RefusedError, match="generation 3, got 2"):
+        store.add("n", 2)
+    store.close()
+    third.close()

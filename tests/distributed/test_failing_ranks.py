@@ -63,3 +63,19 @@ def test_a_label_that_cannot_be_meant_ends_all_ranks_and_names_its_column(tmp_pa
     assert f"ValueError: {text}" in said[1]
     assert "RankError: Rank 1" in said[0]
     assert text in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"dense_reduce": "bf16"}, "kill"),
+        ({"powersgd": {"rank": 1, "start_step": 0}}, "raise"),
+        ({"average_every": 3}, "kill"),
+    ],
+)
+def test_the_other_names_it_however_dense_parameters_are_kept_equal(tmp_path, options, how):
+    codes, said, pids = ended(tmp_path, "communication_programs:fail", victim=1, options=options, how=how)
+    assert codes == [1, 1 if how == "raise" else -9], said
+    last = next(line for line in reversed(said[0].splitlines()) if "RankError: " in line)
+    assert f"RankError: Rank 1 (process {pids[1]}" in last
+    assert not any("terminate called" in text or "Fatal Python error" in text for text in said), said

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
+from karvan.distributed.clients.step_commits import NoCommits, StepCommits
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.protocol.parameter_server import SERVER_CALLS
-from karvan.wire import Client, Message, Security
+from karvan.wire import Array, Client, Message, Reply, Security
 
 _FOUND_WITHIN = 5.0  # seconds of one attempt to find a server; repeated until the call's deadline
 
@@ -42,6 +43,9 @@ class Servers:
         self._peers: dict[tuple[str, int], Client] = {}
         self._stores = 0
         self._models = 0
+        self.commits: NoCommits | StepCommits = NoCommits()
+        if hello.get("elastic"):
+            self.commits = StepCommits(hello["trainer"], count, self.peer)
 
     def __len__(self) -> int:
         return self._count
@@ -82,6 +86,31 @@ class Servers:
                 if self._saved and self._declared:  # it may have restarted before this channel was used
                     self._peers[key].begin("restore", {**self._restoring, "unless_tables": True})
             return self._peers[key]
+
+    def begin_training(
+        self,
+        server: int,
+        method: str,
+        head: Mapping[str, Any],
+        arrays: Sequence[Array],
+        *,
+        then: Callable[[Reply], None] | None = None,
+    ) -> Reply:
+        """Begin a `pull` or `push`, after earlier ones; in an elastic run it carries the newest commit."""
+        return self.commits.begin(self.peer(server), server, method, head, arrays, then)
+
+    def rejoin(self, run: str) -> None:
+        """Become a member of another run, before anything was looked up: the last one is over."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+            self._hello = {**self._hello, "run": run}
+        for peer in peers:
+            peer.close()
+        for table, properties in self._declared.items():
+            self.call("add_table", {"spec": properties["spec"]}, channel="train")
+            if "initial" in properties:
+                head = {"table": table, "initial": properties["initial"], "fresh": False}
+                self.call("set_state", head, channel="train")
 
     @property
     def reloads(self) -> bool:

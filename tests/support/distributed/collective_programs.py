@@ -72,3 +72,25 @@ def lose(how, timeout, transport, victim=1):
     except distributed.RankError as error:
         return str(error), time.monotonic() - begin
     return "nothing", 0.0
+
+
+def add_in_order(transport):
+    """Sums of parts that ranks have in several ways, and the same by a plain loop."""
+    import random
+
+    from karvan.distributed.elastic.ordered_sum import ordered_sum
+
+    connection = distributed.connect("sharded", transport=transport)
+    results = []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        order = random.Random(seed)
+        size = order.choice([0, 1, 2, 5, 1000])
+        parts = [torch.randn(size, generator=generator) for _ in range(order.randint(1, 7))]
+        ranks = [order.randrange(connection.world_size) for _ in parts]
+        mine = [part for part, rank in zip(parts, ranks, strict=True) if rank == connection.rank]
+        expected = parts[0].clone()
+        for part in parts[1:]:
+            expected += part
+        results.append((ordered_sum(connection.main, mine, ranks), expected))
+    return results

@@ -1,0 +1,267 @@
+"""`TrainerGroup`: which trainers train together, round after round, as the master decides.
+
+A round is a list of members, in the order of their ranks. It lasts until a member dies or leaves, or until
+another trainer wants to join. A trainer calls
+
+    enter_group   when it starts. It gets its number, and the name of the run, by which servers know it.
+    join_group    when it is ready to train, and when its round is over. It calls again until the answer names
+                  a later round. The next round begins when all members of the last one have called, except
+                  for those that are gone: they have no step in progress then. Members keep their order;
+                  joiners come after them. The first round begins when `least` trainers are there.
+    watch_group   a few times a second. The answer says whether somebody waits to join; whether the round is
+                  broken, because a member waits for the next one or is gone; and which members are gone.
+    settle_group  by the first member of a round, after its members have agreed on the last step that the
+                  round before has made: only then are the tasks of members that are gone leased to others.
+    leave_group   when it will not train any more.
+
+A member is gone when it has left, when the engine says that its process has ended (`remove`), when another
+member has seen that, or when it was not heard for `lost_after` seconds while others wait for it. A member
+that is gone stays so: if it comes back, its calls are refused.
+
+If all members are gone, what they had trained since the last checkpoint is lost, and another run begins.
+Rounds, members and runs have numbers and names that are never used again. They are in a file, so that they
+outlive the master.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from karvan.clock import clock
+from karvan.protocol.trainer_group import GROUP_CALLS
+from karvan.wire import Message, RefusedError, Request, Service, endpoints
+
+_PRESENT = 5.0  # seconds since its last call for which a trainer that wants to join counts as present
+
+
+class TrainerGroup(Service):
+    """The group of trainers of a job; `path` is its file, None for a group that dies with its master.
+
+    least: how many trainers there must be to begin. settled: called with the names of the processes that are
+    gone, once the others have settled what those have done.
+    """
+
+    name = "trainer group"
+    progresses = False
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        least: int = 1,
+        lost_after: float = 60.0,
+        settled: Callable[[list[str]], None] = lambda processes: None,
+        now: Callable[[], float] = clock.now,
+    ) -> None:
+        self._path = path
+        self._least = self._expected = least
+        self._lost_after = lost_after
+        self._on_settled = settled
+        self._now = now
+        self._lock = threading.Lock()
+        self._round = 0
+        self._run = secrets.token_hex(8)
+        self._members: list[int] = []
+        self._processes: dict[int, str] = {}  # of members and of those that want to join
+        self._gone: set[int] = set()  # of the processes above
+        self._left: set[str] = set()
+        self._next_member = 0
+        self._waits: dict[int, float] = {}  # when each that waits for the next round has called last
+        self._heard: dict[int, float] = {}
+        if path is not None and path.exists():
+            self._read(json.loads(path.read_text()))
+        self.endpoints = endpoints(
+            GROUP_CALLS,
+            {
+                "enter_group": self._enter,
+                "join_group": self._join,
+                "watch_group": self._watch,
+                "settle_group": self._settle,
+                "leave_group": self._leave,
+            },
+        )
+
+    @property
+    def members(self) -> list[str]:
+        """The processes of the current round, in the order of their ranks, without those that are gone."""
+        with self._lock:
+            return [self._processes[each] for each in self._present()]
+
+    @property
+    def round(self) -> int:
+        """The number of the current round; 0 before the first."""
+        return self._round
+
+    def remove(self, process: str) -> bool:
+        """A process has ended. Returns whether others of its round are left, who will continue without it."""
+        with self._lock:
+            member = self._member_of(process)
+            if member is None:
+                return bool(self._present())
+            self._gone.add(member)
+            self._end_run()
+            self._write()
+            return bool(self._present())
+
+    def expect(self, trainers: int) -> None:
+        """No more than this many trainers will come: a run begins when they are there."""
+        with self._lock:
+            self._expected = max(1, trainers)
+
+    def has_left(self, process: str) -> bool:
+        """Whether a process has left the others before the end of training."""
+        with self._lock:
+            return process in self._left
+
+    def is_member(self, process: str) -> bool:
+        """Whether a process is in the current round, or may join the next one."""
+        with self._lock:
+            member = self._member_of(process)
+            return member is not None and member not in self._gone
+
+    def close(self) -> None:
+        """Nothing to do: the file is closed after each change."""
+
+    def _enter(self, request: Request) -> Message:
+        with self._lock:
+            member = self._admit(request.head["process"])
+            return Message({"member": member, "run": self._run})
+
+    def _join(self, request: Request) -> Message:
+        head, now = request.head, self._now()
+        with self._lock:
+            member = self._admit(head["process"])
+            self._heard[member] = now
+            if member in self._members and head["round"] < self._round:
+                return self._answer(member)
+            self._waits[member] = now
+            if lost := {each for each in head["lost"] if each in self._members} - self._gone:
+                self._gone |= lost
+                self._write()
+            self._begin_round(now)
+            return self._answer(member)
+
+    def _answer(self, member: int) -> Message:
+        begun = member in self._members and member not in self._waits
+        members = self._members if begun else []
+        return Message(
+            {
+                "member": member,
+                "round": self._round if begun else 0,
+                "members": members,
+                "run": self._run if begun else "",
+            }
+        )
+
+    def _begin_round(self, now: float) -> None:
+        """Begin the next round, if all who are needed for it wait."""
+        for member in self._present():
+            if member not in self._waits and now - self._heard.setdefault(member, now) > self._lost_after:
+                self._gone.add(member)
+        survivors = self._present()
+        here = self._here(now)
+        if not set(survivors) <= set(here):
+            return
+        joiners = sorted(set(here) - set(survivors))
+        if not survivors and len(joiners) < min(self._least, self._expected):
+            return
+        self._end_run()
+        self._members = [*survivors, *joiners]
+        self._round += 1
+        self._waits = {}
+        self._write()
+
+    def _end_run(self) -> None:
+        """If all members are gone, the next ones begin another run."""
+        if self._members and not self._present():
+            self._members = []
+            self._run = secrets.token_hex(8)
+
+    def _watch(self, request: Request) -> Message:
+        head, now = request.head, self._now()
+        with self._lock:
+            member = self._admit(head["process"])
+            self._heard[member] = now
+            if head["round"] != self._round:
+                return Message({"regroup": True, "broken": True, "gone": []})
+            for each in self._present():
+                silent = now - self._heard.setdefault(each, now)
+                if each not in self._waits and silent > self._lost_after:
+                    self._gone.add(each)
+            here = set(self._here(now))
+            gone = [each for each in self._members if each in self._gone]
+            broken = bool(gone) or not here.isdisjoint(self._members)
+            return Message({"regroup": broken or bool(here), "broken": broken, "gone": gone})
+
+    def _settle(self, request: Request) -> Message:
+        with self._lock:
+            self._admit(request.head["process"])
+            if request.head["round"] != self._round:
+                return Message({})
+            gone = [each for each in self._processes if each in self._gone]
+            processes = [self._processes[each] for each in gone]
+        self._on_settled(processes)
+        return Message({})
+
+    def _leave(self, request: Request) -> Message:
+        process = request.head["process"]
+        with self._lock:
+            if self._member_of(process) in self._members:
+                self._left.add(process)
+        self.remove(process)
+        return Message({})
+
+    def _admit(self, process: str) -> int:
+        member = self._member_of(process)
+        if member in self._gone:
+            raise RefusedError(
+                f"The trainers have continued without {process}: it left, or nothing was heard of it."
+            )
+        if member is None:
+            member = self._next_member
+            self._next_member += 1
+            self._processes[member] = process
+            self._write()
+        return member
+
+    def _member_of(self, process: str) -> int | None:
+        return next((member for member, name in self._processes.items() if name == process), None)
+
+    def _here(self, now: float) -> list[int]:
+        """Those that wait for the next round."""
+        waits = self._waits.items()
+        return [member for member, at in waits if now - at <= _PRESENT and member not in self._gone]
+
+    def _present(self) -> list[int]:
+        return [member for member in self._members if member not in self._gone]
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        state = {
+            "round": self._round,
+            "run": self._run,
+            "members": self._members,
+            "processes": {str(member): name for member, name in self._processes.items()},
+            "gone": sorted(self._gone),
+            "left": sorted(self._left),
+            "next_member": self._next_member,
+        }
+        written = self._path.with_suffix(".new")
+        with written.open("w") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(self._path)
+
+    def _read(self, state: dict[str, Any]) -> None:
+        self._round, self._run = state["round"], state["run"]
+        self._members, self._next_member = state["members"], state["next_member"]
+        self._processes = {int(member): name for member, name in state["processes"].items()}
+        self._gone, self._left = set(state["gone"]), set(state["left"])

@@ -1,0 +1,158 @@
+"""Trainers that come and go: real processes, a real master, real kills."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from forked_programs import ForkedProgram
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks_helpers import run
+from support_paths import support_path
+from wire_helpers import wait_for
+
+from karvan.discovery.registry import Registry
+from karvan.distributed.collectives import CollectiveChannel
+from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.work.trainer_group import TrainerGroup
+
+PROGRAM = support_path("distributed/group_program.py")
+
+
+class Member:
+    """A process of `group_program.py`, and the lines that it has printed."""
+
+    def __init__(self, address, name, transport="auto", pause=0.01):
+        command = [sys.executable, str(PROGRAM), address, name, transport, str(pause)]
+        self.process = ForkedProgram(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.lines = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line))
+
+    @property
+    def world(self):
+        return next((each["world"] for each in reversed(self.lines) if "step" in each), 0)
+
+    @property
+    def step(self):
+        return next((each["step"] for each in reversed(self.lines) if "step" in each), 0)
+
+    def end(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def group(tmp_path):
+    """start(name) starts a member of a job whose group begins with two."""
+    service = TrainerGroup(tmp_path / "group.json", least=2, lost_after=3.0)
+    registry = Registry(beside=[service])
+    members = {}
+
+    def start(name, transport="auto"):
+        members[name] = Member(registry.address, name, transport)
+        return members[name]
+
+    start.service = service
+    yield start
+    for member in members.values():
+        member.process.kill()
+        member.process.wait()
+    registry.close()
+
+
+def trains(*members):
+    """Wait until all of them have made three more steps together."""
+    target = max(member.step for member in members) + 3
+    wait_for(lambda: all(m.world == len(members) and m.step >= target for m in members), 30)
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_survivors_continue_in_their_processes_and_joiners_come_in_at_the_current_step(group, transport):
+    one, two = group("one", transport), group("two", transport)
+    trains(one, two)
+    three = group("three", transport)
+    trains(one, two, three)
+    assert [each["rank"] for each in three.lines if "round" in each] == [2]
+    assert next(each["step"] for each in three.lines if "step" in each) > 3
+    one.process.send_signal(signal.SIGKILL)
+    trains(two, three)
+    assert [each["rank"] for each in two.lines if "round" in each][-1] == 0
+    two.process.send_signal(signal.SIGKILL)
+    trains(three)
+    four = group("four", transport)
+    trains(three, four)
+    steps = [each["step"] for each in three.lines if "step" in each]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert (four.end(), three.process.poll()) == (0, None)
+    trains(three)
+    assert three.end() == 0
+
+
+def test_a_member_that_is_stopped_is_left_behind_and_refused_when_it_continues(group):
+    one, two = group("one"), group("two")
+    trains(one, two)
+    one.process.send_signal(signal.SIGSTOP)
+    trains(two)
+    one.process.send_signal(signal.SIGCONT)
+    assert one.process.wait(30) != 0
+    trains(two)
+
+
+def test_the_engine_says_which_process_has_ended(group):
+    one, two = group("one"), group("two")
+    trains(one, two)
+    one.process.send_signal(signal.SIGSTOP)
+    assert group.service.remove("one")
+    trains(two)
+    assert group.service.members == ["two"]
+    assert not group.service.remove("two")
+
+
+def test_a_group_outlives_its_master(tmp_path):
+    path = tmp_path / "group.json"
+    service = TrainerGroup(path, least=1)
+    registry = Registry(beside=[service])
+    port = int(registry.address.rpartition(":")[2])
+    one = Member(registry.address, "one")
+    try:
+        trains(one)
+        registry.close()
+        registry = Registry(port=port, beside=[TrainerGroup(path, least=1)])
+        two = Member(registry.address, "two")
+        trains(one, two)
+        assert [each["members"] for each in two.lines if "round" in each] == [[0, 1]]
+        assert [one.end(), two.end()] == [0, 0]
+    finally:
+        one.process.kill()
+        registry.close()
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(0, 12),
+    st.integers(0, 2**31),
+)
+def test_a_sum_of_one_rank_is_in_the_order_of_the_parts(ranks, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(size, generator=generator) for _ in ranks]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    assert torch.equal(ordered_sum(CollectiveChannel("main"), parts, [0] * len(ranks)), total)
+
+
+@pytest.mark.parametrize("transport", ["memory", "network"])
+def test_a_sum_has_the_same_bits_whoever_has_which_parts(transport):
+    results = run(3, "collective_programs:add_in_order", transport=transport)
+    for result in results:
+        for total, expected in result:
+            assert torch.equal(total, expected)
