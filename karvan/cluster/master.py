@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from karvan.cluster.role_process import RoleSettings, stop_signals
@@ -17,6 +18,7 @@ from karvan.discovery.registry import Registry
 from karvan.owner import own
 from karvan.work.ledger_file import LedgerError
 from karvan.work.service import PATIENCE, WorkService
+from karvan.work.trainer_group import TrainerGroup
 
 _log = logging.getLogger("karvan.cluster")
 
@@ -47,13 +49,20 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
         except LedgerError as error:
             raise ValueError(str(error)) from None
         stack.callback(work.close)
-        registry = Registry(settings.host, settings.port, settings.security, beside=[work])
+        group = TrainerGroup(path.with_name("group.json"), settled=partial(release_all, work))
+        registry = Registry(settings.host, settings.port, settings.security, beside=[work, group])
         stack.callback(registry.close)
         _log.info("master at %s, ledger in %s", registry.address, path)
         while not ended.wait(_CHECK_EVERY):
             owner.check()
-            for lease in work.overdue():
+            for lease in work.overdue(group.is_member):
                 _log.warning(
                     "%s made no progress with %s, which others can lease now.", lease.holder, lease.task
                 )
         _log.info("master ends")
+
+
+def release_all(work: WorkService, processes: list[str]) -> None:
+    """The trainers that are left have settled what these had done: others may lease the rest."""
+    for process in processes:
+        work.release(process)

@@ -14,6 +14,9 @@ Protocol:
 - Losing. An owner that was paused for longer than its lease finds another's id in the file, and raises
   `LeaseLostError` before its next save.
 - Release. The file is removed. The file of a killed process is replaced as above.
+- Successors. The master of a job that is restarted takes the lease with the id of the one before, which it
+  replaces at once, wherever that ran; processes of the job know the lease by its id, and notice nothing. A
+  master that was not dead finds another process in the file, and has lost its lease.
 """
 
 from __future__ import annotations
@@ -46,10 +49,13 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EML
 class Lease:
     """A lease that this process holds until `release`."""
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal."""
+    def __init__(self, folder: Path, seconds: float, id: str = "") -> None:
+        """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal.
+
+        id: that of the process of which this one is the successor, if any.
+        """
         self.path = folder / FILE
-        self.record = OwnerRecord.of_this_process(seconds)
+        self.record = OwnerRecord.of_this_process(seconds, id)
         self._lost: LeaseLostError | None = None
         self._on_lost: list[Callable[[], None]] = []
         self._released = threading.Event()
@@ -85,7 +91,7 @@ class Lease:
             with self._lock:
                 self._link()
             found = read_lease(self.path)
-        return None if found is None or found.id == self.record.id else lost_error(self.path, found)
+        return None if found is None or found.is_process(self.record) else lost_error(self.path, found)
 
     def release(self) -> None:
         """Allow others to take the folder."""
@@ -93,7 +99,7 @@ class Lease:
         self._thread.join()
         with suppress(OSError):
             found = read_lease(self.path)
-            if found is not None and found.id == self.record.id:
+            if found is not None and found.is_process(self.record):
                 self.path.unlink()
         with self._lock:
             if self._descriptor >= 0:
@@ -145,7 +151,8 @@ class Lease:
         if content is None:
             return
         owner = OwnerRecord.parse(content)
-        state = "unknown" if owner is None else owner.state()
+        succeeds = owner is not None and owner.id == self.record.id
+        state = "gone" if succeeds else "unknown" if owner is None else owner.state()
         if owner is not None and state == "running":
             raise refused_error(self.path, owner)
         if owner is None or state != "gone":
@@ -159,7 +166,7 @@ class Lease:
         if now is not None and now != content:  # another process took the lease in the meantime
             with suppress(OSError):
                 os.link(aside, self.path)
-        elif owner is not None:
+        elif owner is not None and not succeeds:
             reason = "is gone" if state == "gone" else f"did not renew its lease for {owner.seconds:g} s"
             _log.warning("%s is taken over from %s, which %s.", self.path.parent, owner, reason)
         with suppress(OSError):

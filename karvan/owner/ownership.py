@@ -2,8 +2,8 @@
 
 A process may own a folder several times, one after another or nested, in any of its threads: it has one
 lease, which is released with the last use. Other processes are refused. The processes of a launched job use
-the launcher's lease: they find its id in KARVAN_OWNER, take no lease for the job's folder, and check before a
-save that it is still the launcher's. With several ranks, rank 0 owns the folder for all of them.
+the lease of their master: they find its id in KARVAN_OWNER, take no lease for the job's folder, and check
+before a save that it is still the master's. With several ranks, rank 0 owns the folder for all of them.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ _lock = threading.Lock()
 _leases: dict[Path, _SharedLease] = {}
 
 
-def own(folder: str | os.PathLike[str]) -> Ownership:
-    """Own a folder, which is created if necessary; an OwnerError if another run owns it."""
+def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
+    """Own a folder, which is created if necessary; an OwnerError if another run owns it.
+
+    id: of the lease of a process that has died, and of which this one is the successor.
+    """
     path = Path(folder)
     key = Path(os.path.realpath(path))
-    if _is_of_the_launcher(key):
+    if _is_of_the_master(key):
         check_owner(path)
         return Ownership(path, None)
     with _lock:
@@ -88,7 +91,7 @@ def own(folder: str | os.PathLike[str]) -> Ownership:
             return Ownership(path, known)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds()))
+            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id))
         except OSError as error:
             if error.errno not in _REPORTED_BY_SAVES:
                 _log.warning("No lease for %s, so another run may also write there: %s", path, error)
@@ -97,17 +100,17 @@ def own(folder: str | os.PathLike[str]) -> Ownership:
 
 
 def check_owner(folder: str | os.PathLike[str]) -> None:
-    """Raise a LeaseLostError if this process, or its launcher, has owned the folder and no longer does.
+    """Raise a LeaseLostError if this process, or its master, has owned the folder and no longer does.
 
     An OSError, which is an outage, if the folder's file system is unmounted.
     """
     path = Path(folder)
     key = Path(os.path.realpath(path))
-    if _is_of_the_launcher(key):
+    if _is_of_the_master(key):
         found = None
         with suppress(OSError):  # the save reports a file system that fails
             found = read_lease(path / FILE)
-        if found is None and not os.path.lexists(path / FILE):  # the launcher would have created it again
+        if found is None and not os.path.lexists(path / FILE):  # the master would have created it again
             raise away_error(path)
         if found is not None and found.id != JobEnvironment.read().owner:
             raise lost_error(path / FILE, found)
@@ -131,6 +134,6 @@ def _known(key: Path) -> _SharedLease | None:
     return known if known is not None and known.process == os.getpid() else None
 
 
-def _is_of_the_launcher(key: Path) -> bool:
+def _is_of_the_master(key: Path) -> bool:
     job = JobEnvironment.read()
     return bool(job.owner and job.checkpoints) and Path(os.path.realpath(job.checkpoints)) == key

@@ -38,11 +38,11 @@ class OwnerRecord:
     renewals: int = 0
 
     @classmethod
-    def of_this_process(cls, seconds: float) -> OwnerRecord:
-        """A new record of this process."""
+    def of_this_process(cls, seconds: float, id: str = "") -> OwnerRecord:
+        """A new record of this process; id: that of the process of which it is the successor."""
         pid = os.getpid()
         return cls(
-            id=secrets.token_hex(16),
+            id=id or secrets.token_hex(16),
             host=socket.gethostname(),
             machine=_machine(),
             pid=pid,
@@ -66,6 +66,12 @@ class OwnerRecord:
         except (ValueError, KeyError, TypeError):
             return None
         return record if 0 < record.seconds < 1e6 else None
+
+    def is_process(self, other: OwnerRecord) -> bool:
+        """Whether another record is of the same process, or an earlier renewal of it."""
+        return (self.id, self.machine, self.pid, self.start) == (
+            *(other.id, other.machine, other.pid, other.start),
+        )
 
     def content(self) -> bytes:
         """For a lease file; of the same length after any renewal, so that it is overwritten in place."""

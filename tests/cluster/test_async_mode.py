@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from async_helpers import Intruder, assert_same, connected, content
 from async_programs import batches, loss, told, trainer_of
 from cluster_helpers import Processes, serving
 from dense_helpers import start_with
@@ -12,7 +13,6 @@ from ranks_helpers import run
 
 import karvan as kv
 from karvan import distributed
-from karvan.checkpoint import Checkpoint
 from karvan.dense.server_proxy import DenseServerProxy
 from karvan.discovery.registry import Registry
 from karvan.job.sync_modes import ASYNC, HYBRID, SYNC, DenseSettings, choose_dense, choose_mode
@@ -25,36 +25,6 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
 }
-
-
-def content(folder, step):
-    """All that a checkpoint has of rows, parameters and optimizers, as arrays by name."""
-    checkpoint = Checkpoint(folder / f"step-{step:012d}")
-    found = {
-        (table, number): np.concatenate(column)
-        for table in checkpoint.manifest.tables
-        for number, column in enumerate(zip(*checkpoint.parts(table), strict=True))
-    }
-    state = checkpoint.state()
-    found |= {name: each for name, each in state["model"].items() if isinstance(each, torch.Tensor)}
-    for number, slots in state["dense_optimizer"]["state"].items():
-        found |= {(number, name): torch.as_tensor(each) for name, each in slots.items()}
-    return found, state["dense_optimizer"]["param_groups"]
-
-
-def assert_same(one, other, step):
-    (found, groups), (expected, expected_groups) = content(one, step), content(other, step)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not np.array_equal(found[name], expected[name])] == []
-    assert groups == expected_groups
-
-
-@contextlib.contextmanager
-def connected(servers, **options):
-    """Servers in this process, and a connection to them in mode async."""
-    with serving(servers) as addresses:
-        distributed.connect("remote", servers=addresses, mode="async", **{"staleness": 1, **options})
-        yield
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -122,24 +92,6 @@ def test_gradients_that_are_not_finite_reach_neither_parameters_nor_rows(tmp_pat
     with connected(2):
         assert fit(tmp_path / "async").skipped == 1
     assert_same(tmp_path / "async", tmp_path / "memory", 6)
-
-
-class Intruder:
-    """A loss during whose first calls somebody else makes steps, without gradients, on some servers."""
-
-    def __init__(self, times, steps=1, servers=(0,)):
-        self.times, self.steps, self.servers, self.sequence = times, steps, servers, 0
-
-    def __call__(self, output, batch):
-        if self.times and distributed.current().servers is not None:
-            self.times -= 1
-            for _ in range(self.steps):
-                for number in self.servers:
-                    server = DenseServerProxy(distributed.current().servers, number, 1)
-                    version, _ = server.pull()
-                    assert server.push_gradients({}, version, trainer="b", sequence=self.sequence).accepted
-                self.sequence += 1
-        return loss(output, batch)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -311,10 +263,16 @@ def test_a_model_stays_until_a_new_generation():
 def test_trainers_must_agree_on_what_makes_a_step():
     with serving(1) as (address,):
         Lines(address, dense={"grads_to_wait": 2, "tolerance": 1}).one.call("describe")
-        with pytest.raises(RefusedError, match="grads_to_wait=2, tolerance=1, as the first trainer said"):
+        with pytest.raises(RefusedError, match=r"grads_to_wait=2, tolerance=1, .* as the first trainer said"):
             Lines(address, trainer=1).one.call("describe")
         with pytest.raises(RefusedError, match=r"to be a whole number from 1 .*, got 0"):
             Lines(address, trainer=1, dense={"grads_to_wait": 0}).one.call("describe")
+        with pytest.raises(RefusedError, match=r"'pull_every'\] to be a whole number from 1 "):
+            Lines(address, trainer=1, dense={"pull_every": 0}).one.call("describe")
+        with pytest.raises(RefusedError, match=r"pull_every=1, as the first .* pull_every=2"):
+            Lines(address, trainer=1, dense={"grads_to_wait": 2, "tolerance": 1, "pull_every": 2}).one.call(
+                "describe"
+            )
 
 
 FLOATS = np.zeros(2, np.float32)
@@ -375,6 +333,14 @@ WRONG = {
     "no gradients": ({"mode": "async", "grads_to_wait": 0}, "grads_to_wait must be at least 1"),
     "less than none": ({"mode": "async", "tolerance": -1}, "tolerance must not be negative"),
     "two ways": ({"mode": "async", "lr_staleness": True, "tolerance": 1}, "one or the other"),
+    "pulls of another mode": (
+        {"mode": "hybrid", "pull_every": 2},
+        "pull_every is for mode async, got mode hy",
+    ),
+    "pulls of no mode": ({"pull_every": 1}, "pull_every is for mode async, got mode sync"),
+    "no pulls": ({"mode": "async", "pull_every": 0}, "a whole number from 1 on, got 0"),
+    "half a pull": ({"mode": "async", "pull_every": 1.5}, "a whole number from 1 on, got 1.5"),
+    "no servers to pull from": ({"kind": "sharded", "pull_every": 2}, 'for connect\\("remote"\\)'),
     "no servers": ({"kind": "sharded", "mode": "async"}, 'for connect\\("remote"\\)'),
 }
 
@@ -387,16 +353,23 @@ def test_wrong_options_are_refused(name):
 
 
 def test_modes_come_from_the_program_the_job_or_the_staleness():
-    job = {"KARVAN_MODE": "async", "KARVAN_STALENESS": "3", "KARVAN_GRADS_TO_WAIT": "2"}
+    job = {
+        "KARVAN_MODE": "async",
+        "KARVAN_STALENESS": "3",
+        "KARVAN_GRADS_TO_WAIT": "2",
+        "KARVAN_PULL_EVERY": "5",
+    }
     assert choose_mode(None, None, {}) == (SYNC, 1)
     assert choose_mode(None, 2, {}) == (HYBRID, 2)
     assert choose_mode("async", None, {}) == (ASYNC, 4)
     assert choose_mode("hybrid", 1, {}) == (HYBRID, 1)
     assert choose_mode(None, None, job) == (ASYNC, 3)
     assert choose_mode("sync", None, job) == (SYNC, 1)
-    assert choose_dense(ASYNC, None, None, None, job).grads_to_wait == 2
-    assert choose_dense(ASYNC, True, None, None, job).grads_to_wait is None
-    assert choose_dense(HYBRID, None, None, None, job) == DenseSettings()
+    assert choose_dense(ASYNC, None, None, None, None, job) == DenseSettings(grads_to_wait=2, pull_every=5)
+    assert choose_dense(ASYNC, True, None, None, None, job) == DenseSettings(True, pull_every=5)
+    assert choose_dense(ASYNC, None, None, None, 3, job) == DenseSettings(grads_to_wait=2, pull_every=3)
+    assert choose_dense(ASYNC, None, None, None, None, {}).pull_every == 1
+    assert choose_dense(HYBRID, None, None, None, None, job) == DenseSettings()
 
 
 def test_optimizers_and_steps_that_servers_cannot_make_are_refused():

@@ -1,4 +1,4 @@
-"""Launched jobs whose launcher is paused, and that are suspended by Ctrl-Z at a terminal."""
+"""Launched jobs whose master is paused, and that are suspended by Ctrl-Z at a terminal."""
 
 import os
 import pty
@@ -20,15 +20,16 @@ def extra_of(folder, secured):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "mutual TLS"])
-def test_a_launcher_that_is_paused_for_long_kills_nobody(tmp_path, secured):
+def test_a_master_that_is_paused_for_long_kills_nobody(tmp_path, secured):
     extra = f"{extra_of(tmp_path, secured)}logs: {tmp_path / 'logs'}\n"
     with LaunchedJob(tmp_path, "hybrid", 4, loaders=1, workers=1, pause=1.0, extra=extra) as job:
         job.wait_for_step(2)
         time.sleep(max(0.0, 62 - job.age()))  # until processes are judged by their heartbeats
         before = {role: job.pids(role) for role in ROLES}
-        os.kill(job.process.pid, signal.SIGSTOP)
+        [master] = job.pids("master")
+        os.kill(master, signal.SIGSTOP)
         time.sleep(25)  # heartbeats count as lost after 10
-        os.kill(job.process.pid, signal.SIGCONT)
+        os.kill(master, signal.SIGCONT)
         job.wait_for_line("was asleep for")
         seen = job.step()
         job.wait_for_step(seen + 5)

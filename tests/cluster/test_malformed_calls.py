@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from malformed_calls import KEYS, SUBJECTS, ServerSubject
+from malformed_calls import KEYS, SUBJECTS, ElasticServerSubject, ServerSubject
 
 import karvan as kv
 from karvan.protocol.values import TRAINER_OPTIONS
@@ -16,6 +16,7 @@ WRONG = {"surely": "wrong"}  # for whatever is expected
 # Calls whose first array may have any size, and fields that may be negative.
 ANY_SIZE = {("erase", 0)}
 NEGATIVE = {"amount"}
+OPAQUE = {"ack"}  # may be anything
 
 
 @pytest.fixture(params=SUBJECTS)
@@ -31,6 +32,8 @@ def heads(head, optional=()):
     for name, value in head.items():
         if name not in optional:
             yield {other: each for other, each in head.items() if other != name}, name
+        if name in OPAQUE:
+            continue
         yield {**head, name: WRONG}, name
         if type(value) in (int, float):
             yield {**head, name: math.nan}, name
@@ -57,7 +60,10 @@ def wrong_arrays(method, arrays):
 
 
 def test_what_is_wrong_is_refused_and_changes_nothing(subject):
-    assert set(subject.makers) == set(subject.service.endpoints)
+    assert {*subject.makers, *subject.refuses} == set(subject.service.endpoints)
+    for method, head in subject.refuses.items():
+        with pytest.raises(RefusedError, match="expected an elastic run"):
+            subject.call(method, head)
     for method in subject.makers:
         head, arrays = subject.make(method)
         before = subject.fingerprint()
@@ -77,7 +83,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(subject):
 
 def test_a_wrong_hello_is_refused(subject):
     hello = subject.hello()
-    for wrong, name in heads(hello, TRAINER_OPTIONS):
+    for wrong, name in heads(hello, {*TRAINER_OPTIONS, "elastic"}):
         if name == "run" and "run" not in wrong:
             continue  # for a worker, that is a loader's
         with pytest.raises(RefusedError, match=name):
@@ -88,6 +94,13 @@ def test_a_wrong_hello_is_refused(subject):
 @pytest.fixture
 def server(tmp_path):
     made = ServerSubject(tmp_path)
+    with contextlib.closing(made):
+        yield made
+
+
+@pytest.fixture(params=[ServerSubject, ElasticServerSubject])
+def any_server(request, tmp_path):
+    made = request.param(tmp_path)
     with contextlib.closing(made):
         yield made
 
@@ -142,7 +155,8 @@ def test_a_table_has_one_dim(server):
         server.call("load", head, [arrays[0], arrays[1][:, :4].copy(), *arrays[2:]])
 
 
-def test_a_rule_needs_the_state_that_the_rows_have(server):
+def test_a_rule_needs_the_state_that_the_rows_have(any_server):
+    server = any_server
     head, gradients = server.make("push")
     head["rules"]["t"]["kind"] = "adam"
     with pytest.raises(ValueError, match="floats of optimizer state"):

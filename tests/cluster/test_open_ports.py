@@ -8,7 +8,7 @@ import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
 from port_helpers import connects, family_of, listening
 
-ROLES = ("trainer", "parameter-server", "embedding-worker", "loader")
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader", "master")
 
 
 def wait_for_steps(job, trainers):
@@ -27,13 +27,13 @@ def of_cuda(socket):
 
 def check_ports(job, host):
     """One port for each role that serves, none of a trainer that a stranger can connect to."""
-    role_of = {pid: role for role in ROLES for pid in job.pids(role)} | {job.process.pid: "launcher"}
+    role_of = {pid: role for role in ROLES for pid in job.pids(role)}
     found = [each for pid in family_of(job.process.pid) for each in listening(pid) if not of_cuda(each)]
     text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
     assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
     assert {each.host for each in found} == {host}, text
     served = Counter(role_of.get(each.process) for each in found if connects(host, each.port))
-    assert served == {"launcher": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
+    assert served == {"master": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
 
 
 def test_every_listening_socket_of_a_job_is_known(tmp_path):

@@ -208,3 +208,19 @@ def test_what_is_no_plain_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / ".karvan-owner.json")
     with pytest.raises(OwnerError, match="is not a plain file"):
         own(tmp_path)
+
+
+def test_a_successor_takes_the_lease_at_once_and_the_one_before_has_lost_it(tmp_path):
+    with OwnerProcess(tmp_path) as first:
+        assert first.line() == "owned"
+        before = json.loads((tmp_path / FILE).read_text())
+        os.kill(first.process.pid, signal.SIGSTOP)  # others would wait, and are refused if it renews
+        again = own(tmp_path, before["id"])
+        assert again.id == before["id"]
+        again.check()
+        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+        change(tmp_path, pid=before["pid"], start=before["start"])  # a third one, of the same job
+        with pytest.raises(LeaseLostError):
+            again.check()
+        again.release()
+        os.kill(first.process.pid, signal.SIGKILL)

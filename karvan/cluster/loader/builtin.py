@@ -80,9 +80,11 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
     if options.get("columns") is not None:
         options["columns"] = [column_from_settings(each) for each in options["columns"]]
     try:
-        return read(files, batch_size, rank=index, world_size=count, **options)
+        loader = read(files, batch_size, rank=index, world_size=count, **options)
     except TypeError as error:
         raise ValueError(f"data: {error}") from error
+    assert isinstance(loader, Loader)  # an index has a fixed share
+    return loader
 
 
 def _data() -> Mapping[str, Any]:

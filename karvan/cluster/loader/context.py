@@ -86,7 +86,9 @@ class LoaderContext:
         statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
-        return read(data, batch_size, rank=self.index, world_size=self.count, **options)
+        loader = read(data, batch_size, rank=self.index, world_size=self.count, **options)
+        assert isinstance(loader, Loader)  # a rank has a fixed share
+        return loader
 
     def serve(self, batches: Batches) -> None:
         """Send all batches of as many epochs as trainers ask for; usually runs until the process ends.

@@ -127,7 +127,8 @@ def settings_of(hello: Mapping[str, Any]) -> DenseSettings:
         return DenseSettings(**settings)
     except (TypeError, ValueError) as error:
         raise RefusedError(
-            f"expected lr_staleness, grads_to_wait and tolerance, got {str(settings)[:100]}: {error}"
+            "expected lr_staleness, grads_to_wait, tolerance and pull_every, "
+            f"got {str(settings)[:100]}: {error}"
         ) from error
 
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from karvan.store import MemoryStore, Push, Rows, TableSpec
 from karvan.store.exchange.wire_format import rule_from_json, spec_from_json
 from karvan.wire import Message, RefusedError, Request
@@ -26,6 +28,7 @@ class ServerTables:
         self._adding = threading.Lock()
         self.store = MemoryStore()
         self.specs: dict[str, TableSpec] = {}
+        self._checked_kinds: dict[str, set[str]] = {}  # of rules that fit the state that rows have
         self.methods: dict[str, Callable[[Request], Message]] = {
             "add_table": self._add_table,
             "set_state": self._set_state,
@@ -73,10 +76,21 @@ class ServerTables:
                 f"got {len(initial)}."
             )
 
+    def check_rules(self, rules: Mapping[str, Mapping[str, Any]]) -> None:
+        """A ValueError unless the rows of these tables have the state that their rules need."""
+        for table, rule in rules.items():
+            if rule["kind"] in self._checked_kinds.get(table, ()):
+                continue
+            none = np.empty(0, np.int64), np.empty((0, self.spec(table).dim), np.float32)
+            nothing = Push(*none, self.store.version(table))  # of now, so that no eviction is looked through
+            self.store.apply({table: [nothing]}, {table: rule_from_json(rule)}, {table: 0})
+            self._checked_kinds.setdefault(table, set()).add(rule["kind"])
+
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
         self.check_state(table, initial)
         self.store.set_state(table, initial, fresh)
+        self._checked_kinds.pop(table, None)
 
     def _add_table(self, request: Request) -> Message:
         self.add(request.head["spec"])

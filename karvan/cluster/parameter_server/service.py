@@ -22,13 +22,14 @@ from karvan.checkpoint.recovery import resume
 from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.parameter_server.checkpointing import Saving
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
+from karvan.cluster.parameter_server.elastic.requests import ElasticBatches
 from karvan.cluster.parameter_server.saved_share import Restored
 from karvan.cluster.parameter_server.server_folder import ServerFolder
 from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.cluster.role_process import RoleSettings
-from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO
+from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
 from karvan.store.exchange.row_owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
 
@@ -63,16 +64,14 @@ class ParameterServer(Service):
         self._tables = ServerTables(self._index, self._count)
         self._owner = Owner(self._tables.store)
         self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
-        self._batches: Batches | None = None
+        self._batches: Batches | ElasticBatches | None = None
         self._dense = DenseService()
 
     def _methods(self) -> dict[str, Callable[[Request], Message]]:
         """The method of each call, in the current run of the current generation."""
         assert self._batches is not None
         return {
-            "pull": self._batches.pull,
-            "push": self._batches.push,
-            "withdraw": self._batches.withdraw,
+            **self._batches.methods,
             **self._tables.methods,
             **self._dense.methods,
             "capture": self._capture,
@@ -97,15 +96,14 @@ class ParameterServer(Service):
     def welcome(self, caller: Caller) -> dict[str, Any]:
         """See `Service.welcome`."""
         hello = caller.hello
-        run, trainer, trainers = hello["run"], hello["trainer"], hello["trainers"]
+        run = hello["run"]
         requested = (hello["server"], hello["servers"])
         if requested != (self._index, self._count):
             raise RefusedError(
                 f"expected to be asked for as server {self._index} of {self._count}, "
                 f"got {requested[0]} of {requested[1]}."
             )
-        if trainer >= trainers:
-            raise RefusedError(f"expected a trainer from 0 to {trainers - 1}, got {trainer}.")
+        expect_trainer(hello)
         dense = settings_of(hello)
         generation = self._generations.check(hello["generation"])
         with self._lock:
@@ -121,9 +119,11 @@ class ParameterServer(Service):
                 self._generation = generation
                 self._run = ""
             if run != self._run:
+                make = ElasticBatches if hello.get("elastic") else Batches
+                made = make(self._owner, self._tables, hello, counts_skips=self._index == 0)
                 self._end("the job's trainers have restarted")
                 self._run = run
-                self._batches = Batches(self._owner, self._tables, hello, counts_skips=self._index == 0)
+                self._batches = made
                 self._dense.begin(dense)
                 self._by_name = self._methods()
             assert self._batches is not None
@@ -141,15 +141,16 @@ class ParameterServer(Service):
         self._tables.check_tables(head["tables"])
         assert self._batches is not None
         self._batches.count_used(int(head["store"]), head["used"])
-        self._saving.capture(
-            int(head["capture"]),
-            head["tables"],
-            head["parts"],
-            head["since"],
-            bool(head["track"]),
-            self._batches.updates.record(int(head["store"])),
-            self._batches.log,
-        )
+        with self._batches.between_steps():
+            self._saving.capture(
+                int(head["capture"]),
+                head["tables"],
+                head["parts"],
+                head["since"],
+                bool(head["track"]),
+                self._batches.updates.record(int(head["store"])),
+                self._batches.log,
+            )
         return Message({})
 
     def _save(self, call: Request) -> Message:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.protocol.parameter_server import passes_of
+from karvan.protocol.step_commits import COMMIT_CALLS
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.exchange.wire_format import from_wire, rule_from_json, to_wire
@@ -78,7 +80,7 @@ class Batches:
     ) -> None:
         self._owner = owner
         self._tables = tables
-        self._agreed = _settings_of_run(hello)
+        self._agreed = settings_of_run(hello)
         self._counts_skips = counts_skips
         self._trainers = int(hello["trainers"])
         self._together = MODES[hello.get("mode", SYNC.name)].joint_rows and self._trainers > 1
@@ -98,14 +100,24 @@ class Batches:
         self.keys = 0  # looked up so far
         self.pulls = 0
         self.pushes = 0
+        self.methods: dict[str, Callable[[Request], Message]] = {
+            "pull": self.pull,
+            "push": self.push,
+            "withdraw": self.withdraw,
+            **dict.fromkeys(COMMIT_CALLS, _refuse_commits),
+        }
 
     def check_run(self, hello: Mapping[str, Any]) -> None:
         """All trainers of a run must have the same settings."""
-        settings = _settings_of_run(hello)
+        settings = settings_of_run(hello)
         if settings != self._agreed:
             raise RefusedError(
                 f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
             )
+
+    def between_steps(self) -> AbstractContextManager[Any]:
+        """Do-nothing: a push changes the rows in one operation."""
+        return nullcontext()
 
     def end(self, reason: str) -> None:
         """End the run; trainers that wait get the reason."""
@@ -147,6 +159,7 @@ class Batches:
 
     def pull(self, call: Request) -> Message:
         """Look up what a trainer asks for."""
+        _expect_no_commit(call, of_push=False)
         head, trainer = call.head, call.caller.hello["trainer"]
         tables, counts, keys = head["tables"], head["counts"], call.arrays[0]
         self._tables.check_tables(tables)
@@ -178,7 +191,8 @@ class Batches:
             if known is None and over:  # a late request of a worker that was replaced
                 raise RefusedError(f"expected a batch that the trainer is not done with, got {name[2]}.")
             if known is not None:
-                _check_same(known, trainer if together else 0, tables, counts, keys)
+                rank = trainer if together else 0
+                expect_same_keys(known.tables, known.asked[rank], known.received[rank], tables, counts, keys)
                 return known
             own = _Asked(tables, counts, keys)
             if together:
@@ -211,6 +225,7 @@ class Batches:
 
     def push(self, call: Request) -> Message:
         """Apply a trainer's gradients."""
+        _expect_no_commit(call, of_push=True)
         head, trainer = call.head, call.caller.hello["trainer"]
         store, sequence = int(head["store"]), int(head["sequence"])
         batches = [int(batch) for batch in head["batches"]]
@@ -301,16 +316,32 @@ class Batches:
             self._trained(answered)  # done means trained, unless it had no gradient at all
 
 
+def _refuse_commits(call: Request) -> Message:
+    raise RefusedError("expected an elastic run, whose steps are committed, got one that applies each push.")
+
+
+def _expect_no_commit(call: Request, of_push: bool) -> None:
+    if call.head.get("commit") is not None or (of_push and "step" in call.head):
+        _refuse_commits(call)
+
+
 def _who(trainer: int, store: int) -> str:
     """The name under which numbers are remembered: each store of a trainer has its own."""
     return f"{trainer} {store}"
 
 
-def _check_same(known: Answered, rank: int, tables: list[str], counts: list[int], keys: Keys) -> None:
-    """Check that a batch that is looked up again has the same keys."""
+def expect_same_keys(
+    known_tables: Sequence[str],
+    known_counts: Sequence[int],
+    known_keys: Keys,
+    tables: Sequence[str],
+    counts: Sequence[int],
+    keys: Keys,
+) -> None:
+    """A RefusedError unless a batch that is looked up again has the keys of its first lookup."""
     size = sum(counts)
-    same = known.tables == tables and known.asked[rank] == counts
-    if not same or not np.array_equal(known.received[rank][:size], keys[:size]):
+    same = known_tables == tables and known_counts == counts
+    if not same or not np.array_equal(known_keys[:size], keys[:size]):
         raise RefusedError("expected the keys with which the batch was looked up before, got others.")
 
 
@@ -322,7 +353,8 @@ def _check_sizes(answered: Answered, gradients: list[Vectors]) -> None:
         expect_array(array, f"gradients of trainer {trainer}", "float32", size)
 
 
-def _settings_of_run(hello: Mapping[str, Any]) -> str:
+def settings_of_run(hello: Mapping[str, Any]) -> str:
     """What trainers of a run must agree on."""
     mode, reduce = hello.get("mode", SYNC.name), hello.get("grad_reduce", "mean")
-    return f"{hello['trainers']} trainers, mode {mode} and grad_reduce {reduce}"
+    trainers = "members" if hello.get("elastic") else f"{hello['trainers']} trainers"
+    return f"{trainers}, mode {mode} and grad_reduce {reduce}"

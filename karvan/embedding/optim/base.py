@@ -74,6 +74,16 @@ class SparseOptimizer(torch.optim.Optimizer):
         """Whether this optimizer has tables."""
         return bool(self._tables)
 
+    def table_steps(self) -> dict[str, int]:
+        """How many steps each table has made."""
+        return {handle.name: int(self.state[handle.anchor].get("step", 0)) for handle in self.tables}
+
+    def set_table_steps(self, steps: Mapping[str, int]) -> None:
+        """Set what `table_steps` gives."""
+        for handle in self.tables:
+            if steps[handle.name] or "step" in self.state[handle.anchor]:
+                self.state[handle.anchor]["step"] = steps[handle.name]
+
     def gradients_finite(self) -> bool:
         """Whether all gradients that wait for these tables are finite; they stay in the engines."""
         return all(

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from karvan import _native, output_buffers
 from karvan.store.exchange import partial_gradients
-from karvan.store.exchange.message_layout import Numbers, features, floats
+from karvan.store.exchange.message_layout import Numbers, features, floats, words
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupPlan, LookupProgram
 from karvan.store.types import Keys, Push, Rule, Vectors
@@ -117,6 +119,20 @@ class Owner:
         }
         self.store.apply(pushes, rules, steps)
 
+    def present(self, keys: Mapping[str, Keys]) -> dict[str, NDArray[np.bool_]]:
+        """Which keys of some tables have rows; nothing is changed."""
+        counts = [len(each) for each in keys.values()]
+        message = _used_once(np.concatenate(list(keys.values())))
+        answered = self.lookup(list(keys), [counts], [message], training=False, step=0, now=0.0)
+        summed = self.reduce(answered, [answered.vectors.numpy()], complete=True, by_key=False)
+        assert isinstance(summed, _native.Gradients)
+        # Of gradients that are merged, those of keys without a row are left out.
+        merged = _native.Gradients.merge([summed])
+        return {
+            table: np.isin(each, merged.keys_and_values(slot)[0])
+            for slot, (table, each) in enumerate(keys.items())
+        }
+
     def _program(self, tables: Sequence[str], dims: Sequence[int], ranks: int) -> LookupProgram:
         known = self._programs.setdefault(tuple(tables), {})
         if ranks not in known:
@@ -128,6 +144,14 @@ class Owner:
                 ]
             )
         return known[ranks]
+
+
+def _used_once(keys: Keys) -> Keys:
+    """A message with each of these keys used once."""
+    message = np.zeros(words(len(keys)), np.int64)
+    message[: len(keys)] = keys
+    message[len(keys) :].view(np.uint32)[: len(keys)] = 1
+    return message
 
 
 def _push(summed: Summed, slot: int, table: str, version: int) -> Push:

@@ -20,12 +20,14 @@ from torch import Tensor
 from karvan import _native
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
+from karvan.distributed.clients.step_commits import StepCommits
 from karvan.ragged import IdsReference
 from karvan.store.exchange.wire_format import rule_to_json
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
 from karvan.store.remote.server_lookup import ServerLookup
+from karvan.store.remote.staged_updates import StagedUpdates
 from karvan.store.remote.staleness_window import Countdown
 from karvan.store.remote.worker_batches import WorkerBatches
 from karvan.store.remote.worker_lookup import Sent, WorkerLookup
@@ -67,6 +69,9 @@ class RemoteBatches:
         self.at_workers: WorkerBatches | None = None
         if connection.workers is not None:
             self.at_workers = WorkerBatches(connection.workers, servers, store, self._wire, lookups)
+        self._elastic: StagedUpdates | None = None
+        if isinstance(servers.commits, StepCommits):
+            self._elastic = StagedUpdates(servers.commits, self.at_servers, lookups, len(servers))
         self._last_lookup = time.monotonic()  # the time of the last training lookup
 
     @property
@@ -181,7 +186,8 @@ class RemoteBatches:
     def _agreed(
         self, made: _native.Gradients | Sent, finite: list[bool], touched: list[bool], complete: bool
     ) -> LocalGradients:
-        if self._connection.world_size > 1 and self._connection.joint_steps:  # all step, or none
+        together = self._connection.world_size > 1 and self._connection.joint_steps
+        if together and self._elastic is None:  # all step, or none; in an elastic run a commit decides that
             flags = [*touched, *(not good for good in finite), not complete]
             agreed = (self._connection.here.sum(torch.tensor(flags, dtype=torch.float32)) > 0).tolist()
             slots = len(touched)
@@ -196,7 +202,10 @@ class RemoteBatches:
         rules: Mapping[str, Rule],
         steps: Mapping[str, int],
     ) -> None:
-        """See `Store.update`: gradients are sent to the servers, or to workers, in the background."""
+        """See `Store.update`: gradients are sent to the servers, or to workers, in the background.
+
+        In an elastic run they are staged, and applied when the step is committed (`StagedUpdates`).
+        """
         self._window.check()
         finite = [all(bits) for bits in zip(*(own.finite() for _, own in gradients), strict=True)]
         applied: dict[str, Any] = {}
@@ -208,9 +217,10 @@ class RemoteBatches:
                 skipped.append(table)
         lookups = [_lookup_of(plan) for plan, _ in gradients]
         numbers = [lookup.number for lookup in lookups]
+        sequence = self._lookups.push(numbers)
         head = {
             "store": self._store,
-            "sequence": self._lookups.push(numbers),
+            "sequence": sequence,
             "batches": numbers,
             "rules": applied,
             "steps": {table: steps[table] for table in applied},
@@ -218,7 +228,14 @@ class RemoteBatches:
             "complete": all(own.complete for _, own in gradients),
             "wire": self._wire,
         }
-        self._push(head, lookups, [own.made for _, own in gradients])
+        made = [own.made for _, own in gradients]
+        if self._elastic is not None:
+            own = [lookup for lookup in lookups if isinstance(lookup, ServerLookup)]
+            sums = [each for each in made if isinstance(each, _native.Gradients)]
+            assert len(own) == len(sums) == len(lookups)  # elastic runs have no embedding workers
+            self._elastic.stage(head, own, sums)
+        else:
+            self._push(head, lookups, made)
 
     def _push(self, head: Mapping[str, Any], lookups: Sequence[Any], made: Sequence[Any]) -> None:
         """Send gradients to the servers, and to the workers that have the ids of some passes."""

@@ -41,7 +41,7 @@ class RemoteCaptures:
         """
         if not self._servers.reloads:
             return 0
-        self._lookups.window.drain()
+        self._lookups.drain()
         made = list(self._sequences)
         made[self._connection.rank] = self._lookups.sequence
         contained = [
@@ -70,7 +70,7 @@ class RemoteCaptures:
         channel = self._connection.here
         # After this the servers have the gradients of all trainers. A lookup without a gradient may have been
         # used, which servers may not know yet, so the capture names these.
-        trainers = channel.gather_json([self._lookups.sequence, self._lookups.take_used()])
+        trainers = channel.gather_json([self._lookups.sequence, self._take_used()])
         self._sequences = [sequence for sequence, _ in trainers]
         outcome: dict[str, Any] = {}
         if channel.rank == 0:
@@ -92,6 +92,10 @@ class RemoteCaptures:
                 raise WireError(text)
             raise ValueError(text) if kind == "ValueError" else RuntimeError(text)
         return _ServerCapture(self, tables, outcome["number"])
+
+    def _take_used(self) -> list[int]:
+        """Those lookups; in an elastic run they count once servers know that they are done."""
+        return [] if self._servers.commits.elastic else self._lookups.take_used()
 
     def save(
         self,
@@ -119,7 +123,7 @@ class RemoteCaptures:
 
     def fill(self, path: str, tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
         """See `SharedStore.fill_tables`."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         head = {"path": path, "tables": {name: dict(options) for name, options in tables.items()}}
         replies = [
             self._servers.peer(server, "save").begin("fill", head, deadline=_SAVING)

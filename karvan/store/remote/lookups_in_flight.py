@@ -87,8 +87,13 @@ class LookupsInFlight:
             if worker is not None:
                 self._done[worker].append(number)
 
+    def drain(self) -> None:
+        """Wait until all gradients have been applied, in an elastic run those of all committed steps."""
+        self.window.drain()
+        self._servers.commits.flush()
+
     def settle(self) -> None:
-        """Wait until all gradients have been applied, and lookups that were dropped have been undone."""
+        """The same, and lookups that were dropped have been undone."""
         for reply in self.send_withdrawn():
             reply.wait()
-        self.window.drain()
+        self.drain()

@@ -79,7 +79,7 @@ class ServerBatches:
         sent = {**head, "done": self._lookups.take_done(None)}
         for server in range(len(self._servers)):
             arrays = [to_wire(pieces[server], self._wire) for pieces in packed]
-            self._servers.peer(server).begin("push", sent, arrays, then=partial(self._pushed, pending))
+            self._servers.begin_training(server, "push", sent, arrays, then=partial(self._pushed, pending))
 
     def _pushed(self, pending: Countdown, reply: Reply) -> None:
         """A server has applied gradients, or has not, because it has restarted in between."""

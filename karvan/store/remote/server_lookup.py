@@ -103,8 +103,8 @@ def begin_pull(servers: Servers, lookup: ServerLookup, *, store: int, done: Sequ
         "done": list(done),
     }
     return [
-        servers.peer(server).begin(
-            "pull", {**head, "counts": lookup.requested[server]}, [lookup.sent[server]]
+        servers.begin_training(
+            server, "pull", {**head, "counts": lookup.requested[server]}, [lookup.sent[server]]
         )
         for server in range(len(servers))
     ]

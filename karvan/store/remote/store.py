@@ -36,7 +36,7 @@ class RemoteStore(SharedStore):
         number = servers.new_store()
         self._connection = connection
         self._lookups = LookupsInFlight(servers, number, connection.settings.staleness)
-        self._tables = RemoteTables(servers, self._lookups, connection.rank, connection.world_size)
+        self._tables = RemoteTables(connection, servers, self._lookups)
         self._captures = RemoteCaptures(connection, servers, number, self._lookups)
         self.batches = RemoteBatches(connection, servers, number, self._lookups, self._tables.dim)
         servers.on_restart(_note_loss)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.store.exchange.key_sharding import hashes_of, owners_of
 from karvan.store.exchange.wire_format import rule_to_json, spec_to_json
@@ -30,14 +31,17 @@ _STATS = (
 class RemoteTables:
     """Tables that are spread over parameter servers; the methods are those of `Store`."""
 
-    def __init__(self, servers: Servers, lookups: LookupsInFlight, rank: int, world: int) -> None:
+    def __init__(self, connection: Connection, servers: Servers, lookups: LookupsInFlight) -> None:
+        self._connection = connection
         self._servers = servers
         self._lookups = lookups
         self._count = len(servers)
-        self._rank = rank
-        self._world = world
-        self._mine = range(rank, self._count, world)
         self._dims: dict[str, int] = {}
+
+    @property
+    def _mine(self) -> range:
+        """The servers that this trainer asks."""
+        return range(self._connection.rank, self._count, self._connection.world_size)
 
     def dim(self, table: str) -> int:
         """The floats of a vector."""
@@ -52,7 +56,7 @@ class RemoteTables:
         self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
     ) -> dict[str, Found]:
         """See `Store.lookup`."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         owners = {table: owners_of(hashes_of(unique), self._count) for table, (unique, _) in keys.items()}
         head = {"tables": list(keys), "training": training, "step": step, "now": now}
         replies = []
@@ -80,7 +84,7 @@ class RemoteTables:
         steps: Mapping[str, int],
     ) -> None:
         """See `Store.apply`; gradients of rows that were removed do no harm: they insert nothing."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         head = {
             "rules": {table: rule_to_json(rules[table]) for table in pushes},
             "steps": {table: steps[table] for table in pushes},
@@ -105,7 +109,7 @@ class RemoteTables:
 
     def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
         """See `Store.set_state`."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         self._servers.call(
             "set_state", {"table": table, "initial": list(initial), "fresh": fresh}, channel="train"
         )
@@ -113,7 +117,7 @@ class RemoteTables:
 
     def skip(self, table: str) -> None:
         """See `Store.skip`; the first server counts for all."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         self._servers.call("skip", {"table": table}, of=[0] if 0 in self._mine else [])
 
     def evict(self, table: str, *, step: int, now: float) -> int:
@@ -122,7 +126,7 @@ class RemoteTables:
 
     def erase(self, table: str, keys: Keys) -> int:
         """See `Store.erase`."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         owners = owners_of(hashes_of(keys), self._count)
         replies = [
             self._servers.peer(server, "ask").begin("erase", {"table": table}, [keys[owners == server]])
@@ -167,9 +171,9 @@ class RemoteTables:
 
     def load(self, table: str, rows: Rows) -> None:
         """See `Store.load`; of W trainers each loads the rows of its share of the hashes."""
-        self._lookups.window.drain()
+        self._lookups.drain()
         hashes = hashes_of(rows.keys)
-        mine = owners_of(hashes, self._world) == self._rank
+        mine = owners_of(hashes, self._connection.world_size) == self._connection.rank
         owners = owners_of(hashes, self._count)
         replies = []
         for server in range(self._count):

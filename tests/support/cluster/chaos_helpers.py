@@ -55,9 +55,10 @@ class LaunchedJob:
         self._begun = time.monotonic()
         self.process = self.start([sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")])
 
-    def start(self, command):
+    def start(self, command, **environment):
         """Start the launcher."""
-        return subprocess.Popen(command, stdout=self.log.open("wb"), stderr=subprocess.STDOUT)
+        env = {**os.environ, **environment}
+        return subprocess.Popen(command, stdout=self.log.open("wb"), stderr=subprocess.STDOUT, env=env)
 
     def age(self):
         """Seconds since its start."""

@@ -33,6 +33,7 @@ from karvan.wire.service import Caller
 DIMS = {"t": 4, "u": 8}
 KEYS = 25  # of each table in a lookup
 TRAINER = {"generation": 0, "trainer": 0, "trainers": 1, "mode": "hybrid", "staleness": 4}
+MEMBER = {**TRAINER, "trainers": 0, "elastic": True, "mode": "sync", "staleness": 1}
 
 
 class _Stream:
@@ -68,6 +69,7 @@ class Subject:
         self.name = name
         self.service = service
         self.makers = {}
+        self.refuses = {}  # calls that no caller of this kind may make, with valid heads
         self._numbers = itertools.count(1)
         self._hello = hello
         self.caller = None
@@ -108,13 +110,15 @@ class Subject:
 class ServerSubject(Subject):
     """A parameter server with two tables, a dense model, and a checkpoint to be filled from."""
 
+    trainer = TRAINER
+
     def __init__(self, folder, run="run"):
         self._folder = folder
         (folder / "save").mkdir(exist_ok=True)
         super().__init__(
             "parameter server",
             ParameterServer(checkpoints=folder),
-            {**TRAINER, "run": run, "server": 0, "servers": 1},
+            {**self.trainer, "run": run, "server": 0, "servers": 1},
         )
         self._saved = folder / "whole"
         if not self._saved.exists():
@@ -158,6 +162,8 @@ class ServerSubject(Subject):
             "dense_state": lambda: (one, []),
             "load_dense_state": lambda: (one, [self._state[0].copy()]),
         }
+        commit = {"step": 1, "parts": [[0, 1]], "scale": 1.0, "ack": None}
+        self.refuses = {"commit": commit, "drop": {"step": 1}, "abandon": {"member": 1}, "progress": {}}
 
     def _begin(self):
         for name in DIMS:
@@ -250,6 +256,38 @@ class ServerSubject(Subject):
         ]
         dense = self.call("dense_state", {"model": 1}).arrays[0]
         return [array.tobytes() for arrays in stats for array in arrays], dense.tobytes()
+
+
+class ElasticServerSubject(ServerSubject):
+    """The same in an elastic run, which stages pushes and commits steps."""
+
+    trainer = MEMBER
+
+    def __init__(self, folder, run="run"):
+        super().__init__(folder, run)
+        self.refuses = {}
+        self.makers |= {
+            "commit": self._commit,
+            "drop": lambda: ({"step": self.number()}, []),
+            "abandon": lambda: ({"member": 7}, []),
+            "progress": lambda: ({}, []),
+        }
+
+    def _pull(self, **more):
+        return super()._pull(commit=None, **more)
+
+    def _push(self, **more):
+        return super()._push(**{"step": self.number(), "commit": None, **more})
+
+    def _commit(self):
+        head, arrays = self._push()
+        self.call("push", head, arrays)
+        parts = [[0, head["sequence"]]]
+        return {"step": head["step"], "parts": parts, "scale": 0.5, "ack": {"records": [1, 2]}}, []
+
+    def _capture(self):
+        head, arrays = super()._capture()
+        return {**head, "used": [[]]}, arrays
 
 
 class WorkerSubject(Subject):
@@ -426,6 +464,7 @@ class RegistrySubject(Subject):
 
 SUBJECTS = {
     "server": ServerSubject,
+    "elastic server": ElasticServerSubject,
     "worker": WorkerSubject,
     "loader": LoaderSubject,
     "registry": RegistrySubject,

@@ -1,0 +1,341 @@
+"""`ElasticBatches`: a parameter server's lookups, staged pushes and commits in an elastic run.
+
+    pull      a lookup, held until the member is done with it
+    push      stages the gradients of lookups, as part of a step; nothing is applied
+    commit    applies exactly these pushes, in this order, drops all others up to this step
+    drop      the step did not happen: its pushes go, its lookups stay, and members push it again
+    abandon   a member is gone: its pushes and lookups go; whatever still comes from it is refused
+    progress  the last committed step, what its commit said, and what is staged
+
+Members push a step's gradients, exchange the dense ones, and agree whether the step happened. If it did,
+each of them sends the commit to each server, by itself or in the head of its next `pull` or `push`, which see
+the committed rows then. The first commit of a step applies it; the others change nothing.
+
+So a member may die at any moment. A step is committed only after all servers have staged its parts. Survivors
+who find by `progress` that a server has committed a step send the commit to the other servers, which have the
+parts; if no server has, they commit or drop the step, as they agree. Then they abandon the dead member.
+
+In mode async every member has steps of its own: its commits and drops name it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from karvan import _native
+from karvan.cluster.parameter_server.answer_window import AnswerWindow
+from karvan.cluster.parameter_server.elastic.row_updates import JointUpdates, RowUpdates, SingleUpdates
+from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush, StagedPushes
+from karvan.cluster.parameter_server.saved_share import Restored
+from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.cluster.parameter_server.training_requests import expect_same_keys, settings_of_run
+from karvan.cluster.parameter_server.update_counts import UpdateCounts
+from karvan.job.sync_modes import MODES, SYNC
+from karvan.protocol.parameter_server import passes_of
+from karvan.store.exchange.message_layout import floats
+from karvan.store.exchange.row_owner import Owner
+from karvan.store.exchange.wire_format import from_wire, to_wire
+from karvan.store.types import Vectors
+from karvan.wire import Message, RefusedError, Request
+from karvan.wire.schema.calls import expect_array
+
+_REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness allows to be in flight
+
+
+class _Committed(NamedTuple):
+    step: int
+    ack: Any
+
+
+class ElasticBatches:
+    """The batches of one elastic run. One lock guards all of it: native code runs one operation at a time."""
+
+    def __init__(
+        self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
+    ) -> None:
+        mode = MODES[hello.get("mode", SYNC.name)]
+        if hello.get("reload"):
+            raise RefusedError(
+                "expected an elastic run with on_server_loss rollback, got reload: rows of a checkpoint lack "
+                "steps that the members have committed."
+            )
+        if mode.dense_on_servers:
+            raise RefusedError("expected an elastic run of mode sync or hybrid, got async.")
+        self._owner = owner
+        self._tables = tables
+        self._agreed = settings_of_run(hello)
+        make = JointUpdates if mode.joint_rows else SingleUpdates
+        self._rows: RowUpdates = make(
+            owner, tables, by_key=hello.get("grad_reduce") == "key", counts_skips=counts_skips
+        )
+        window = _REMEMBERED + 2 * int(hello.get("staleness", 1))
+        self._lock = threading.RLock()
+        self._lookups: dict[tuple[int, int, int], HeldLookup] = {}  # by member, store and batch
+        self._over: AnswerWindow[bool] = AnswerWindow(window)  # lookups that members are done with
+        self._staged = StagedPushes(window)
+        self._own_steps = mode.dense_on_servers
+        self._committed: dict[int | None, _Committed] = {}  # by member if each has steps of its own, or None
+        self._abandoned: set[int] = set()
+        self._ended = ""  # why no more calls are accepted
+        self.restored: Restored | None = None  # never: see on_server_loss above
+        self.updates = UpdateCounts(str(hello["run"]))
+        self.keys = 0  # looked up so far
+        self.pulls = 0
+        self.pushes = 0  # committed
+        self.methods: dict[str, Callable[[Request], Message]] = {
+            "pull": self._guarded(self._pull),
+            "push": self._guarded(self._push),
+            "withdraw": self._guarded(self._withdraw),
+            "commit": self._guarded(self._commit),
+            "drop": self._guarded(self._drop),
+            "abandon": self._guarded(self._abandon),
+            "progress": self._guarded(self._progress),
+        }
+
+    @property
+    def log(self) -> _native.LookupLog | None:
+        """Lookups in flight, which captures omit."""
+        return self._rows.log
+
+    def check_run(self, hello: Mapping[str, Any]) -> None:
+        """All members of a run must have the same settings; one that was abandoned cannot come back."""
+        settings = settings_of_run(hello)
+        if settings != self._agreed:
+            raise RefusedError(
+                f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
+            )
+        with self._lock:
+            self._expect_member(hello["trainer"])
+
+    def end(self, reason: str) -> None:
+        """End the run: what is staged is dropped, lookups in flight are undone."""
+        with self._lock:
+            self._ended = reason
+            self._release(self._staged.drop(lambda push: True), keep=())
+            lookups, self._lookups = list(self._lookups.values()), {}
+            self._rows.withdraw(lookups)
+
+    def between_steps(self) -> AbstractContextManager[Any]:
+        """Within it no step is applied: tables contain all of a step or nothing."""
+        return self._lock
+
+    def count_used(self, store: int, used: Sequence[Sequence[int]]) -> None:
+        """In an elastic run, lookups without a push count when members are done with them."""
+        if any(used):
+            raise RefusedError("expected no used lookups in the capture of an elastic run, got some.")
+
+    def _guarded(self, method: Callable[[int, Request], Message]) -> Callable[[Request], Message]:
+        def call(request: Request) -> Message:
+            member = int(request.caller.hello["trainer"])
+            with self._lock:
+                if self._ended:
+                    raise RuntimeError(self._ended)
+                self._expect_member(member)
+                return method(member, request)
+
+        return call
+
+    def _expect_member(self, member: int) -> None:
+        if member in self._abandoned:
+            raise RefusedError(
+                f"expected a member of the run, got member {member}, which the others have abandoned."
+            )
+
+    def _pull(self, member: int, call: Request) -> Message:
+        head, message = call.head, call.arrays[0]
+        self._commit_first(head)
+        tables, counts = head["tables"], head["counts"]
+        self._tables.check_tables(tables)
+        self._forget(member, head)
+        if head["training"]:
+            vectors = self._held_lookup(member, call).vectors
+        else:
+            vectors = self._owner.lookup(
+                tables, [counts], [message], training=False, step=head["step"], now=head["now"]
+            ).vectors
+            self._count_pull(counts)
+        return Message({}, [to_wire(vectors, head["wire"])])
+
+    def _held_lookup(self, member: int, call: Request) -> HeldLookup:
+        """A lookup for training; one that is repeated gets the same answer."""
+        head, message = call.head, call.arrays[0]
+        tables, counts, batch = head["tables"], head["counts"], head["batch"]
+        name, who = (member, head["store"], batch), _who(member, head["store"])
+        known = self._lookups.get(name)
+        if known is not None:
+            expect_same_keys(known.tables, known.counts, known.keys, tables, counts, message)
+            return known
+        if self._over.find(who, batch) or self._over.forgotten(who, batch):
+            raise RefusedError(f"expected a batch that the trainer is not done with, got {batch}.")
+        made = self._rows.look_up(tables, counts, message, head["step"], head["now"])
+        self._lookups[name] = made
+        self._count_pull(counts)
+        return made
+
+    def _count_pull(self, counts: Sequence[int]) -> None:
+        self.keys += sum(counts)
+        self.pulls += 1
+
+    def _push(self, member: int, call: Request) -> Message:
+        head = call.head
+        self._commit_first(head)
+        if "step" not in head:
+            raise RefusedError("expected the push of an elastic run to have a step, got none.")
+        step, sequence, batches = head["step"], head["sequence"], head["batches"]
+        if not self._staged.holds(member, sequence, step, batches):
+            committed = self._committed.get(member if self._own_steps else None)
+            if committed is not None and step <= committed.step:
+                raise RefusedError(
+                    f"expected a push of a step after {committed.step}, which is committed without it, got "
+                    f"step {step}."
+                )
+            self._staged.add(self._staged_push(member, call))
+        self._forget(member, head)
+        return Message({})
+
+    def _staged_push(self, member: int, call: Request) -> StagedPush:
+        head, batches = call.head, call.head["batches"]
+        if passes_of(head) != list(range(len(batches))):
+            raise RefusedError(
+                f"expected all {len(batches)} passes of an elastic run's push at once and in order, got "
+                f"{passes_of(head)}."
+            )
+        lookups: list[HeldLookup] = []
+        gradients: list[Vectors] = []
+        for number, (batch, array) in enumerate(zip(batches, call.arrays, strict=True)):
+            lookup = self._lookups.get((member, head["store"], batch))
+            if lookup is None:
+                raise RefusedError(f"expected gradients of batches that were looked up, got {batches}.")
+            if unknown := [name for name in (*head["rules"], *head["skipped"]) if name not in lookup.tables]:
+                raise RefusedError(f"expected rules for tables that were looked up, got '{unknown[0]}'.")
+            if lookups and lookup.tables != lookups[0].tables:
+                raise RefusedError(
+                    f"expected passes that looked up the same tables, got {lookups[0].tables} and "
+                    f"{lookup.tables}."
+                )
+            (size,) = floats([list(lookup.counts)], lookup.dims)
+            expect_array(array, f"gradients[{number}]", array.dtype.name, size)
+            lookups.append(lookup)
+            gradients.append(from_wire(array, head["wire"]))
+        self._tables.check_rules(head["rules"])  # a commit must not fail
+        return StagedPush(
+            member=member,
+            sequence=head["sequence"],
+            step=head["step"],
+            store=head["store"],
+            batches=batches,
+            lookups=lookups,
+            gradients=gradients,
+            rules=head["rules"],
+            steps=head["steps"],
+            skipped=head["skipped"],
+            complete=head["complete"],
+        )
+
+    def _commit_first(self, head: Mapping[str, Any]) -> None:
+        """The commit that a call carries comes before the call itself."""
+        if head.get("commit") is not None:
+            self._apply(head["commit"])
+
+    def _commit(self, member: int, call: Request) -> Message:
+        self._apply(call.head)
+        return Message({})
+
+    def _apply(self, commit: Mapping[str, Any]) -> None:
+        """Apply a step, unless it was applied; a RefusedError changes nothing."""
+        whose, step = self._whose(commit), commit["step"]
+        if whose in self._committed and step <= self._committed[whose].step:
+            return
+        parts = self._staged.find(commit["parts"], step)
+        if other := next((part for part in parts if not _is_of(part, whose)), None):
+            raise RefusedError(f"expected parts of member {whose}, got one of member {other.member}.")
+        self._rows.check(parts)
+        try:
+            self._rows.apply(parts, commit["scale"])
+        except Exception as error:
+            # Rows may have some of it. A repetition would apply that twice, so nothing more is accepted.
+            self._ended = f"the commit of step {step} has failed: {error}"
+            raise
+        self._staged.commit(parts)
+        self._committed[whose] = _Committed(step, commit["ack"])
+        dropped = self._staged.drop(lambda push: push.step <= step and _is_of(push, whose))
+        self._release(dropped, keep=self._lookups.values())
+        for part in parts:
+            self.updates.add(part.store, part.member)
+        self.pushes += len(parts)
+
+    def _drop(self, member: int, call: Request) -> Message:
+        whose, first = self._whose(call.head), call.head["step"]
+        dropped = self._staged.drop(lambda push: push.step >= first and _is_of(push, whose))
+        self._release(dropped, keep=self._lookups.values())
+        return Message({})
+
+    def _abandon(self, member: int, call: Request) -> Message:
+        """A member is gone; it may be the caller itself, which leaves."""
+        gone = call.head["member"]
+        self._abandoned.add(gone)
+        dropped = self._staged.drop(lambda push: push.member == gone)
+        mine = [name for name in self._lookups if name[0] == gone]
+        lookups = {id(lookup): lookup for push in dropped for lookup in push.lookups}
+        lookups |= {id(self._lookups[name]): self._lookups[name] for name in mine}
+        for name in mine:
+            del self._lookups[name]
+        self._rows.withdraw(lookups.values())
+        self._staged.forget(gone)
+        for store in {name[1] for name in mine}:
+            self._over.forget(_who(gone, store))
+        return Message({})
+
+    def _progress(self, member: int, call: Request) -> Message:
+        whose = self._whose(call.head)
+        step, ack = self._committed.get(whose, (None, None))
+        staged = self._staged.names(lambda push: _is_of(push, whose))
+        return Message({"committed": step, "ack": ack, "staged": staged})
+
+    def _whose(self, head: Mapping[str, Any]) -> int | None:
+        """The member whose step it is; None for a step of all members."""
+        member: int | None = head.get("member")
+        if self._own_steps and member is None:
+            raise RefusedError("expected the member whose step it is, as in all elastic runs of mode async.")
+        if not self._own_steps and member is not None:
+            raise RefusedError(f"expected a step of all members, got one of member {member} alone.")
+        return member
+
+    def _release(self, dropped: Iterable[StagedPush], keep: Iterable[HeldLookup]) -> None:
+        """Undo the lookups of dropped pushes, except those that can still be pushed again."""
+        kept = {id(lookup) for lookup in keep}
+        lookups = {id(each): each for push in dropped for each in push.lookups if id(each) not in kept}
+        self._rows.withdraw(each for each in lookups.values() if not self._staged.uses(each))
+
+    def _withdraw(self, member: int, call: Request) -> Message:
+        """A member will not train these batches: their lookups are undone."""
+        head = call.head
+        lookups = self._take(member, head["store"], head["batches"])
+        self._rows.withdraw(each for each in lookups if not self._staged.uses(each))
+        return Message({})
+
+    def _forget(self, member: int, head: Mapping[str, Any]) -> None:
+        """A member is done with lookups; those in a staged push wait for its commit."""
+        done = self._take(member, head["store"], head["done"])
+        self._rows.trained(each for each in done if not self._staged.uses(each))
+
+    def _take(self, member: int, store: int, batches: Iterable[int]) -> list[HeldLookup]:
+        taken = []
+        for batch in batches:
+            lookup = self._lookups.pop((member, store, batch), None)
+            self._over.remember(_who(member, store), batch, True)
+            if lookup is not None:
+                taken.append(lookup)
+        return taken
+
+
+def _who(member: int, store: int) -> str:
+    """The name under which lookups are remembered: each store of a member has its own."""
+    return f"{member} {store}"
+
+
+def _is_of(push: StagedPush, member: int | None) -> bool:
+    return member is None or push.member == member

@@ -1,0 +1,265 @@
+"""`RowUpdates`: how lookups and the pushes of a committed step change a server's rows; one way for each mode.
+
+`JointUpdates`, for mode sync: lookups change nothing (`table_reads.py`). A commit looks the keys of all parts
+up again, together and in the order of the parts, this time inserting rows, counting uses and evicting; then
+it adds their gradients up in this order and makes one update. So the tables depend on the committed parts and
+their order alone, not on who looked them up, when, or how often, and are those of a run with a fixed number
+of trainers. A lookup without a committed push leaves no trace.
+
+`SingleUpdates`, for modes hybrid and async: a lookup inserts rows and counts uses when it arrives, and is in
+the log of lookups in flight until its push is committed. Each part of a commit is an update of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from karvan import _native
+from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush
+from karvan.cluster.parameter_server.elastic.table_reads import TableReads
+from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.store.exchange.message_layout import floats
+from karvan.store.exchange.row_owner import Answered, Owner, Summed
+from karvan.store.exchange.wire_format import rule_from_json
+from karvan.store.types import Keys, Vectors
+from karvan.wire import RefusedError
+
+_Engine: TypeAlias = tuple[int, tuple[str, ...]]  # a store, and the tables of its lookups
+_Joint: TypeAlias = tuple[list[HeldLookup], Answered]
+
+
+class RowUpdates(ABC):
+    """Lookups and updates of one run; for one thread at a time.
+
+    by_key: divide a key's gradient by the number of parts that have it. counts_skips: whether this server
+    counts the updates that trainers skip.
+    """
+
+    log: _native.LookupLog | None = None  # lookups in flight, which captures omit
+
+    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
+        self.owner = owner
+        self.tables = tables
+        self.by_key = by_key
+        self.counts_skips = counts_skips
+
+    @abstractmethod
+    def look_up(
+        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
+    ) -> HeldLookup:
+        """A lookup for training."""
+
+    @abstractmethod
+    def check(self, parts: Sequence[StagedPush]) -> None:
+        """A RefusedError if the parts cannot be applied as one step."""
+
+    @abstractmethod
+    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
+        """Apply the gradients of a step, times scale."""
+
+    @abstractmethod
+    def trained(self, lookups: Iterable[HeldLookup]) -> None:
+        """The batches of these lookups count as trained."""
+
+    @abstractmethod
+    def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
+        """The batches of these lookups will not be trained."""
+
+    def skip(self, tables: Iterable[str]) -> None:
+        """Count updates that trainers have skipped, because their gradients are not finite."""
+        for table in tables if self.counts_skips else ():
+            self.owner.store.skip(table)
+
+    def update(
+        self,
+        passes: Sequence[tuple[Answered, Sequence[Vectors]]],
+        rules: Mapping[str, Mapping[str, Any]],
+        steps: Mapping[str, int],
+        complete: bool,
+    ) -> None:
+        """One update with the sum of some backward passes, whose gradients are given by caller."""
+        summed: list[tuple[Answered, Summed]] = [
+            (answered, self.owner.reduce(answered, gradients, complete=complete, by_key=self.by_key))
+            for answered, gradients in passes
+        ]
+        made = {table: rule_from_json(rule) for table, rule in rules.items()}
+        self.owner.update(passes[0][0].tables, summed, made, steps)
+
+
+class SingleUpdates(RowUpdates):
+    """Each part by itself, in the order of the parts."""
+
+    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
+        super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
+        self.log: _native.LookupLog = _native.LookupLog()
+
+    def look_up(
+        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
+    ) -> HeldLookup:
+        """See `RowUpdates.look_up`."""
+        answered = self.owner.lookup(
+            tables, [list(counts)], [keys], training=True, step=step, now=now, log=self.log
+        )
+        return HeldLookup(tables, counts, answered.dims, keys, step, now, answered.vectors, answered)
+
+    def check(self, parts: Sequence[StagedPush]) -> None:
+        """See `RowUpdates.check`: there is nothing that parts have to agree on."""
+
+    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
+        """See `RowUpdates.apply`; a table that one part skips is skipped by all of them."""
+        skipped = {table for part in parts for table in part.skipped}
+        for part in parts:
+            rules = {table: rule for table, rule in part.rules.items() if table not in skipped}
+            self.skip(table for table in (*part.rules, *part.skipped) if table in skipped)
+            passes = [
+                (_answered(lookup), [scaled(gradients, scale)])
+                for lookup, gradients in zip(part.lookups, part.gradients, strict=True)
+            ]
+            self.update(passes, rules, {table: part.steps[table] for table in rules}, part.complete)
+            self.trained(part.lookups)
+
+    def trained(self, lookups: Iterable[HeldLookup]) -> None:
+        """See `RowUpdates.trained`."""
+        for lookup in lookups:
+            plan = _answered(lookup).plan.native
+            if plan is not None:
+                self.log.trained(plan)
+
+    def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
+        """See `RowUpdates.withdraw`."""
+        plans = [_answered(lookup).plan.native for lookup in lookups]
+        if plans:
+            self.log.withdraw([plan for plan in plans if plan is not None])
+
+
+class JointUpdates(RowUpdates):
+    """All parts together: one lookup for each backward pass, and one update for each optimizer."""
+
+    def __init__(self, owner: Owner, tables: ServerTables, *, by_key: bool, counts_skips: bool) -> None:
+        super().__init__(owner, tables, by_key=by_key, counts_skips=counts_skips)
+        self._reads = TableReads(owner, tables)
+
+    def look_up(
+        self, tables: Sequence[str], counts: Sequence[int], keys: Keys, step: int, now: float
+    ) -> HeldLookup:
+        """See `RowUpdates.look_up`: the keys are kept for the commit."""
+        vectors = self._reads.read(tables, counts, keys)
+        dims = [self.owner.store.dim(table) for table in tables]
+        return HeldLookup(tables, counts, dims, keys, step, now, vectors)
+
+    def check(self, parts: Sequence[StagedPush]) -> None:
+        """See `RowUpdates.check`: parts have the same rules and steps, and each its own lookups."""
+        known: dict[tuple[_Engine, str], tuple[StagedPush, Any]] = {}
+        pushed: dict[tuple[int, str], StagedPush] = {}
+        for part in parts:
+            for lookup in part.lookups:
+                for table in (*part.rules, *part.skipped):
+                    if (first := pushed.setdefault((id(lookup), table), part)) is not part:
+                        raise RefusedError(
+                            f"expected the gradients of a lookup for table '{table}' once in step "
+                            f"{part.step}, got pushes {first.sequence} and {part.sequence} of member "
+                            f"{part.member}."
+                        )
+            for table, rule in part.rules.items():
+                given = (rule, part.steps[table])
+                first, expected = known.setdefault((_engine_of(part), table), (part, given))
+                if given != expected:
+                    raise RefusedError(
+                        f"expected all parts of step {part.step} to have one rule and step for table "
+                        f"'{table}', got step {expected[1]} of member {first.member} and step {given[1]} of "
+                        f"member {part.member}, or other settings of their optimizers."
+                    )
+
+    def apply(self, parts: Sequence[StagedPush], scale: float) -> None:
+        """See `RowUpdates.apply`."""
+        engines: dict[_Engine, list[StagedPush]] = {}
+        for part in parts:
+            engines.setdefault(_engine_of(part), []).append(part)
+        joint: dict[_Engine, list[_Joint]] = {engine: [] for engine in engines}
+        for number in range(max((len(part.lookups) for part in parts), default=0)):
+            for engine, its_parts in engines.items():
+                if lookups := _lookups_of_pass(its_parts, number):
+                    joint[engine].append((lookups, self._insert(engine[1], lookups)))
+        for engine, its_parts in engines.items():
+            for together in _by_shared_tables(its_parts):
+                self._update_jointly(together, joint[engine], scale)
+
+    def trained(self, lookups: Iterable[HeldLookup]) -> None:
+        """See `RowUpdates.trained`: they count at the commit of their pushes."""
+
+    def withdraw(self, lookups: Iterable[HeldLookup]) -> None:
+        """See `RowUpdates.withdraw`: they have changed nothing."""
+
+    def _insert(self, tables: Sequence[str], lookups: Sequence[HeldLookup]) -> Answered:
+        return self.owner.lookup(
+            tables,
+            [list(lookup.counts) for lookup in lookups],
+            [lookup.keys for lookup in lookups],
+            training=True,
+            step=max(lookup.step for lookup in lookups),
+            now=max(lookup.now for lookup in lookups),
+        )
+
+    def _update_jointly(self, parts: Sequence[StagedPush], joint: Sequence[_Joint], scale: float) -> None:
+        """One update with the gradients of pushes that have tables in common."""
+        skipped = {table for part in parts for table in part.skipped}
+        rules = {table: rule for part in parts for table, rule in part.rules.items() if table not in skipped}
+        steps = {table: step for part in parts for table, step in part.steps.items() if table not in skipped}
+        self.skip(sorted(skipped))
+        complete = all(part.complete for part in parts)
+        passes = []
+        for number, (lookups, answered) in enumerate(joint):
+            pushed = {
+                id(part.lookups[number]): part.gradients[number]
+                for part in parts
+                if number < len(part.lookups)
+            }
+            sizes = floats(answered.asked, answered.dims)
+            gradients = [
+                scaled(pushed[id(lookup)], scale) if id(lookup) in pushed else np.full(size, np.nan, "f4")
+                for lookup, size in zip(lookups, sizes, strict=True)
+            ]
+            complete = complete and len(pushed) == len(lookups)
+            passes.append((answered, gradients))
+        self.update(passes, rules, steps, complete)
+
+
+def scaled(gradients: Vectors, scale: float) -> Vectors:
+    """Gradients times scale, in float32, as a trainer would send them."""
+    return gradients if scale == 1.0 else gradients * np.float32(scale)
+
+
+def _engine_of(part: StagedPush) -> _Engine:
+    return part.store, tuple(part.lookups[0].tables)
+
+
+def _lookups_of_pass(parts: Sequence[StagedPush], number: int) -> list[HeldLookup]:
+    """The lookups of a backward pass, in the order of the parts; two optimizers share those of an engine."""
+    found: dict[int, HeldLookup] = {}
+    for part in parts:
+        if number < len(part.lookups):
+            found.setdefault(id(part.lookups[number]), part.lookups[number])
+    return list(found.values())
+
+
+def _by_shared_tables(parts: Sequence[StagedPush]) -> list[list[StagedPush]]:
+    """The pushes of each optimizer: those that have a table in common, directly or through others."""
+    groups: list[tuple[set[str], list[StagedPush]]] = []
+    for part in parts:
+        tables, members = {*part.rules, *part.skipped}, [part]
+        for group in [each for each in groups if each[0] & tables]:
+            groups.remove(group)
+            tables |= group[0]
+            members = group[1] + members
+        groups.append((tables, members))
+    order = {id(part): number for number, part in enumerate(parts)}
+    return [sorted(members, key=lambda part: order[id(part)]) for _, members in groups]
+
+
+def _answered(lookup: HeldLookup) -> Answered:
+    assert lookup.answered is not None
+    return lookup.answered

@@ -1,0 +1,116 @@
+"""`StagedUpdates`: in an elastic run, updates are staged at the servers until their step is committed.
+
+The program's side is `karvan.distributed.clients.step_commits`: it says which step updates belong to, finds
+what was staged, and commits. Here gradients are sent, and held until the commit, so that they can be sent
+again if the step is dropped. For the bound on staleness a batch is in flight until its step is committed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from karvan import _native
+from karvan.distributed.clients.step_commits import StepCommits
+from karvan.store.remote.lookups_in_flight import LookupsInFlight
+from karvan.store.remote.server_batches import ServerBatches
+from karvan.store.remote.server_lookup import ServerLookup
+from karvan.store.remote.staleness_window import Countdown
+
+
+class StagedUpdates:
+    """The staged updates of one store."""
+
+    def __init__(
+        self, commits: StepCommits, at_servers: ServerBatches, lookups: LookupsInFlight, servers: int
+    ) -> None:
+        self.commits = commits
+        self._at_servers = at_servers
+        self._lookups = lookups
+        self._servers = servers
+
+    def stage(
+        self,
+        head: Mapping[str, Any],
+        lookups: Sequence[ServerLookup],
+        gradients: Sequence[_native.Gradients],
+    ) -> StagedUpdate:
+        """Send gradients to the servers, for the step that has begun, without waiting.
+
+        They are not divided by the number of trainers: the commit has their factor.
+        """
+        head = {**head, "step": self.commits.step, "sequence": self.commits.next_sequence()}
+        staged = StagedUpdate(self, head, lookups, gradients)
+        self.commits.add(staged)
+        pending = Countdown(self._servers, staged.note_staged, staged.note_failure)
+        self._at_servers.push(head, lookups, gradients, 1.0, pending)
+        return staged
+
+    def end(self, lookups: Sequence[ServerLookup]) -> None:
+        """The batches of these lookups are not in flight any more."""
+        self._lookups.window.end([lookup.number for lookup in lookups])
+
+    def note_failure(self, error: Exception) -> None:
+        """No more lookups will work, either."""
+        self._lookups.window.fail(error)
+
+
+class StagedUpdate:
+    """One update, with what is needed to send it again."""
+
+    def __init__(
+        self,
+        updates: StagedUpdates,
+        head: Mapping[str, Any],
+        lookups: Sequence[ServerLookup],
+        gradients: Sequence[_native.Gradients],
+    ) -> None:
+        self._updates = updates
+        self._head = head
+        self._lookups: Sequence[ServerLookup] = lookups
+        self._gradients: Sequence[_native.Gradients] = gradients
+        self._answered = threading.Event()
+        self._error: Exception | None = None
+        self.step = int(head["step"])
+        self.sequence = int(head["sequence"])
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Member and sequence, as commits name it."""
+        return self._updates.commits.member, self.sequence
+
+    def note_staged(self) -> None:
+        """All servers hold it."""
+        self._answered.set()
+
+    def note_failure(self, error: Exception) -> None:
+        """A server could not stage it."""
+        self._error = self._error or error
+        self._answered.set()
+        self._updates.note_failure(error)
+
+    def wait(self) -> None:
+        """Return when all servers hold it; raises what went wrong."""
+        self._answered.wait()
+        if self._error is not None:
+            raise self._error
+
+    def restage(self) -> StagedUpdate:
+        """Send the same gradients again, under a new number, for the step that has begun.
+
+        For a push whose step was dropped; this one is forgotten.
+        """
+        if not self._lookups:
+            raise RuntimeError(
+                f"Expected an update that can be staged again, got push {self.sequence} of step {self.step}, "
+                "which was committed or released."
+            )
+        self._updates.commits.forget(self)
+        return self._updates.stage(self._head, self._lookups, self._gradients)
+
+    def release(self) -> None:
+        """Its step is committed, or given up: the lookups and gradients are not needed any more."""
+        self._updates.commits.forget(self)
+        lookups, self._lookups, self._gradients = self._lookups, (), ()
+        self._updates.end(lookups)
