@@ -14,6 +14,7 @@ from karvan.data.formats.records.tfrecord import TFRecordWriter
 from karvan.data.identity import Identity
 from karvan.data.in_memory import open_frame
 from karvan.data.leasing.dataset import elastic
+from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.position import merge
 from karvan.data.read import read
@@ -38,6 +39,7 @@ __all__ = [
     "Part",
     "Raw",
     "RecordIOWriter",
+    "SharedData",
     "Source",
     "Split",
     "Stream",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs
 
+from karvan import distributed
 from karvan.argument_checks import listed
 from karvan.data.columns.declarations import Column, Fixed, Varlen, infer_field
 from karvan.data.columns.decoder import Decoder
@@ -16,11 +18,14 @@ from karvan.data.errors import DataError
 from karvan.data.formats.base import FileSource
 from karvan.data.formats.open_files import open_files
 from karvan.data.in_memory import open_frame
+from karvan.data.leasing.shared_data import SharedData
 from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
 from karvan.former_names import former_arguments
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
 
 
 @former_arguments(world="world_size")
@@ -45,7 +50,7 @@ def read(
     transform: Transform | None = None,
     split_records: int | None = None,
     retry_seconds: float = RETRY_SECONDS,
-) -> Loader:
+) -> Loader | SharedData:
     """Read batches from files, from a frame or arrays in memory, or from a `Source`.
 
         for batch in kv.data.read("clicks/*.parquet", batch_size=4096, shuffle=100_000): ...
@@ -55,6 +60,10 @@ def read(
     decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that
     are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
     are those of `open_files`; the other arguments are those of `Loader`.
+
+    In the trainers of a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its
+    records from the job's master while it trains. `shuffle` then mixes the tasks of `split_records` records,
+    and the records inside of each.
     """
     source, decode = open_data(
         data,
@@ -65,7 +74,8 @@ def read(
         options=options,
         retry_seconds=retry_seconds,
     )
-    return Loader(
+    make = partial(
+        Loader,
         source,
         decode,
         batch_size,
@@ -74,14 +84,45 @@ def read(
         epochs=epochs,
         steps_per_epoch=steps_per_epoch,
         drop_remainder=drop_remainder,
-        rank=rank,
-        world_size=world_size,
         workers=workers,
         prefetch=prefetch,
         transform=transform,
         split_records=split_records,
         retry_seconds=retry_seconds,
     )
+    if rank is not None or world_size is not None or not _is_leased():
+        return make(rank=rank, world_size=world_size)
+    if epochs != 1 or steps_per_epoch is not None or drop_remainder:
+        raise ValueError(
+            "sharding: dynamic leases every record once in an epoch, and Trainer.fit has the number of "
+            "epochs: "
+            "expected no epochs, steps_per_epoch or drop_remainder."
+        )
+    return SharedData(
+        source,
+        decode,
+        batch_size,
+        lambda rank, ranks: make(rank=rank, world_size=ranks),
+        seed=seed if shuffle else None,
+        workers=workers,
+        prefetch=prefetch,
+        transform=transform,
+        records_per_task=split_records,
+        retry_seconds=retry_seconds,
+    )
+
+
+def _is_leased() -> bool:
+    """Whether the records of this process are leased from the master of its job."""
+    if distributed.current().group is not None:
+        return True
+    job = JobEnvironment.read()
+    if job.registry and job.role == Role.TRAINER and job.sharding == "dynamic":
+        raise ValueError(
+            'The job has sharding: dynamic, but this trainer is not connected: call kv.connect("remote") '
+            "before kv.data.read."
+        )
+    return False
 
 
 def open_data(

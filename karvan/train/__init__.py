@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from karvan.dense.communication import PowerSGD
 from karvan.former_names import missing_name
 from karvan.train import callbacks, losses
 from karvan.train.contexts.eval_context import EvalContext, InferContext
@@ -20,6 +21,7 @@ __all__ = [
     "InferContext",
     "NoProgress",
     "PlainProgress",
+    "PowerSGD",
     "Prediction",
     "Report",
     "StepLogs",

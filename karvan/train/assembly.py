@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from karvan import distributed
+from karvan.dense.communication import DenseCommunication
 from karvan.dense.factory import make_stepping
 from karvan.dense.local import LocalDense
 from karvan.distributed import Connection
@@ -63,7 +64,7 @@ class ModelSetup:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What trains a model: how it runs, what is frozen, who holds dense parameters, how steps are made."""
+    """What trains a model: how it runs, what is frozen, who has dense parameters, how steps are made."""
 
     runs: ModelSetup
     frozen: Frozen
@@ -71,6 +72,7 @@ class TrainingSetup:
     update: OptimizerStep
     passes: Accumulation
     routine: StepRoutine
+    communication: DenseCommunication
 
     def check(self) -> None:
         """Raise unless all of the model is trained or frozen, under the program's connection."""
@@ -111,6 +113,7 @@ def make_training_setup(
     sparse_optimizer: SparseOptimizer | None,
     frozen: Patterns,
     settings: OptimizerStepSettings,
+    communication: DenseCommunication,
     global_accumulation_steps: int | None = None,
     must_train: bool,
 ) -> TrainingSetup:
@@ -125,7 +128,12 @@ def make_training_setup(
     )
     frozen_parts = Frozen(model, frozen)
     optimizer = make_dense(dense_optimizer, model, frozen_parts)
-    dense = make_stepping(model, optimizer, engines, connection, runs.prefetch)
+    communication.check(
+        connection,
+        scaled=runs.precision.always_checks,
+        only_rows=optimizer is None and sparse_optimizer is not None,
+    )
+    dense = make_stepping(model, optimizer, engines, connection, runs.prefetch, communication)
     sparse = make_sparse(sparse_optimizer, model, frozen_parts)
     update = OptimizerStep(optimizer, sparse, settings, runs.precision, dense, frozen_parts)
     if must_train:
@@ -134,5 +142,6 @@ def make_training_setup(
         check_connection(model, connection)
     for engine in engines:
         engine.hold_prepared(2 * runs.prefetch + passes.count + 2)
-    routine = StepRoutine(runs.placement, runs.precision, make_parallel(model, connection), passes, update)
-    return TrainingSetup(runs, frozen_parts, dense, update, passes, routine)
+    parallel = make_parallel(model, connection, communication)
+    routine = StepRoutine(runs.placement, runs.precision, parallel, passes, update)
+    return TrainingSetup(runs, frozen_parts, dense, update, passes, routine, communication)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from karvan.activity import activity
 from karvan.argument_checks import listed
+from karvan.data.leasing.shared_data import SharedData
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
@@ -34,7 +35,14 @@ class Evaluator:
         self.nonfinite = ""  # which columns had NaN or infinite values in the last evaluation
 
     def evaluate(self, data: Iterable[Any], metrics: Mapping[str, MetricLike]) -> dict[str, float]:
-        """Losses, as means over samples, and metrics, by new copies of them; over the data of all ranks."""
+        """Losses, as means over samples, and metrics, by new copies of them; over the data of all ranks.
+
+        Trainers that come and go each evaluate a share of `SharedData`, and all of any other data.
+        """
+        channel, group = self._runs.connection.main, self._runs.connection.group
+        if group is not None and isinstance(data, SharedData):
+            channel = group.channel
+            data = data.share(channel.rank, channel.world_size)
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
@@ -62,7 +70,6 @@ class Evaluator:
                 samples += count
         seen.warn()
         self.nonfinite = seen.columns
-        channel = self._runs.connection.main
         of_all = summed(channel, {"": samples, **{name: float(value) for name, value in sums.items()}})
         of_ranks = of_all.pop("")
         require_samples(of_ranks)

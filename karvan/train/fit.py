@@ -261,14 +261,19 @@ class Fit:
         before = time.monotonic()
         counts.evaluation = self._trainer.evaluate(self._goal.eval_data)
         self._reporter.exclude(time.monotonic() - before)
-        counts.evaluated = counts.step
-        self._unsaved = True
         self._reporter.evaluation(counts.evaluation)
-        self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
-        parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
+        self._note_evaluation()
         self._stopping.ask_all()
         if parts.saver.keeps_best:  # so that the best checkpoint is the model that was evaluated
             self._save()
+
+    def _note_evaluation(self) -> None:
+        """An evaluation of this step has results."""
+        parts, counts = self._parts, self._counts
+        counts.evaluated = counts.step
+        self._unsaved = True
+        self._needed_metrics.require_numbers(counts.evaluation, counts.step, parts.evaluator.nonfinite)
+        parts.callbacks.on_evaluate_end(self._trainer, counts.evaluation)
 
     def _end_epoch(self) -> None:
         parts, counts = self._parts, self._counts
@@ -295,21 +300,27 @@ class Fit:
         if self._unsaved:
             self._unsaved = False
             parts.callbacks.on_checkpoint(self._trainer, counts.step)
-        result = FitResult(
+        result = self._make_result(self._stopping.reason, path, self._reporter.metrics())
+        parts.callbacks.on_fit_end(self._trainer, result)
+        self._reporter.end(result, self._skips.count)
+        return result
+
+    def _make_result(
+        self, stopped: str | None, checkpoint: str | None, metrics: Mapping[str, float]
+    ) -> FitResult:
+        counts = self._counts
+        return FitResult(
             step=counts.step,
             epoch=counts.epoch,
             samples=counts.samples,
             skipped=self._skips.count,
             trained=self._trained,
             seconds=time.monotonic() - self._started,
-            stopped=self._stopping.reason,
-            checkpoint=path,
-            metrics=self._reporter.metrics(),
+            stopped=stopped,
+            checkpoint=checkpoint,
+            metrics=metrics,
             evaluation=dict(counts.evaluation),
         )
-        parts.callbacks.on_fit_end(self._trainer, result)
-        self._reporter.end(result, self._skips.count)
-        return result
 
     def _save_due(self, group: list[FedBatch]) -> bool:
         saver, step = self._parts.saver, self._counts.step

@@ -14,6 +14,7 @@ from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, Checkpoints, find
 from karvan.data import Window as DataWindow
 from karvan.data import Windows
+from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.former_names import former_arguments
 from karvan.train.assembly import make_model_setup, make_training_setup
@@ -21,9 +22,10 @@ from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
 from karvan.train.checks.frozen import Patterns
 from karvan.train.checks.label_values import check_of
+from karvan.train.elastic.choice import make_fit
 from karvan.train.evaluation import Evaluator
 from karvan.train.feed.feed import same
-from karvan.train.fit import Begin, Fit
+from karvan.train.fit import Begin
 from karvan.train.reporting.describe import describe
 from karvan.train.reporting.history import History
 from karvan.train.reporting.loggers import Logger, LoggerGroup
@@ -66,7 +68,9 @@ class Trainer:
 
     After `kv.connect("sharded")` all ranks make the same Trainer and call the same methods, each with its
     share of the data. global_accumulation_steps is the number of batches of all ranks that make a step,
-    however many ranks there are. Rank 0 shows progress and writes logs. In mode async of
+    however many ranks there are. dense_reduce, average_every and find_unused_parameters: how ranks keep
+    dense parameters equal, see `DenseCommunication`; a single process sends nothing. Rank 0 shows progress
+    and writes logs. In mode async of
     `kv.connect("remote")` every rank makes its own steps, on dense parameters that servers hold:
     `trainer.dense.staleness` says how stale its gradients were.
     """
@@ -95,6 +99,9 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         nonfinite: str = "skip",
+        dense_reduce: DenseReduce = "mean",
+        average_every: int = 1,
+        find_unused_parameters: bool = False,
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
         log_every: int = 100,
@@ -113,6 +120,7 @@ class Trainer:
         if log_every < 1:
             raise ValueError(f"log_every must be at least 1, got {log_every}.")
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
+        communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
         runs = make_model_setup(
             model,
             precision=precision,
@@ -127,6 +135,7 @@ class Trainer:
             sparse_optimizer=sparse_optimizer,
             frozen=frozen,
             settings=settings,
+            communication=communication,
             global_accumulation_steps=global_accumulation_steps,
             must_train=False,
         )
@@ -252,9 +261,8 @@ class Trainer:
             check_data("eval_data", eval_data)
         goal = Goal(epochs, max_steps, eval_data, eval_every)
         self._stop_request.begin()
-        return Fit(
-            self, self.parts(), data, goal, Begin(resume, drop_unfinished, data_name, new_settings)
-        ).run()
+        begin = Begin(resume, drop_unfinished, data_name, new_settings)
+        return make_fit(self, self.parts(), data, goal, begin).run()
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
         """The windows that the run has not trained on, in order, each when it is complete.

@@ -42,9 +42,17 @@ class WorkClient:
         """Describe the work; the first holder of a job begins its ledger, others must say the same."""
         self._client.call("open_work", {"spec": asdict(spec)})
 
-    def lease(self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1) -> list[TaskLease] | NoTask:
-        """Up to `most` tasks, or the answer why there is none."""
-        head = {"holder": self.holder, "last_token": self._last, "kinds": list(kinds), "most": most}
+    def lease(
+        self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None
+    ) -> list[TaskLease] | NoTask:
+        """Up to `most` tasks, or the answer why there is none; with `epoch`, only tasks of that one."""
+        head = {
+            "holder": self.holder,
+            "last_token": self._last,
+            "kinds": list(kinds),
+            "most": most,
+            "epoch": epoch,
+        }
         got = self._client.call("lease_tasks", head).head
         leases = [TaskLease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
         with self._lock:
@@ -75,6 +83,17 @@ class WorkClient:
         again: bool = self._client.call("fail_task", head).head["again"]
         self._forget([token])
         return again
+
+    def take_position(self) -> str:
+        """The ledger's position, for a checkpoint: JSON."""
+        state: str = self._client.call("take_position").head["state"]
+        return state
+
+    def restore_position(self, state: str | None) -> None:
+        """Return to the position of a checkpoint; None: to the beginning. All leases end."""
+        self._client.call("restore_position", {"state": state})
+        with self._lock:
+            self._held.clear()
 
     def _forget(self, tokens: Iterable[int]) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.job.environment import JobEnvironment
 from karvan.ragged import Batch, Entry
 from karvan.wire import Security
+from karvan.work.holders import holder_of
 from karvan.work.spec import WorkSpec
 
 _log = logging.getLogger("karvan.data")
@@ -144,7 +145,11 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         return not ended
 
     def _connect(self) -> WorkClient:
-        holder = f"{os.uname().nodename} {os.getpid()} {secrets.token_hex(4)}"
+        job, part = JobEnvironment.read(), f"{os.getpid()} {secrets.token_hex(4)}"
+        if job.role is not None and job.process:  # the master gives back its tasks if it dies
+            holder = holder_of(job.role, job.index, job.process, part)
+        else:
+            holder = f"{os.uname().nodename} {part}"
         return WorkClient(self._master, holder, Security.from_environment())
 
     def __getstate__(self) -> dict[str, Any]:

@@ -42,16 +42,25 @@ class LeasedJobs:
     """Iterates over jobs, with None between them: each is read alone, so that errors have a task.
 
     tasks_ahead: how many tasks are leased at a time. seed: of the order of records inside of a task; None for
-    the order of the source.
+    the order of the source. epoch: whose tasks to lease, None for those of all.
     """
 
-    def __init__(self, client: WorkClient, *, seed: int | None, tasks_ahead: int = 2) -> None:
+    def __init__(
+        self,
+        client: WorkClient,
+        *,
+        seed: int | None,
+        tasks_ahead: int = 2,
+        epoch: int | None = None,
+    ) -> None:
+        self._epoch = epoch
         self._client = client
         self._seed = seed
         self._tasks_ahead = tasks_ahead
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: deque[tuple[TaskLease, Order]] = deque()  # places that are in no batch yet
+        self._waits = False  # whether there is no task for now
 
     def __iter__(self) -> Iterator[ReadJob | None]:
         before: TaskLease | None = None
@@ -66,7 +75,8 @@ class LeasedJobs:
         """All leases; None where there is none for now, and at the end."""
         waited = 0.0
         while not self._closed.is_set():
-            got = self._client.lease(most=self._tasks_ahead)
+            got = self._client.lease(most=self._tasks_ahead, epoch=self._epoch)
+            self._waits = not isinstance(got, list)
             if isinstance(got, list):
                 yield from got
                 waited = 0.0
@@ -104,6 +114,12 @@ class LeasedJobs:
 
         yield ReadJob(task.epoch, (split,), len(places), order, last=last)
 
+    @property
+    def idle(self) -> bool:
+        """Whether all records that were leased are in batches, and there is no task for now."""
+        with self._lock:
+            return self._waits and not self._open
+
     def take(self, records: int) -> list[RecordsDone]:
         """A batch of this many records was handed out: how far it reaches in each of its tasks."""
         reached = []
@@ -130,7 +146,7 @@ class LeasedJobs:
         return leases[0] if leases else None
 
     def close(self) -> None:
-        """TaskLease no more."""
+        """Lease no more."""
         self._closed.set()
 
 

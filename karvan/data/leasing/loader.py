@@ -24,7 +24,7 @@ from karvan.ragged import Batch
 
 
 class LeasedLoader:
-    """Iterates once over the batches of leased tasks, until all tasks of the job are done.
+    """Iterates once over the batches of leased tasks, until all tasks of the job, or of the epoch, are done.
 
     seed: of the order of records inside of each task, None for the order of the source. The other arguments
     are those of `Loader`.
@@ -42,10 +42,11 @@ class LeasedLoader:
         workers: int = 2,
         prefetch: int = 4,
         tasks_ahead: int = 2,
+        epoch: int | None = None,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._client = client
-        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead)
+        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead, epoch=epoch)
         self._source = RetryingSource(source, retry_seconds)
         self._reads = _Reads(self._source)
         self._unacknowledged: deque[list[RecordsDone]] = deque()  # of each batch
@@ -76,6 +77,11 @@ class LeasedLoader:
             records = sum(receipt.records for receipt in outcome.receipts)
             self._unacknowledged.append(self._jobs.take(records))
         return outcome.batch
+
+    @property
+    def idle(self) -> bool:
+        """Whether a batch may take long to come, because others work on the last records of the epoch."""
+        return self._jobs.idle
 
     def acknowledge(self, batches: int = 1) -> list[int]:
         """The records of the oldest batches are done. Returns the tokens of leases that had ended before.

@@ -21,6 +21,7 @@ from torch import nn
 
 from karvan import distributed
 from karvan.checkpoint import Checkpoint, Checkpoints, Pending
+from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.former_names import former_arguments
 from karvan.label_columns import required_values
@@ -50,8 +51,9 @@ class TrainContext:
     ```
 
     dense_optimizer, sparse_optimizer, frozen, precision, gradient_accumulation_steps, clip_norm, clip_value,
-    nonfinite, device, prefetch: see `Trainer`. The optimizers are attributes, for schedulers. Outputs are
-    float32 in any precision, so that a loss of them has full precision.
+    nonfinite, dense_reduce, average_every, find_unused_parameters, device, prefetch: see `Trainer`. The
+    optimizers are attributes, for schedulers. Outputs are float32 in any precision, so that a loss of them
+    has full precision.
     label: the column, or columns, that `forward` returns with the output; None for none.
     tolerate_failed_saves: how many saves in a row the disk or the servers may refuse; each is a warning, and
     one more raises the error. If the last save before the context is left has failed, leaving it repeats the
@@ -77,6 +79,9 @@ class TrainContext:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         nonfinite: str = "skip",
+        dense_reduce: DenseReduce = "mean",
+        average_every: int = 1,
+        find_unused_parameters: bool = False,
         device: torch.device | str | None = None,
         prefetch: int = 2,
         tolerate_failed_saves: int = 3,
@@ -88,6 +93,7 @@ class TrainContext:
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
+        communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
         self._saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)
         runs = make_model_setup(model, precision=precision, device=device, prefetch=prefetch)
         self._setup = make_training_setup(
@@ -96,6 +102,7 @@ class TrainContext:
             sparse_optimizer=sparse_optimizer,
             frozen=frozen,
             settings=settings,
+            communication=communication,
             must_train=True,
         )
         self._runs = runs

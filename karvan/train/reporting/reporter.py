@@ -25,8 +25,11 @@ class Reporter:
         self._stale: dict[str, float] = {}  # the staleness in the last report
         self._last = (time.monotonic(), parts.counts.samples)
 
-    def training(self) -> None:
-        """Losses since the last report, metrics since the start of the epoch, and speed; of all ranks."""
+    def training(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Losses since the last report, metrics since the start of the epoch, and speed; of all ranks.
+
+        metrics: those of all ranks, if they are known.
+        """
         parts = self._parts
         channel = parts.connection.main
         if not (losses := parts.window.means(channel)):
@@ -36,7 +39,8 @@ class Reporter:
             f"lr/{name}": float(optimizer.param_groups[0]["lr"])
             for name, optimizer in parts.setup.update.optimizers.items()
         }
-        metrics = self.metrics()
+        if metrics is None:
+            metrics = self.metrics()
         rows = self._rows()
         held = summed(
             channel, {"rows": sum(rows.values()), "memory": memory_bytes(parts.setup.runs.device), **rows}
@@ -103,7 +107,7 @@ class Reporter:
 
     def metrics(self) -> dict[str, float]:
         """The metrics of training so far, over all ranks."""
-        return merged(self._parts.connection.main, self._parts.metrics)
+        return merged(self._parts.connection.trainers, self._parts.metrics)
 
     def end(self, result: FitResult, skipped: int) -> None:
         """Show the final message, and a warning if steps of this fit were skipped."""

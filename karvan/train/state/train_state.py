@@ -13,6 +13,8 @@ from karvan.train.state.optimizer_state import KINDS, kinds_of, restore_optimize
 from karvan.train.state.randomness import random_state
 from karvan.train.trainer_parts import TrainerParts
 
+REDUCTION = "dense_reduction"  # in the state of a checkpoint: what PowerSGD has not sent yet, and its factors
+
 
 def take(parts: TrainerParts) -> dict[str, Any]:
     """The state of everything but the data, the same on all ranks; a collective."""
@@ -30,6 +32,9 @@ def take(parts: TrainerParts) -> dict[str, Any]:
 def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str, Any]) -> dict[str, Any]:
     """The state of the model and its optimizers; `own` is further state of this rank alone."""
     runs, optimizers = setup.runs, setup.update.optimizers
+    reduction = setup.routine.parallel.reduction
+    if of_rank := reduction.rank_state():
+        own = {**own, REDUCTION: of_rank}
     return {
         "model": _without_content(runs.model.state_dict()),
         **{f"{name}_optimizer": each.state_dict() for name, each in optimizers.items()},
@@ -37,6 +42,7 @@ def take_trained(setup: TrainingSetup, counts: TrainingCounts, own: Mapping[str,
         "scaler": runs.precision.state_dict(),
         "trainer": counts.state_dict(),
         "ranks": gather_state(runs.connection.main, {**own, "random": random_state()}),
+        **({REDUCTION: of_all} if (of_all := reduction.state()) else {}),
     }
 
 
@@ -63,6 +69,8 @@ def restore_trained(
         restore_optimizer(name, optimizer, state, new_settings=new_settings, warns=warns)
     setup.runs.precision.load_state_dict(state["scaler"])
     counts.load_state_dict(state["trainer"])
+    of_ranks = [each.get(REDUCTION, {}) for each in state["ranks"]]
+    setup.routine.parallel.reduction.load(state.get(REDUCTION, {}), of_ranks, setup.runs.connection.rank)
 
 
 def restore(parts: TrainerParts, state: Mapping[str, Any], *, new_settings: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,9 @@ class OptimizerStep:
 
         The gradients are dropped in any case: rows have only those of steps that were taken.
         """
-        sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
-        self._precision.unscale(self._dense, sparse_finite)
-        finite = sparse_finite and (not self._checks or all_finite(self._gradients()))
+        finite = self.unscale()
+        if self._checks:
+            finite = self._stepping.agree(finite)
         outcome: Outcome = "not finite"
         if finite:
             self._clip()
@@ -107,6 +107,39 @@ class OptimizerStep:
         self._precision.update()
         self.forget()
         return None if outcome == "rejected" else outcome == "accepted"
+
+    def unscale(self) -> bool:
+        """Undo the scale of mixed precision; whether the gradients that were computed are finite."""
+        sparse_finite = not self._checks or self._sparse is None or self._sparse.gradients_finite()
+        self._precision.unscale(self._dense, sparse_finite)
+        return sparse_finite and (not self._checks or all_finite(self._gradients()))
+
+    def stage_rows(self) -> list[str]:
+        """Send the gradients of rows to servers that stage them; the tables that have some.
+
+        The steps of the tables are counted when it is certain that the step is made: see `count_tables`.
+        """
+        if self._sparse is None:
+            return []
+        before = self._sparse.table_steps()
+        self._sparse.step()
+        tables = [name for name, step in self._sparse.table_steps().items() if step != before[name]]
+        self._sparse.set_table_steps(before)
+        return tables
+
+    def count_tables(self, tables: Collection[str]) -> None:
+        """A step was made that has gradients for rows of these tables."""
+        if self._sparse is not None:
+            steps = self._sparse.table_steps()
+            self._sparse.set_table_steps({name: step + (name in tables) for name, step in steps.items()})
+
+    def finish(self, taken: bool) -> None:
+        """Make a dense step with the gradients that trainers have agreed on, or skip it."""
+        if taken:
+            self._clip()
+            self._stepping.step()
+        self._precision.update()
+        self.forget()
 
     def pass_over(self) -> bool:
         """A step without samples: optimizers and schedules advance, as those of other trainers do."""

@@ -101,17 +101,20 @@ class StepRoutine:
         step_pass.root = self.parallel.begin(step_pass.output, step_pass.loss)
         return step_pass.loss
 
-    def backward(self, step_pass: StepPass) -> None:
-        """Add the gradients of a pass to those of its step."""
+    def backward(self, step_pass: StepPass, divisor: float | None = None) -> None:
+        """Add the gradients of a pass to those of its step, divided as the step needs, or by `divisor`."""
         assert step_pass.root is not None
         step = step_pass.step
+        if divisor is None:
+            divisor = self.passes.divisor(step_pass.weight, step.weights, step.whole_weight)
         with self.parallel.passing(step_pass.last), self.precision.context():
-            self.update.backward(
-                step_pass.root, self.passes.divisor(step_pass.weight, step.weights, step.whole_weight)
-            )
+            self.update.backward(step_pass.root, divisor)
         step.done += 1
 
     def apply(self, step: StepBatches) -> bool | None:
         """Clip the gradients of a complete step and apply them; see `OptimizerStep.apply`."""
         learns = self.passes.together or any(step.weights)
-        return self.update.apply() if learns else self.update.pass_over()
+        taken = self.update.apply() if learns else self.update.pass_over()
+        if taken is False:
+            self.parallel.reduction.undo()
+        return taken

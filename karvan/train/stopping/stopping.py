@@ -1,7 +1,8 @@
 """Reasons to stop before the goal: a signal or `trainer.stop`, on any rank.
 
 A single process stops when it is requested. Several ranks stop together: a request travels with the batches
-of the feed, or is gathered at rare moments, such as the end of an evaluation.
+of the feed, or is gathered at rare moments, such as the end of an evaluation. Of trainers that come and go it
+travels with their steps alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class Stopping:
 
     def __init__(self, connection: Connection, request: StopRequest) -> None:
         self._channel = connection.main
-        self._alone = connection.world_size == 1
+        self._alone = connection.world_size == 1 and connection.group is None
+        self._gathers = connection.world_size > 1
         self._request = request
         self._agreed: str | None = None
 
@@ -31,7 +33,7 @@ class Stopping:
 
     def ask_all(self) -> None:
         """Stop if any rank should; a collective."""
-        if not self._alone:
+        if self._gathers:
             reasons = self._channel.gather_json(self._request.reason)
             self.agree(next((each for each in reasons if each), None))
 

@@ -1,0 +1,148 @@
+"""`SharedData`: data whose records the trainers of a job lease while they train, instead of fixed shares.
+
+`kv.data.read` gives it in the trainers of a job with `sharding: dynamic`. `Trainer.fit` leases its records,
+epoch by epoch, and acknowledges those of every step. An evaluation divides it by ranks, as ever: it reads all
+records once, and starts again if a trainer is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from karvan.data.columns.missing_values import ValueChecks
+from karvan.data.identity import Identity, files_of, identity_of
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.leasing.planned_loader import PlannedLoader
+from karvan.data.loading.batch_steps import Decode, Transform
+from karvan.data.loading.loader import Loader
+from karvan.data.loading.splits import default_split_records
+from karvan.data.retry import Patience, retrying
+from karvan.data.source import Source
+from karvan.ragged import Batch
+from karvan.work.spec import WorkSpec
+from karvan.work.task_plan import TaskPlan
+
+# Tasks of an epoch, unless they would be smaller than a batch. With a few large ones, some trainers have
+# nothing to do while others work on the last of them.
+_TASKS = 256
+
+
+class SharedData:
+    """Records that are leased; the arguments are those of `Loader`, which `share` makes for (rank, ranks).
+
+    seed: of the order of tasks and of the records inside of each; None for the order of the source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        decode: Decode,
+        batch_size: int,
+        share: Callable[[int, int], Loader],
+        *,
+        seed: int | None,
+        workers: int,
+        prefetch: int,
+        transform: Transform | None,
+        records_per_task: int | None,
+        retry_seconds: float,
+    ) -> None:
+        self._source = source
+        self._decode = decode
+        self.batch_size = batch_size
+        self._share = share
+        self._seed = seed
+        self._workers = workers
+        self._prefetch = prefetch
+        self.transform = transform
+        self._retry_seconds = retry_seconds
+        self._checks = ValueChecks(decode, transform)
+        parts = retrying(source.parts, Patience(retry_seconds))
+        self._parts = tuple((part.path, part.records) for part in parts)
+        usual = default_split_records(parts, 0, getattr(source, "group_records", None))
+        small = max(batch_size, self.records // _TASKS)
+        self._records_per_task = records_per_task or min(usual, small)
+        self._identity: Identity | None = None
+
+    @property
+    def records(self) -> int:
+        """How many records an epoch has."""
+        return sum(records for _, records in self._parts)
+
+    def identity(self) -> Identity:
+        """Distinguishes this data from other data."""
+        if self._identity is None:
+            self._identity = retrying(lambda: identity_of(self._source), Patience(self._retry_seconds))
+        return self._identity
+
+    def call_data(self, name: str) -> None:
+        """Give the data a name, which is its identity from now on."""
+        self._identity = Identity.named(name, files_of(self._source))
+
+    def require_values(self, labels: Sequence[str], weights: Sequence[str]) -> AbstractContextManager[Any]:
+        """See `Loader.require_values`."""
+        return self._checks.require(labels, weights)
+
+    def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
+        """The work, as the master needs to know it."""
+        return WorkSpec(
+            self._parts,
+            self._records_per_task,
+            self._seed,
+            epochs=None,
+            most_tries=most_tries,
+            skip_bad_records=skip_bad_records,
+        )
+
+    def lease(self, client: WorkClient, epoch: int) -> LeasedLoader:
+        """The batches of an epoch that this process leases."""
+        return LeasedLoader(
+            client,
+            self._source,
+            self._decode,
+            self.batch_size,
+            seed=self._seed,
+            transform=self.transform,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            epoch=epoch,
+            retry_seconds=self._retry_seconds,
+        )
+
+    def plan(self) -> TaskPlan:
+        """The batches of every epoch, each a task, where steps have fixed batches."""
+        return TaskPlan(self._parts, self.batch_size, seed=self._seed)
+
+    def planned(
+        self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
+    ) -> PlannedLoader:
+        """The batches of an epoch that one of `ranks` trainers computes; see `PlannedLoader`."""
+        return PlannedLoader(
+            plan,
+            self._source,
+            self._decode,
+            epoch=epoch,
+            first=first,
+            rank=rank,
+            ranks=ranks,
+            of_step=of_step,
+            seed=self._seed,
+            transform=self.transform,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            retry_seconds=self._retry_seconds,
+        )
+
+    def share(self, rank: int, ranks: int) -> Loader:
+        """A fixed share of the records, for an evaluation."""
+        return self._share(rank, ranks)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All records, for a program that reads them itself, with the rest of the job not involved."""
+        return iter(self.share(0, 1))
+
+    def __bool__(self) -> bool:
+        return True

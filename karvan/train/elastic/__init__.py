@@ -1,0 +1,1 @@
+"""Training by trainers that come and go, without losing a record or a step."""

@@ -1,0 +1,53 @@
+"""`make_fit`: a fit alone or among fixed ranks, or one of trainers that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.shared_data import SharedData
+from karvan.job.environment import JobEnvironment
+from karvan.train.elastic.elastic_fit import ElasticFit
+from karvan.train.fit import Begin, Fit
+from karvan.train.step.optimizer_step import engines_of
+from karvan.train.stopping.goal import Goal
+from karvan.train.trainer_parts import TrainerParts
+from karvan.train.trainer_view import TrainerView
+from karvan.wire import Security
+
+
+def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goal: Goal, begin: Begin) -> Fit:
+    """The fit for the connection of a Trainer; an error if it cannot train this data in this way."""
+    connection = parts.connection
+    if connection.group is None:
+        return Fit(trainer, parts, data, goal, begin)
+    if not isinstance(data, SharedData):
+        raise TypeError(
+            "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) after "
+            f"kv.connect, got {type(data).__name__}."
+        )
+    if engines_of(parts.model) and connection.servers is None:
+        raise ValueError(
+            "Rows that are sharded over trainers die with them, but trainers of a job with sharding: dynamic "
+            'come and go: keep them on parameter servers, kv.connect("remote"), or use sharding: static.'
+        )
+    if parts.setup.runs.precision.always_checks:
+        raise ValueError(
+            "precision fp16 scales the loss by what every trainer has seen, but trainers of a job with "
+            "sharding: dynamic come and go: expected fp32 or bf16."
+        )
+    if parts.setup.passes.count != 1:
+        raise ValueError(
+            "gradient_accumulation_steps is for fixed numbers of trainers, but those of a job with sharding: "
+            "dynamic come and go: expected 1."
+        )
+    communication = parts.setup.communication
+    if communication.dense_reduce != "mean" or communication.average_every != 1:
+        raise ValueError(
+            "dense_reduce and average_every are for fixed numbers of trainers, but those of a job with "
+            "sharding: dynamic come and go: expected neither."
+        )
+    job = JobEnvironment.read()
+    client = WorkClient(job.registry, connection.group.process, Security.from_environment())
+    return ElasticFit(trainer, parts, data, goal, begin, client, job.global_batches)

@@ -1,0 +1,454 @@
+"""`ElasticFit`: one call of `Trainer.fit` on a trainer among others that come and go.
+
+Training is a sequence of *actions* that all trainers of a round do together: a step, a report, an evaluation,
+a save. In one part of it they communicate, which gives all of them the same result. In the other each changes
+its own state by that result. So all trainers have the same state after the same number of actions.
+
+When the round is over, because a trainer was lost or one wants to join, they meet in the next and compare:
+
+- A trainer can be one action behind another: it missed the end of the last communication. It gets the result
+  from the other, and completes the action.
+- A trainer that joins gets everything from one that has it: parameters, optimizers, schedules, counts, the
+  actions that are due. It computes from the next step on.
+- If nobody has anything, the first trainer loads the newest checkpoint, moves the ledger back to the position
+  in it, and shares what it has loaded.
+- Only then does the master lease the tasks of those who are gone to others. What they had trained is
+  acknowledged, and what they had not is not.
+
+An action that was not completed anywhere starts again, except that the gradients of a step are not computed
+again. The first trainer of the round reports, saves, and acknowledges the records of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from karvan.activity import activity
+from karvan.checkpoint.format.state_bytes import pack, unpack
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.shared_data import SharedData
+from karvan.distributed import RankError
+from karvan.distributed.elastic.group import ElasticGroup
+from karvan.exit_codes import note_training
+from karvan.label_columns import required_labels
+from karvan.train.elastic.group_steps import GroupSteps
+from karvan.train.elastic.joint_step import Agreement
+from karvan.train.fit import Begin, Fit, check_fit
+from karvan.train.reporting.reporter import Reporter
+from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
+from karvan.train.state import dataset, train_state
+from karvan.train.state.finished_data import FinishedData
+from karvan.train.state.folder_owner import owned_folder
+from karvan.train.state.gathering import gather_state, joined
+from karvan.train.state.randomness import set_random_state
+from karvan.train.state.resuming import check_choice, chosen
+from karvan.train.stopping.goal import Goal
+from karvan.train.trainer_parts import TrainerParts
+from karvan.train.trainer_view import TrainerView
+
+_log = logging.getLogger("karvan.train")
+
+_IDLE = 0.02  # seconds between two steps without a batch, while others work on the last records of an epoch
+
+
+class ElasticFit(Fit):
+    """Trains a Trainer's model on leased data, together with the trainers of the group.
+
+    of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerView,
+        parts: TrainerParts,
+        data: Iterable[Any],
+        goal: Goal,
+        begin: Begin,
+        client: WorkClient,
+        of_step: int | None = None,
+    ) -> None:
+        super().__init__(trainer, parts, data, goal, begin)
+        group = parts.connection.group
+        assert group is not None
+        assert isinstance(data, SharedData)
+        self._group: ElasticGroup = group
+        self._make_steps = partial(GroupSteps, parts, group, data, client, of_step, self._stopping.asked)
+        self._stack = ExitStack()
+        self._begun = False  # whether this trainer has the state of training
+        self._first = False  # whether it has reported, saved and acknowledged for all
+        self._regroup_due = True
+        self._todo: list[str] = []  # actions that are due before the next step
+        self._actions = 0  # that are complete
+        self._last: dict[str, Any] | None = None  # the last of them, and its result
+        self._metric_states: list[Any] = []
+        self._result: FitResult | None = None
+
+    def run(self) -> FitResult:
+        """Train."""
+        parts = self._parts
+        with self._stack as stack:
+            stack.enter_context(activity.task("fit"))
+            stack.enter_context(parts.stop_request.signals)
+            stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
+            self._started = time.monotonic()
+            check_fit(self._trainer, parts, self._goal)
+            check_choice(parts.saver, self._how.resume)
+            self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
+            self._transforms.use(self._data, self._goal.eval_data)
+            self._steps = self._make_steps()
+            stack.callback(self._close)
+            self._reporter = Reporter(parts)
+            try:
+                while self._result is None:
+                    self._go_on()
+            except BaseException:
+                with suppress(Exception):  # the error that ends this trainer is what to report
+                    self._group.leave()
+                raise
+            return self._result
+
+    def _go_on(self) -> None:
+        """Do the next action; if a trainer is lost, prepare to do it again with the others."""
+        try:
+            if self._regroup_due:
+                self._regroup()
+            self._act()
+        except RankError as error:
+            _log.warning("%s", error)
+            self._regroup_due = True
+
+    def _close(self) -> None:
+        self._steps.close()
+        self._group.dissolve()
+
+    # Rounds
+
+    def _regroup(self) -> None:
+        """Meet the others in the next round, and have the same state as they."""
+        before = self._group.world_size if self._begun else 0
+        self._group.regroup()
+        servers, run = self._parts.connection.servers, self._group.round.run
+        if servers is not None and not self._begun and servers.hello["run"] != run:
+            servers.rejoin(run)
+        self._steps.regrouped()
+        channel, counts = self._group.channel, self._counts
+        mine = {"begun": self._begun, "actions": self._actions, "last": self._last}
+        said = channel.gather_json(mine)
+        leader = max(range(len(said)), key=lambda rank: (said[rank]["begun"], said[rank]["actions"], -rank))
+        if not said[leader]["begun"] and channel.rank == leader:
+            self._begin_run()
+        elif self._begun and self._actions < said[leader]["actions"]:
+            last = said[leader]["last"]
+            self._complete(last["kind"], last["result"])
+        asks = channel.rank == leader and said[leader]["begun"]
+        missed = channel.gather_json(self._steps.missed() if asks else None)[leader]
+        if self._begun and missed is not None:
+            self._complete("step", missed)
+        if not all(each["begun"] for each in said):
+            sends = channel.rank == leader
+            states = channel.gather(pack(self._everything()) if sends else b"")
+            if not self._begun:
+                self._receive(unpack(states[leader]))
+        if channel.rank == 0:
+            self._steps.settle()
+            self._become_first()
+        channel.barrier()  # those who ask for tasks next find what was released
+        self._regroup_due = False
+        if self._first and before and before != channel.world_size:
+            self._parts.progress.say(
+                f"{channel.world_size} trainer{'s' * (channel.world_size != 1)} from step {counts.step} on, "
+                f"after {before}."
+            )
+
+    def _begin_run(self) -> None:
+        """Nobody has the state of training: load the newest checkpoint, or start from the beginning."""
+        parts = self._parts
+        self._stack.enter_context(owned_folder(parts.saver.folder, parts.connection))
+        self._first = True
+        parts.saver.require_writable()
+        resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
+        if resumed is None:
+            parts.setup.update.forget()
+            self._begin_alone()
+            self._steps.restore(None)
+        else:
+            self._load(*resumed[1])
+        self._transforms.match_loaders()
+        self._transforms.require_fitted(parts.model)
+        self._begin_training()
+        if resumed is not None:
+            found, (_, other) = resumed
+            record = dataset.record_of(found)
+            parts.progress.say(dataset.announcement(found, record, self._identity, other, self._before))
+            if self._has_all():
+                parts.progress.say(
+                    dataset.nothing_to_do(self._data, self._identity, self._goal, self._before)
+                )
+        self._open_reports()
+        if self._counts.batches == 0 and not self._over():
+            self._begin_epoch()
+        self._plan_end()
+
+    def _begin_training(self) -> None:
+        parts = self._parts
+        parts.model.train()
+        parts.saver.begin()
+        self._begun = True
+        parts.callbacks.on_fit_begin(self._trainer)
+
+    def _open_reports(self) -> None:
+        parts, counts = self._parts, self._counts
+        parts.progress.begin(counts.step, self._goal.steps(self._data, self._passes, counts))
+        self._stack.callback(parts.progress.end)
+        parts.loggers.open(counts.step)
+        self._stack.callback(parts.loggers.close)
+
+    def _become_first(self) -> None:
+        """This trainer reports, saves and acknowledges from now on."""
+        if not self._first:
+            self._first = True
+            self._stack.enter_context(owned_folder(self._parts.saver.folder, self._parts.connection))
+            self._open_reports()
+
+    def _load(self, saved: Mapping[str, Any], other: bool) -> None:
+        parts, counts = self._parts, self._counts
+        counts.load_state_dict(TrainingCounts().state_dict())
+        train_state.restore(parts, saved, new_settings=self._how.new_settings)
+        self._transforms.load(saved)
+        set_random_state(train_state.random_of(parts.connection, saved))
+        if other:
+            dataset.begin_data(counts, self._before)
+            if not self._has_all():
+                parts.callbacks.on_new_data(self._trainer)
+            self._steps.restore(None)
+            return
+        self._steps.restore(saved.get("work"))
+
+    def _everything(self) -> dict[str, Any]:
+        """What another trainer needs to train with this one."""
+        return {
+            "state": {**train_state.take(self._parts), **self._transforms.state()},
+            "past": [each.state() for each in self._past],
+            "todo": list(self._todo),
+            "actions": self._actions,
+            "last": self._last,
+            "unsaved": self._unsaved,
+            "seed": self._steps.seed,
+        }
+
+    def _receive(self, everything: Mapping[str, Any]) -> None:
+        """Become a copy of the trainer that has sent `_everything`; metrics are of one's own batches."""
+        parts, state = self._parts, everything["state"]
+        parts.setup.update.forget()
+        train_state.restore(parts, state)
+        for metric in parts.metrics.values():
+            metric.reset()
+        self._transforms.load(state)
+        self._todo, self._actions = list(everything["todo"]), everything["actions"]
+        self._last, self._unsaved = everything["last"], everything["unsaved"]
+        self._steps.seed = everything["seed"]
+        self._past = tuple(map(FinishedData.from_state, everything["past"]))
+        self._begin_training()
+
+    # Actions
+
+    def _act(self) -> None:
+        """Do the next thing together with the others of the round."""
+        kind = self._todo[0] if self._todo else "step"
+        together: dict[str, Callable[[], Any]] = {
+            "step": lambda: self._steps.agree(save=self._first and self._parts.saver.take_time()),
+            "report": self._report_together,
+            "evaluate": self._evaluate_together,
+            "save": self._save_together,
+            "finish": self._finish_together,
+        }
+        self._complete(kind, together[kind]())
+
+    def _complete(self, kind: str, result: Any) -> None:
+        """Change this trainer's state by the result of an action, which is the same for all."""
+        if kind != "step":
+            self._todo.pop(0)
+        completions: dict[str, Callable[[Any], None]] = {
+            "step": self._complete_step,
+            "report": self._complete_report,
+            "evaluate": self._complete_evaluation,
+            "save": self._complete_save,
+            "finish": self._complete_finish,
+        }
+        completions[kind](result)
+        self._actions += 1
+        self._last = {"kind": kind, "result": result}
+        self._plan_end()
+
+    def _plan_end(self) -> None:
+        """After everything else that is due: the last report, evaluation and save."""
+        if self._over() and "finish" not in self._todo and self._result is None:
+            evaluates = self._goal.eval_data is not None and self._stopping.reason is None
+            if evaluates and self._counts.evaluated != self._counts.step and "evaluate" not in self._todo:
+                self._todo.append("evaluate")
+            self._todo += ["report", "finish"]
+
+    # Steps
+
+    def _complete_step(self, result: Mapping[str, Any]) -> None:
+        parts, counts = self._parts, self._counts
+        agreement, taken = self._steps.apply(result)
+        if agreement.samples:
+            self._count_step(agreement, taken)
+            if counts.step % parts.log_every == 0:
+                self._todo.append("report")
+            if self._goal.evaluates_after_step(counts):
+                self._todo.append("evaluate")
+            saves = parts.saver.due_by_steps(counts.step) or any(
+                each.save for each in agreement.contributions
+            )
+            if saves and not self._has_all():
+                self._todo.append("save")
+        elif agreement.ended:
+            self._end_epoch()
+        else:
+            time.sleep(_IDLE)
+        self._react(agreement)
+
+    def _count_step(self, agreement: Agreement, taken: bool) -> None:
+        parts, counts = self._parts, self._counts
+        note_training()
+        counts.step += 1
+        counts.batches += len(agreement.batches)
+        counts.samples += agreement.samples
+        self._trained += 1
+        self._unsaved = True
+        activity.advance()
+        if taken:
+            self._skips.take()
+            parts.schedule.after_step()
+        else:
+            counts.skipped += 1
+            self._skips.skip(counts.step, [])
+        losses = {name: torch.tensor(loss) for name, loss in agreement.losses.items()}
+        self._window.add(losses)
+        if self._first:
+            parts.progress.step(counts.step)
+        parts.callbacks.on_step_end(
+            self._trainer, StepLogs(counts.step, counts.epoch, agreement.samples, losses, taken)
+        )
+
+    def _react(self, agreement: Agreement) -> None:
+        """Follow what trainers have said beside their step."""
+        said = agreement.contributions
+        leavers = {each.member for each in said if each.leaves}
+        if leavers and len(leavers) == len(said):
+            self._stopping.agree("terminate")
+        elif self._group.member in leavers:
+            self._leave()
+        elif leavers or any(each.regroup for each in said):
+            self._regroup_due = True
+        if agreement.stop is not None:
+            self._stopping.agree(agreement.stop)
+
+    def _leave(self) -> None:
+        """Leave the others, who continue: the records that were leased and not trained return."""
+        self._steps.leave()
+        self._group.leave()
+        self._result = self._make_result("terminate", None, {})
+
+    def _end_epoch(self) -> None:
+        parts, counts = self._parts, self._counts
+        if not counts.batches:
+            raise ValueError(f"Epoch {counts.epoch} must have at least one batch, but the data gave none.")
+        parts.schedule.after_epoch()
+        if self._goal.eval_data is not None and self._goal.eval_every is None:
+            self._todo.append("evaluate")
+        parts.callbacks.on_epoch_end(self._trainer, counts.epoch)
+        counts.epoch += 1
+        counts.batches = 0
+        self._unsaved = True
+        if not self._over():
+            self._begin_epoch()
+
+    # Reports, evaluations, saves
+
+    def _report_together(self) -> dict[str, float]:
+        return self._reporter.metrics()
+
+    def _complete_report(self, metrics: Mapping[str, float]) -> None:
+        if self._first:
+            self._reporter.training(metrics)
+        self._window.reset()
+
+    def _evaluate_together(self) -> dict[str, float]:
+        assert self._goal.eval_data is not None
+        before = time.monotonic()
+        results = self._trainer.evaluate(self._goal.eval_data)
+        self._reporter.exclude(time.monotonic() - before)
+        return results
+
+    def _complete_evaluation(self, results: Mapping[str, float]) -> None:
+        parts, counts = self._parts, self._counts
+        counts.evaluation = dict(results)
+        if self._first:
+            self._reporter.evaluation(counts.evaluation)
+        self._note_evaluation()
+        if parts.saver.keeps_best and "save" not in self._todo:
+            self._todo.insert(0, "save")
+
+    def _save_together(self) -> None:
+        """Gather what a checkpoint has of every trainer."""
+        own = {name: metric.state() for name, metric in self._parts.metrics.items()}
+        self._metric_states = gather_state(self._group.channel, own)
+
+    def _complete_save(self, result: None) -> None:
+        if self._first:
+            self._parts.saver.save(*self._snapshot())
+        self._unsaved = False
+        self._parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
+
+    def _finish_together(self) -> dict[str, Any]:
+        self._save_together()
+        path: str | None = None
+        if self._first:
+            path = self._parts.saver.finish(self._unsaved, self._snapshot)
+        gathered = self._group.channel.gather_json(path)
+        return {"checkpoint": gathered[0], "metrics": self._reporter.metrics()}
+
+    def _complete_finish(self, result: Mapping[str, Any]) -> None:
+        parts = self._parts
+        if self._unsaved:
+            self._unsaved = False
+            parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
+        if self._stopping.reason is None:
+            self._skips.end()
+        self._result = made = self._make_result(
+            self._stopping.reason, result["checkpoint"], result["metrics"]
+        )
+        parts.callbacks.on_fit_end(self._trainer, made)
+        if self._first:
+            self._reporter.end(made, self._skips.count)
+
+    def _state(self) -> dict[str, Any]:
+        parts = self._parts
+        finished = self._has_all() or parts.stop_request.final
+        early = finished and not self._goal.reached(self._counts)
+        data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
+        state = train_state.take(parts)
+        if self._metric_states:
+            metrics = {
+                name: joined(metric, [each[name] for each in self._metric_states]).state()
+                for name, metric in parts.metrics.items()
+            }
+            state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]
+        return {
+            **state,
+            **self._transforms.state(),
+            "position": None,
+            "epoch_random": None,
+            "work": self._steps.position(),
+            "data": data,
+        }

@@ -1,0 +1,178 @@
+"""`GroupSteps`: the steps that a trainer makes together with those of its round.
+
+It takes this trainer's batches, computes their gradients once, however often trainers have to agree anew, and
+reports the records of committed steps to the master.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.shared_data import SharedData
+from karvan.distributed.elastic.group import ElasticGroup
+from karvan.train.elastic.acknowledgements import Acknowledgements
+from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, StepBatch
+from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.losses import named
+from karvan.train.reporting.results import Losses
+from karvan.train.state.randomness import seed_random
+from karvan.train.step.optimizer_step import engines_of
+from karvan.train.trainer_parts import TrainerParts
+
+
+class GroupSteps:
+    """The steps of one fit; of_step: see `ElasticFit`. stopped: why to take no more batches, if so."""
+
+    def __init__(
+        self,
+        parts: TrainerParts,
+        group: ElasticGroup,
+        data: SharedData,
+        client: WorkClient,
+        of_step: int | None,
+        stopped: Callable[[], object],
+    ) -> None:
+        self._parts = parts
+        self._group = group
+        self._client = client
+        self._of_step = of_step
+        self._stopped = stopped
+        self._placement = parts.setup.runs.placement
+        self._engines = engines_of(parts.model)
+        self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
+        client.open(data.spec())
+        self.records = Acknowledgements(client)
+        self._joint = JointStep(group, parts.setup.update, parts.connection.servers)
+        place = partial(self._placement.place, training=True)
+        prefetch = parts.setup.runs.prefetch
+        self._batches: BatchDealer = (
+            LeasedSteps(data, client, group, parts.counts, place, prefetch)
+            if of_step is None
+            else PlannedSteps(data, group, parts.counts, place, prefetch, of_step)
+        )
+        self._computed: dict[int, StepBatch] = {}  # batches of the step in progress, by number
+
+    def agree(self, *, save: bool) -> dict[str, Any]:
+        """Make the next step with all others, except for its effects; a collective. Gives an `Agreement`.
+
+        save: whether this trainer says that a checkpoint is due.
+        """
+        step = self._parts.counts.step + 1
+        self._joint.begin(step)
+        plan = self._batches.plan()
+        mine = plan.mine(self._group.rank)
+        for _, number in mine:
+            if number not in self._computed:
+                self._computed[number] = self._compute(number)
+        self._joint.keep([number for _, number in mine])
+        stop = self._parts.stop_request.reason
+        contribution = Contribution(
+            member=self._group.member,
+            batches=[asdict(replace(self._computed[number], place=place)) for place, number in mine],
+            ended=self._batches.ended,
+            stop=None if stop == "terminate" else stop,
+            save=save,
+            regroup=self._group.rank == 0 and self._group.regroup_wanted,
+            leaves=stop == "terminate",
+            confirmed=self.records.confirmed,
+        )
+        return self._joint.agree(step, contribution, plan).as_json()
+
+    def apply(self, result: Mapping[str, Any]) -> tuple[Agreement, bool]:
+        """The effects of a step that is committed: what was agreed on, and whether it was taken."""
+        agreement = Agreement.from_json(result)
+        taken = self._joint.apply(agreement)
+        self._computed = {}
+        if self._of_step is not None:
+            seed_random(self.seed, -1, self._parts.counts.step)
+        elif agreement.samples:
+            self.records.add(agreement.step, agreement.records, report=self._group.rank == 0)
+        if self._group.rank != 0:
+            self.records.forget(max(each.confirmed for each in agreement.contributions))
+        return agreement, taken
+
+    def missed(self) -> dict[str, Any] | None:
+        """The agreement of a step that servers have committed, and no trainer that is left."""
+        return self._joint.missed(self._parts.counts.step + 1)
+
+    def regrouped(self) -> None:
+        """Another round has begun."""
+        self._batches.regrouped()
+
+    def settle(self) -> None:
+        """What trainers that are gone have done is known: report it, and drop what they have not; rank 0."""
+        self.records.flush()
+        self._joint.abandon(self._group.gone)
+        self._group.settle()
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint has of the data's position."""
+        self.records.flush()  # the position has the records of this step
+        ledger = None if self._of_step is not None else self._client.take_position()
+        return {"global_batches": self._of_step, "seed": self.seed, "ledger": ledger}
+
+    def restore(self, position: Mapping[str, Any] | None) -> None:
+        """Return to the position of a checkpoint; None: to the beginning of an epoch."""
+        batches = self._parts.counts.batches
+        if batches and (position is None or position["global_batches"] != self._of_step):
+            raise ValueError(
+                "The checkpoint is in the middle of an epoch whose records were divided in another way: "
+                f"expected sharding: dynamic and global_batches: {self._of_step or 'none'}, got "
+                f"{'sharding: static' if position is None else position['global_batches'] or 'none'}. "
+                "Finish the epoch with the settings it began with."
+            )
+        if position is not None:
+            self.seed = position["seed"]
+        if self._of_step is None:
+            ledger = None if position is None else position["ledger"]
+            self._client.restore_position(ledger)
+
+    def leave(self) -> None:
+        """Return the records that were leased and not trained: the others continue without this trainer."""
+        self._close_batches()
+        self.records.flush()  # all that may not be reported: what is returned must not have been trained
+        self._client.close()
+
+    def close(self) -> None:
+        """End the threads, and disconnect. Leases stay until the others have settled what was trained."""
+        self._close_batches()
+        self.records.close()
+        self._client.disconnect()
+
+    def _close_batches(self) -> None:
+        self._batches.close()
+        self._placement.forget()
+
+    def _compute(self, number: int) -> StepBatch:
+        """The gradients of one of this trainer's batches, if it has one."""
+        parts, routine = self._parts, self._parts.setup.routine
+        taken = self._batches.take(number, self._stopped)
+        if taken is None:
+            return self._joint.add(number, StepBatch(0))
+        for engine in self._engines:
+            engine.step = parts.counts.step  # that of all trainers
+        if self._of_step is not None:  # generators belong to the batch, not to the trainer
+            seed_random(self.seed, parts.counts.epoch, number)
+        samples, losses = taken.samples, Losses()
+        for made in routine.begin([FedBatch(taken.batch, None, samples, samples)]).passes():
+            self._placement.receive(made.batch)
+            routine.forward(made, made.batch, parts.loss)
+            routine.backward(made, 1.0 / samples)
+            if made.losses is not None and made.loss is not None:
+                for metric in parts.metrics.values():
+                    metric.update(made.output, made.batch)
+                losses.add(named(made.losses, made.loss), 1.0)
+        computed = StepBatch(
+            place=0,
+            samples=samples,
+            records={str(token): done for token, done in taken.records.items()},
+            losses={name: float(loss) for name, loss in losses.means().items()},
+        )
+        return self._joint.add(number, computed)

@@ -1,0 +1,97 @@
+"""`LeasedFeed`: takes leased batches in the background while the current one computes.
+
+Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next step
+with it, who has none takes part without. A trainer waits for a batch that is being read, but not for records
+that others may still be working on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from karvan.activity import activity
+from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.leasing.planned_loader import PlannedLoader
+from karvan.train.types import samples_of
+
+_WAKE = 0.02  # seconds between two looks at whether there is no task for now
+
+
+class TakenBatch(NamedTuple):
+    """A batch that is ready, and how many records of each leased task are done with it, by token."""
+
+    batch: Any
+    records: dict[int, int]
+    samples: int
+
+
+class LeasedFeed:
+    """The batches that this trainer leases in one epoch, until `close`."""
+
+    def __init__(
+        self, loader: LeasedLoader | PlannedLoader, place: Callable[[Any], Any], prefetch: int
+    ) -> None:
+        self._loader = loader
+        self._place = place
+        self._size = max(1, prefetch)
+        self._changed = threading.Condition()
+        self._ready: deque[TakenBatch] = deque()
+        self._error: BaseException | None = None
+        self._placing = False  # whether a batch is on its way
+        self._closed = False
+        self._complete = False
+        self._thread = threading.Thread(target=self._fill, name="karvan-leased-feed", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all records of the epoch are done, by whomever."""
+        return self._complete and not self._ready
+
+    def take(self, stopped: Callable[[], object]) -> TakenBatch | None:
+        """The next batch; None if there is none for now, if the epoch is over, or if `stopped` says so."""
+        with self._changed:
+            while not self._ready:
+                if self._error is not None:
+                    raise self._error
+                idle = self._loader.idle and not self._placing
+                if self._complete or self._closed or stopped() or idle:
+                    return None
+                self._changed.wait(_WAKE)
+            taken = self._ready.popleft()
+            self._changed.notify_all()
+        activity.advance()
+        return taken
+
+    def close(self) -> None:
+        """End the thread; the leases of batches that were not taken stay with the client."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._loader.stop()
+        self._thread.join()
+        self._ready.clear()
+
+    def _fill(self) -> None:
+        """The thread: takes a batch whenever there is room."""
+        try:
+            for batch in self._loader:
+                self._placing = True
+                made = TakenBatch(self._place(batch), self._loader.hand_over(), samples_of(batch))
+                with self._changed:
+                    self._ready.append(made)
+                    self._placing = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: len(self._ready) < self._size or self._closed)
+                    if self._closed:
+                        return
+        except BaseException as error:
+            if not self._closed:
+                self._error = error
+        finally:
+            with self._changed:
+                self._complete = self._error is None
+                self._changed.notify_all()

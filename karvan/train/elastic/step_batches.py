@@ -1,0 +1,169 @@
+"""Which batches the next step has, and which of them this trainer computes.
+
+There are two ways. `LeasedSteps`: every trainer has the next batch that it has leased, so a step has as many
+batches as there are trainers. `PlannedSteps` (`global_batches`): a step has the next G batches of the epoch,
+and they are dealt out, so that results do not depend on how many trainers there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.shared_data import SharedData
+from karvan.distributed.elastic.group import ElasticGroup
+from karvan.train.elastic.leased_feed import LeasedFeed, TakenBatch
+from karvan.train.reporting.results import TrainingCounts
+
+
+class StepPlan(NamedTuple):
+    """The batches of a step, in order: who computes each, and a number by which its trainer knows it."""
+
+    ranks: list[int]
+    numbers: list[int]
+
+    def mine(self, rank: int) -> list[tuple[int, int]]:
+        """Place and number of each batch of a rank."""
+        return [
+            (place, number)
+            for place, (owner, number) in enumerate(zip(self.ranks, self.numbers, strict=True))
+            if owner == rank
+        ]
+
+
+class BatchDealer(Protocol):
+    """The batches of the steps of a fit."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all records of the epoch are done."""
+
+    def plan(self) -> StepPlan:
+        """The batches of the next step."""
+
+    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
+        """One of this trainer's batches; None if it has none for now."""
+
+    def regrouped(self) -> None:
+        """Another round of trainers has begun."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class LeasedSteps:
+    """A batch of each trainer, of records that it leases."""
+
+    def __init__(
+        self,
+        data: SharedData,
+        client: WorkClient,
+        group: ElasticGroup,
+        counts: TrainingCounts,
+        place: Callable[[Any], Any],
+        prefetch: int,
+    ) -> None:
+        self._data = data
+        self._client = client
+        self._group = group
+        self._counts = counts
+        self._place = place
+        self._prefetch = prefetch
+        self._feed: LeasedFeed | None = None
+        self._epoch = -1
+
+    @property
+    def ended(self) -> bool:
+        """See `BatchDealer.ended`."""
+        return self._open().ended
+
+    def plan(self) -> StepPlan:
+        """See `BatchDealer.plan`; a trainer that has no batch has one without samples."""
+        world = self._group.world_size
+        return StepPlan(list(range(world)), [0] * world)
+
+    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
+        """See `BatchDealer.take`."""
+        return None if stopped() else self._open().take(stopped)
+
+    def regrouped(self) -> None:
+        """See `BatchDealer.regrouped`: leases stay."""
+
+    def close(self) -> None:
+        """See `BatchDealer.close`."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    def _open(self) -> LeasedFeed:
+        if self._feed is None or self._epoch != self._counts.epoch:
+            self.close()
+            self._epoch = self._counts.epoch
+            loader = self._data.lease(self._client, self._epoch)
+            self._feed = LeasedFeed(loader, self._place, self._prefetch)
+        return self._feed
+
+
+class PlannedSteps:
+    """The next `of_step` batches of the epoch, dealt out to the trainers of the round."""
+
+    def __init__(
+        self,
+        data: SharedData,
+        group: ElasticGroup,
+        counts: TrainingCounts,
+        place: Callable[[Any], Any],
+        prefetch: int,
+        of_step: int,
+    ) -> None:
+        self._data = data
+        self._plan = data.plan()
+        self._group = group
+        self._counts = counts
+        self._place = place
+        self._prefetch = prefetch
+        self._of_step = of_step
+        self._feed: LeasedFeed | None = None
+        self._epoch = -1
+
+    @property
+    def ended(self) -> bool:
+        """See `BatchDealer.ended`."""
+        return self._counts.batches >= len(self._plan)
+
+    def plan(self) -> StepPlan:
+        """See `BatchDealer.plan`."""
+        first = self._counts.batches
+        numbers = list(range(first, min(first + self._of_step, len(self._plan))))
+        world = self._group.world_size
+        return StepPlan([number % self._of_step % world for number in numbers], numbers)
+
+    def take(self, number: int, stopped: Callable[[], object]) -> TakenBatch | None:
+        """See `BatchDealer.take`; it waits for the batch, whatever `stopped` says: the step needs it."""
+        if self._feed is None or self._epoch != self._counts.epoch:
+            self.close()
+            self._epoch = self._counts.epoch
+            loader = self._data.planned(
+                self._plan,
+                epoch=self._epoch,
+                first=number,
+                rank=self._group.rank,
+                ranks=self._group.world_size,
+                of_step=self._of_step,
+            )
+            self._feed = LeasedFeed(loader, self._place, self._prefetch)
+        while (taken := self._feed.take(lambda: False)) is not None:
+            if number in taken.records:
+                return taken._replace(records={})
+        raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
+
+    def regrouped(self) -> None:
+        """See `BatchDealer.regrouped`: the batches are dealt out anew."""
+        self.close()
+
+    def close(self) -> None:
+        """See `BatchDealer.close`."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None

@@ -1,0 +1,140 @@
+"""A master in the test's own process, and trainers of `elastic_trainer.py` that are started and killed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from forked_programs import ForkedProgram
+from support_paths import support_path
+
+from karvan.discovery.registry import Registry
+from karvan.work.service import WorkService
+from karvan.work.trainer_group import TrainerGroup
+
+
+class ElasticJob:
+    """A job without a launcher: start trainers by `start`, kill them, wait for the result."""
+
+    def __init__(
+        self, folder, records=600, least=1, epochs=2, program="elastic_trainer", servers=0, **settings
+    ):
+        self.folder = folder
+        self.program = support_path(f"train/{program}.py")
+        self.records, self.epochs = records, epochs
+        self.data, self.notes, self.checkpoints = folder / "data", folder / "notes", folder / "checkpoints"
+        for each in (self.data, self.notes):
+            each.mkdir()
+        (self.data / "records").write_text(str(records))
+        for part in range(3):
+            mine = [number for number in range(records) if number % 3 == part]
+            pq.write_table(pa.table({"record": pa.array(mine, pa.int64())}), self.data / f"{part}.parquet")
+        self.settings = {key: str(value) for key, value in settings.items()}
+        self.trainers = []
+        self.servers = []
+        self._least = least
+        self._open()
+        for index in range(servers):
+            self.start_server(index, servers)
+        if servers:
+            self.settings |= {"ROWS": "1", "KARVAN_PARAMETER_SERVER_COUNT": str(servers)}
+
+    def start_server(self, index, count):
+        options = {"index": index, "count": count, "registry": self.registry.address}
+        command = [sys.executable, "-m", "karvan", "role", "parameter-server"]
+        command += [f"--{name}={value}" for name, value in options.items()]
+        command.append(f"--checkpoints={self.checkpoints}")
+        with (self.folder / f"server-{index}.log").open("wb") as output:
+            server = ForkedProgram(command, stdout=output, stderr=subprocess.STDOUT)
+        server.log = self.folder / f"server-{index}.log"
+        self.servers.append(server)
+
+    def _open(self, port=0):
+        (self.folder / "master").mkdir(exist_ok=True)
+        self.work = WorkService(self.folder / "master" / "work.db")
+        self.group = TrainerGroup(
+            self.folder / "master" / "group.json", least=self._least, lost_after=5.0, settled=self._settled
+        )
+        self.registry = Registry(port=port, beside=[self.work, self.group])
+
+    def _settled(self, processes):
+        for process in processes:
+            self.work.release(process)
+
+    def restart_master(self):
+        port = int(self.registry.address.rpartition(":")[2])
+        self.registry.close()
+        self.work.close()
+        self._open(port)
+
+    def start(self, **settings):
+        index = len(self.trainers)
+        environment = {
+            **os.environ,
+            "KARVAN_REGISTRY": self.registry.address,
+            "KARVAN_ROLE": "trainer",
+            "KARVAN_INDEX": str(index % 1000),
+            "KARVAN_COUNT": "1000",
+            "KARVAN_SHARDING": "dynamic",
+            "OMP_NUM_THREADS": "1",
+            **self.settings,
+            **{key: str(value) for key, value in settings.items()},
+        }
+        command = [sys.executable, self.program, self.data, self.checkpoints, self.notes, str(self.epochs)]
+        output = (self.folder / f"trainer-{index}.log").open("wb")
+        trainer = ForkedProgram(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        output.close()
+        trainer.log = self.folder / f"trainer-{index}.log"
+        self.trainers.append(trainer)
+        return trainer
+
+    def step(self, trainer):
+        """The last step that a trainer has noted, and the number of trainers in it."""
+        try:
+            step, world = (self.notes / f"step-{trainer.pid}").read_text().split()
+        except (FileNotFoundError, ValueError):
+            return 0, 0
+        return int(step), int(world)
+
+    def wait(self, condition, seconds=60.0):
+        due = time.monotonic() + seconds
+        while not (value := condition()):
+            failed = self.trainers and all(each.poll() not in (None, 0) for each in self.trainers)
+            if failed or time.monotonic() > due:
+                raise AssertionError(f"waited in vain\n{self.logs()}")
+            time.sleep(0.005)
+        return value
+
+    def logs(self):
+        processes = (*self.trainers, *self.servers)
+        return "\n".join(f"{each.log.name}:\n{each.log.read_text()[-3000:]}" for each in processes)
+
+    def hurry(self):
+        (self.notes / "hurry").touch()
+
+    def results(self, count, seconds=60.0):
+        """The results of so many trainers that have ended."""
+        found = self.wait(lambda: len(list(self.notes.glob("result-*[0-9]"))) >= count, seconds)
+        assert found
+        return [json.loads(path.read_text()) for path in self.notes.glob("result-*[0-9]")]
+
+    def close(self):
+        for process in (*self.trainers, *self.servers):
+            process.kill()
+            process.wait()
+        self.registry.close()
+        self.work.close()
+
+
+@contextmanager
+def elastic_job(folder, **options):
+    """A job; all of its processes are killed afterwards."""
+    job = ElasticJob(folder, **options)
+    try:
+        yield job
+    finally:
+        job.close()

@@ -1,0 +1,92 @@
+"""A trainer of an elastic job: counts how often each record is trained.
+
+Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
+a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps.
+
+The optimizer adds 1 to every parameter that has a gradient. A record has a parameter of its own, so its value
+is the number of times that it was trained. The result is noted by its process when it has ended.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import karvan as kv
+
+data, checkpoints, notes = map(Path, sys.argv[1:4])
+epochs = int(sys.argv[4])
+pause = float(os.environ.get("PAUSE", "0"))
+rows = os.environ.get("ROWS") == "1"
+records = int((data / "records").read_text())
+kv.connect("remote" if rows else "sharded", timeout=60)
+torch.manual_seed(0)
+
+
+class Counting(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter += (parameter.grad != 0).float()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.times = torch.nn.Parameter(torch.zeros(records))
+        if rows:
+            self.embeddings = kv.EmbeddingEngine({"record": kv.Table(1, init=kv.init.Constant(0.0))})
+
+    def forward(self, batch):
+        times = self.times[batch["record"].long()]
+        return times - self.embeddings({"record": batch["record"]})["record"].squeeze(1) if rows else times
+
+
+class Note(kv.callbacks.Callback):
+    def on_step_end(self, trainer, logs):
+        (notes / f"step-{os.getpid()}").write_text(f"{trainer.step} {trainer.connection.group.world_size}")
+        if not (notes / "hurry").exists():
+            time.sleep(pause)
+
+
+def loss(output, batch):
+    return output.mean() + 1.0
+
+
+trainer = kv.Trainer(
+    Model(),
+    loss,
+    dense_optimizer=Counting,
+    # Gradients are clipped to ±2^-20, so that every update adds exactly 1 to a row.
+    sparse_optimizer=kv.optim.SGD(lr=2.0**20, clip_value=2.0**-20) if rows else None,
+    checkpoints=checkpoints,
+    checkpoint_every=int(os.environ.get("SAVE_EVERY", "5")),
+    callbacks=[Note()],
+    progress="plain",
+    log_every=10,
+)
+read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24)
+result = trainer.fit(read, epochs=epochs, eval_data=kv.data.read(str(data / "*.parquet"), batch_size=32))
+if result.stopped is None:
+    times = trainer.model.times.detach()
+    counted = {
+        "step": result.step,
+        "samples": result.samples,
+        "times": times.tolist(),
+        "evaluation": result.evaluation,
+        "trained": result.trained,
+    }
+    if rows:
+        table = trainer.model.embeddings.table("record")
+        counted["rows"] = table.vectors(torch.arange(records)).squeeze(1).tolist()
+    written = notes / f"result-{os.getpid()}.new"
+    written.write_text(json.dumps(counted))
+    written.rename(notes / f"result-{os.getpid()}")

@@ -1,0 +1,121 @@
+"""Trainers that come and go train every record exactly once in every epoch, without going back."""
+
+import os
+import signal
+
+import pytest
+from elastic_jobs import elastic_job
+
+
+@pytest.fixture
+def job(tmp_path):
+    with elastic_job(tmp_path, PAUSE=0.2) as made:
+        yield made
+
+
+def check(job, results):
+    """Every record was trained once in every epoch, and all trainers have the same."""
+    for result in results:
+        assert result["times"] == [float(job.epochs)] * job.records
+        assert result["samples"] == job.epochs * job.records
+        assert result["step"] == results[0]["step"]
+        assert result["evaluation"] == results[0]["evaluation"]
+
+
+@pytest.mark.slow
+def test_one_trainer_alone(job):
+    job.hurry()
+    job.start()
+    (result,) = job.results(1)
+    check(job, [result])
+    assert result["step"] == result["trained"]
+
+
+def test_a_trainer_that_is_killed_costs_nobody_a_step(tmp_path):
+    with elastic_job(tmp_path, PAUSE=0.2, least=2) as job:
+        _kill_one(job)
+
+
+def _kill_one(job):
+    one, two = job.start(), job.start()
+    job.wait(lambda: job.step(one)[1] == job.step(two)[1] == 2)
+    before = job.step(two)[0]
+    one.kill()
+    job.wait(lambda: job.step(two)[0] > before and job.step(two)[1] == 1)
+    three = job.start()
+    job.wait(lambda: job.step(three)[1] == 2)
+    job.hurry()
+    results = job.results(2)
+    check(job, results)
+    assert [two.wait(20), three.wait(20)] == [0, 0]
+    assert max(result["trained"] for result in results) == results[0]["step"]  # nobody went back
+
+
+def test_a_trainer_that_is_terminated_finishes_its_batch_and_leaves(job):
+    one, two = job.start(), job.start()
+    job.wait(lambda: job.step(one)[1] == job.step(two)[1] == 2)
+    one.send_signal(signal.SIGTERM)
+    assert one.wait(30) == 0, job.logs()
+    job.wait(lambda: job.step(two)[1] == 1)
+    job.hurry()
+    check(job, job.results(1))
+
+
+def test_all_trainers_die_and_the_next_ones_continue_from_the_checkpoint(job):
+    one, two = job.start(), job.start()
+    job.wait(lambda: min(job.step(one)[0], job.step(two)[0]) > 12)
+    one.kill()
+    two.kill()
+    job.hurry()
+    three = job.start()
+    (result,) = job.results(1)
+    check(job, [result])
+    assert 0 < result["step"] - result["trained"] <= 15
+    assert three.wait(20) == 0
+
+
+def test_all_trainers_are_terminated_and_save(job):
+    one, two = job.start(), job.start()
+    job.wait(lambda: min(job.step(one)[0], job.step(two)[0]) > 3)
+    for trainer in (one, two):
+        trainer.send_signal(signal.SIGTERM)
+    assert [one.wait(30), two.wait(30)] == [0, 0]
+    stopped = max(job.step(one)[0], job.step(two)[0])
+    job.hurry()
+    job.start()
+    (result,) = job.results(1)
+    check(job, [result])
+    assert result["step"] - result["trained"] == stopped
+
+
+def test_a_master_that_is_restarted_is_found_again(job):
+    one, two = job.start(), job.start()
+    job.wait(lambda: job.step(one)[1] == job.step(two)[1] == 2)
+    job.restart_master()
+    before = job.step(one)[0]
+    job.wait(lambda: job.step(one)[0] > before + 10)
+    one.kill()
+    job.hurry()
+    check(job, job.results(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_many_kills(tmp_path, seed):
+    import random
+
+    order = random.Random(seed)
+    with elastic_job(tmp_path, PAUSE=0.2, records=1500, epochs=2, SAVE_EVERY=7) as job:
+        alive = [job.start(), job.start(), job.start()]
+        job.wait(lambda: all(job.step(each)[1] for each in alive))
+        for _ in range(8):
+            job.wait(lambda: all(job.step(each)[1] for each in alive) or list(job.notes.glob("result-*")))
+            if list(job.notes.glob("result-*[0-9]")):
+                break
+            victim = order.choice(alive)
+            os.kill(victim.pid, order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            victim.wait(30)
+            alive.remove(victim)
+            alive.append(job.start())
+        job.hurry()
+        check(job, job.results(1))

@@ -1,0 +1,86 @@
+"""Steps with fixed batches: the same bits on any number of trainers, and while they come and go."""
+
+import pytest
+import torch
+from elastic_jobs import elastic_job
+
+from karvan.checkpoint import find
+
+
+def state_of(path):
+    """All tensors and numbers of a checkpoint, by their place in it."""
+    found = {}
+
+    def walk(value, name):
+        if isinstance(value, dict):
+            for key, entry in value.items():
+                walk(entry, f"{name}/{key}")
+        elif isinstance(value, list | tuple):
+            for number, entry in enumerate(value):
+                walk(entry, f"{name}/{number}")
+        else:
+            found[name] = value
+
+    walk(find(path).state(), "")
+    return {name: value for name, value in found.items() if not name.startswith("/data/identity")}
+
+
+def assert_same(one, two):
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name]
+        assert same, name
+
+
+def train(folder, trainers, disturb=None, **settings):
+    """The state that a job of so many trainers ends with."""
+    folder.mkdir()
+    options = {"KARVAN_GLOBAL_BATCHES": 3, "records": 250, "epochs": 2, **settings}
+    with elastic_job(folder, program="planned_trainer", least=trainers, **options) as job:
+        started = [job.start() for _ in range(trainers)]
+        if disturb is None:
+            job.hurry()
+        else:
+            disturb(job, started)
+        return state_of(job.results(1)[0]["path"])
+
+
+def come_and_go(job, started):
+    job.wait(lambda: job.step(started[0])[0] > 3)
+    started[0].kill()
+    job.wait(lambda: job.step(started[1])[1] == 1)
+    third = job.start()
+    job.wait(lambda: job.step(third)[1] == 2)
+    started[1].kill()
+    job.wait(lambda: job.step(third)[1] == 1)
+    job.hurry()
+
+
+@pytest.mark.slow
+def test_any_number_of_trainers_ends_with_the_same_bits(tmp_path):
+    alone = train(tmp_path / "1", 1)
+    assert alone["/trainer/samples"] == 500
+    for trainers in (2, 3, 4):
+        assert_same(train(tmp_path / str(trainers), trainers), alone)
+    disturbed = train(tmp_path / "disturbed", 2, come_and_go, PAUSE=0.25)
+    assert_same(disturbed, alone)
+
+
+def test_all_trainers_die_and_the_bits_are_the_same(tmp_path):
+    def kill_all(job, started):
+        job.wait(lambda: job.step(started[0])[0] > 9)
+        for each in started:
+            each.kill()
+        job.hurry()
+        for _ in started:
+            job.start()
+
+    alone = train(tmp_path / "alone", 1)
+    again = train(tmp_path / "again", 2, kill_all, PAUSE=0.1, SAVE_EVERY=4)
+    assert_same(again, alone)
+
+
+@pytest.mark.slow
+def test_other_batches_are_other_bits(tmp_path):
+    with pytest.raises(AssertionError):
+        assert_same(train(tmp_path / "2", 1, KARVAN_GLOBAL_BATCHES=2), train(tmp_path / "3", 1))
