@@ -13,6 +13,7 @@ from karvan.cli.commands import (
     doctor,
     evaluate,
     inspect,
+    jobs,
     launch,
     plot,
     predict,
@@ -49,10 +50,11 @@ def options(
       karvan inspect out/run                      # its contents
       karvan plot out/run                         # its loss and metrics as charts
       karvan launch job.yaml                      # a job of several roles
+      karvan status                               # jobs that run, or have ended
     """
 
 
-for command in (demo, train, evaluate, predict, inspect, plot, launch, role, bench, doctor, version):
+for command in (demo, train, evaluate, predict, inspect, plot, launch, jobs, role, bench, doctor, version):
     command.add_to(app)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,17 +28,54 @@ def _as_replicas(value: Any) -> Any:
     return {"replicas": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+_UNITS = {"": 1, **{f"{prefix}iB": 1 << 10 * (power + 1) for power, prefix in enumerate("KMGT")}}
+_OWN_KEYS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory"}  # Ray's names of what has a key of its own
+
+
+def _as_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]iB|)", value.strip())
+    if found is None:
+        raise ValueError(f"expected bytes, such as 4GiB or 4294967296, got '{value}'")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
 Text = Annotated[str, BeforeValidator(_as_text)]
 Port = Annotated[Integer, Field(ge=0, le=65535)]
+Bytes = Annotated[Count, BeforeValidator(_as_bytes)]
+Amount = Annotated[Positive, Field(allow_inf_nan=False)]
 
 
 class Replicas(Section):
-    """The processes of one role; `trainers: 2` is short for `trainers: {replicas: 2}`."""
+    """The processes of one role; `trainers: 2` is short for `trainers: {replicas: 2}`.
+
+    cpus, gpus, memory and resources are what each process needs; see `karvan/launch/engines/needs.py`.
+    """
 
     replicas: Count = 1
     threads: Count | None = None
     args: list[Text] = Field(default_factory=list)
     env: dict[str, Text] = Field(default_factory=dict)
+    cpus: Amount | None = None
+    gpus: Amount | None = None
+    memory: Bytes | None = None
+    resources: dict[str, Amount] = Field(default_factory=dict)
+
+    @field_validator("gpus")
+    @classmethod
+    def _is_a_part_of_one_or_whole(cls, gpus: float | None) -> float | None:
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"expected a part of one GPU, or a whole number of them, got {gpus:g}")
+        return gpus
+
+    @field_validator("resources")
+    @classmethod
+    def _has_no_key_of_its_own(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name in resources:
+            if name in _OWN_KEYS:
+                raise ValueError(f"{name} is set by the key {_OWN_KEYS[name]}")
+        return resources
 
     @field_validator("env")
     @classmethod
@@ -65,6 +103,52 @@ class Serving(Replicas):
         return self
 
 
+class Trainers(Replicas):
+    """Trainers: so many at first, and between min and max of them while the job runs, with dynamic sharding.
+
+    The job begins as soon as `min` of them are there. Without min and max the number is fixed.
+    """
+
+    min: Count | None = None
+    max: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _starts_with_most(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "replicas" not in value:
+            return {**value, "replicas": value.get("max") or value.get("min") or 1}
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Trainers:
+        if not self.least <= self.replicas <= self.most:
+            raise ValueError(
+                f"expected min <= replicas <= max, got {self.least}, {self.replicas} and {self.most}"
+            )
+        return self
+
+    @property
+    def least(self) -> int:
+        """How many there must be for the job to begin."""
+        return self.min or self.replicas
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        return self.max or self.replicas
+
+    @property
+    def varies(self) -> bool:
+        """Whether their number may change."""
+        return self.least != self.most
+
+
+class ParameterServers(Serving):
+    """Parameter servers; none, for models without rows."""
+
+    replicas: CountOrZero = 1
+
+
 class OptionalServing(Serving):
     """A listening role that is optional."""
 
@@ -74,8 +158,8 @@ class OptionalServing(Serving):
 class Roles(Section):
     """How many processes of each role."""
 
-    trainers: Annotated[Replicas, BeforeValidator(_as_replicas)] = Replicas()
-    parameter_servers: Annotated[Serving, BeforeValidator(_as_replicas)] = Serving()
+    trainers: Annotated[Trainers, BeforeValidator(_as_replicas)] = Trainers()
+    parameter_servers: Annotated[ParameterServers, BeforeValidator(_as_replicas)] = ParameterServers()
     embedding_workers: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
     loaders: Annotated[OptionalServing, BeforeValidator(_as_replicas)] = OptionalServing()
 
@@ -96,11 +180,15 @@ class TLS(Section):
 
 
 class Dense(Section):
-    """When pushed dense gradients make a step, in mode async; see `karvan.job.sync_modes`."""
+    """When pushed dense gradients make a step and new parameters are pulled, in mode async.
+
+    See `DenseSettings` in `karvan/job/sync_modes.py`.
+    """
 
     lr_staleness: bool = False
     grads_to_wait: Count | None = None
     tolerance: CountOrZero | None = None
+    pull_every: Count = 1
 
     @model_validator(mode="after")
     def _slows_down_or_rejects(self) -> Dense:
@@ -122,13 +210,17 @@ class JobSpec(Section):
     staleness: Count = 4
     dense: Dense | None = None
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
+    sharding: Literal["static", "dynamic"] = "static"
+    global_batches: Count | None = None
     roles: Roles = Roles()
     checkpoints: Path | None = None
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
+    on_trainer_loss: Literal["continue", "rollback"] | None = None
     max_restarts: CountOrZero = 10
     restart_window: Positive = 600.0
     grace: Positive = 60.0
     stall_timeout: PositiveOrZero = 1800.0
+    master_timeout: Positive = 60.0
     logs: Path | None = None
     host: str = "127.0.0.1"
     registry_port: Port = 0
@@ -159,6 +251,7 @@ class JobSpec(Section):
         mode.check_server_loss(self.on_server_loss)
         if self.on_server_loss is ServerLoss.RELOAD and self.checkpoints is None:
             raise ValueError("on_server_loss reload needs checkpoints, from which rows are restored")
+        self._check_sharding()
         if self.tls is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} can be reached from other machines, which needs tls, since the job's "
@@ -166,6 +259,39 @@ class JobSpec(Section):
                 "without it only loopback hosts are allowed, such as 127.0.0.1"
             )
         return self
+
+    def _check_sharding(self) -> None:
+        roles = self.roles
+        if self.sharding == "static":
+            only_dynamic = {
+                "global_batches": self.global_batches is not None,
+                "on_trainer_loss: continue": self.on_trainer_loss == "continue",
+                "roles.trainers with min and max": roles.trainers.varies,
+                "roles.parameter_servers: 0": not roles.parameter_servers.replicas,
+            }
+            if given := [name for name, is_given in only_dynamic.items() if is_given]:
+                raise ValueError(f"{given[0]} needs sharding: dynamic, in which trainers lease their records")
+            return
+        if self.mode not in ("sync", "hybrid"):
+            raise ValueError(f"sharding: dynamic is for modes sync and hybrid, got {self.mode}")
+        if roles.loaders.replicas or roles.embedding_workers.replicas:
+            raise ValueError(
+                "sharding: dynamic has trainers lease and read their records: expected no loaders and no "
+                "embedding_workers"
+            )
+        if self.on_server_loss is ServerLoss.RELOAD:
+            raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")
+        if self.global_batches is not None and self.mode != "sync":
+            raise ValueError(f"global_batches gives the same bits in mode sync alone, got {self.mode}")
+
+    @property
+    def continues(self) -> bool:
+        """Whether trainers continue without one that dies."""
+        return self.sharding == "dynamic" and self.on_trainer_loss != "rollback"
+
+    def most_of(self, role: Role) -> int:
+        """How many processes of a role the job has at most."""
+        return self.roles.trainers.most if role == Role.TRAINER else self.of_role(role).replicas
 
     def of_role(self, role: Role) -> Replicas:
         """The section of a role."""

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LAUNCHER = "launcher"
+LAUNCHER = "launcher"  # the name of the job's own lines, which the launcher shows
+JOB = "job"  # the name of lines for programs, with the state of the job
+SEPARATOR = " | "
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
 _TAIL = 10
 _ERROR = "error: "  # the prefix of the line in which a command or program says why it ends
@@ -79,6 +82,12 @@ class MergedLogs:
             except OSError:
                 self._discard_stream()
 
+    def announce(self, state: Mapping[str, Any]) -> None:
+        """Write a line for programs to the stream alone: what the state of the job is."""
+        with self._lock, suppress(OSError):  # the next line discards a stream that is not read any more
+            self._stream.write(f"{JOB}{SEPARATOR}{json.dumps(state)}\n")
+            self._stream.flush()
+
     @contextmanager
     def warnings(self) -> Iterator[None]:
         """While inside, warnings that Karvan logs in this process become lines of the launcher."""
@@ -120,7 +129,7 @@ class MergedLogs:
 
     def _show(self, name: str, line: str) -> None:
         if self._console is None:
-            self._stream.write(f"{name} | {line}\n")
+            self._stream.write(f"{name}{SEPARATOR}{line}\n")
             self._stream.flush()
         else:
             from rich.text import Text

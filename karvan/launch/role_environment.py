@@ -24,23 +24,28 @@ def environment_of(
     registry: str,
     generation: int,
     owner: str = "",
+    process: str = "",
 ) -> dict[str, str]:
-    """The environment of one process; owner: the id of the launcher's lease."""
+    """The environment of one process; owner: the id of the master's lease, process: a random id."""
     section, dense = spec.of_role(role), spec.dense
     port = getattr(section, "port", 0)
     variables = JobEnvironment(
         job=spec.name,
         role=role,
         index=index,
-        count=section.replicas,
+        count=spec.most_of(role),
         registry=registry,
         generation=generation,
+        process=process,
+        sharding="" if spec.sharding == "static" else spec.sharding,
+        global_batches=spec.global_batches,
         mode=spec.mode,
         staleness=spec.staleness,
         wire=spec.wire,
         lr_staleness=None if dense is None else dense.lr_staleness,
         grads_to_wait=None if dense is None else dense.grads_to_wait,
         tolerance=None if dense is None else dense.tolerance,
+        pull_every=None if dense is None else dense.pull_every,
         trainer_count=spec.of_role(Role.TRAINER).replicas,
         parameter_server_count=spec.of_role(Role.PARAMETER_SERVER).replicas,
         embedding_worker_count=spec.of_role(Role.EMBEDDING_WORKER).replicas,

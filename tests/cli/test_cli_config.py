@@ -8,6 +8,7 @@ import karvan as kv
 from karvan.cli.config.build_job import make_features, make_job, make_loss, make_metrics, make_model
 from karvan.cli.config.schema import Config, Model, Named, convert, read_config
 from karvan.cli.errors import CommandError
+from karvan.dense.communication import DenseCommunication
 from karvan.settings import SettingsError, parse
 
 MODELS = {
@@ -146,6 +147,54 @@ def test_all_of_a_config_reaches_the_trainer(place):
     assert "auc" in kv.checkpoint.find(place / "run").metrics
     assert (place / "log.csv").read_text().startswith("kind,step,epoch")
     assert list((place / "board").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, DenseCommunication()),
+        ({"train.dense_reduce": "bf16"}, DenseCommunication("bf16")),
+        ({"train.dense_reduce": "powersgd"}, DenseCommunication(kv.train.PowerSGD())),
+        (
+            {"train.dense_reduce": "{name: powersgd, rank: 2, start_step: 0}"},
+            DenseCommunication(kv.train.PowerSGD(2, 0)),
+        ),
+        (
+            {"train.average_every": "3", "train.find_unused_parameters": "true"},
+            DenseCommunication(average_every=3, find_unused_parameters=True),
+        ),
+    ],
+)
+def test_a_config_says_how_dense_parameters_are_kept_equal(place, settings, expected):
+    job = make_job(read_config(place / "config.yaml", settings), progress="none")
+    assert job.trainer.setup.communication == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"train.dense_reduce": "int8"},
+            "train.dense_reduce.name: input should be 'mean', 'bf16'",
+        ),
+        ({"train.dense_reduce": "{name: powersgd, rank: 0}"}, "train.dense_reduce.rank: input should be gr"),
+        (
+            {"train.dense_reduce": "{name: bf16, rank: 2}"},
+            "dense_reduce: rank is for powersgd, got bf16",
+        ),
+        ({"train.average_every": "0"}, "train.average_every: input should be greater"),
+        ({"train.find_unused_parameters": "2"}, "train.find_unused_parameters: "),
+    ],
+)
+def test_a_config_is_told_which_of_these_are_wrong(place, settings, says):
+    with pytest.raises(SettingsError, match=says):
+        read_config(place / "config.yaml", settings)
+
+
+def test_a_config_is_told_that_two_of_these_exclude_each_other(place):
+    config = read_config(place / "config.yaml", {"train.average_every": "2", "train.dense_reduce": "fp16"})
+    with pytest.raises(CommandError, match=r"train: .*expected one of the two"):
+        make_job(config)
 
 
 def test_metrics_have_the_label_and_the_output_of_a_single_loss():

@@ -15,6 +15,9 @@ COMMANDS = [
         "inspect",
         "plot",
         "launch",
+        "status",
+        "logs",
+        "stop",
         "role",
         "bench",
         "doctor",
@@ -87,6 +90,9 @@ def test_json_goes_to_a_file_beside_the_text_or_to_stdout_instead_of_it(run, tmp
         (["version", "--json"], "--json"),
         (["bench", "--folder", "nowhere"], "nowhere"),
         (["role"], "NAME"),
+        (["logs"], "JOB"),
+        (["stop"], "JOB"),
+        (["logs", "x", "--tail", "-1"], "--tail"),
         (["role", "cook"], "parameter-server"),
     ],
 )
@@ -108,6 +114,9 @@ def test_wrong_usage_is_told_in_a_line_or_two_and_exits_with_2(run, arguments, s
         ["plot", "none"],
         ["evaluate", "none.yaml"],
         ["launch", "none.yaml"],
+        ["status", "none"],
+        ["logs", "none"],
+        ["stop", "none.yaml"],
     ],
 )
 def test_what_is_not_there_exits_with_3(run, arguments):

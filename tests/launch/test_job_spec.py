@@ -19,7 +19,7 @@ WRONG = {
     "a role's unknown key": ("roles: {trainers: {replica: 1}}", "roles.trainers: unknown key 'replica'"),
     "a port of a trainer": ("roles: {trainers: {port: 1}}", "roles.trainers: unknown key 'port'"),
     "no trainer": ("roles: {trainers: 0}", "roles.trainers.replicas: input should be greater"),
-    "no server": ("roles: {parameter_servers: 0}", "roles.parameter_servers.replicas: input should be"),
+    "no server": ("roles: {parameter_servers: 0}", "roles.parameter_servers: 0 needs sharding: dynamic"),
     "too many ports": ("roles: {parameter_servers: {replicas: 9, port: 65530}}", "need ports up to 65535"),
     "an unknown mode": ("mode: eager", "mode: input should be 'sync', 'hybrid' or 'async', got 'eager'"),
     "reload in mode async": (
@@ -32,6 +32,9 @@ WRONG = {
         "mode: async\ndense: {grads_to_wait: 0}",
         "dense.grads_to_wait: input should be greater",
     ),
+    "pulls of a mean": ("dense: {pull_every: 2}", "dense is for mode async, got mode hybrid"),
+    "no pulls": ("mode: async\ndense: {pull_every: 0}", "dense.pull_every: input should be greater"),
+    "half a pull": ("mode: async\ndense: {pull_every: 1.5}", "dense.pull_every: "),
     "two ways with staleness": (
         "mode: async\ndense: {lr_staleness: true, tolerance: 1}",
         "dense: lr_staleness slows down stale pushes",
@@ -156,7 +159,8 @@ def test_staleness_follows_the_mode(mode, staleness):
     ("dense", "expected"),
     [
         (None, {}),
-        ({"lr_staleness": True}, {"LR_STALENESS": "1"}),
+        ({"lr_staleness": True}, {"LR_STALENESS": "1", "PULL_EVERY": "1"}),
+        ({"pull_every": 4}, {"LR_STALENESS": "0", "PULL_EVERY": "4"}),
         (
             {"grads_to_wait": 2, "tolerance": 0},
             {"LR_STALENESS": "0", "GRADS_TO_WAIT": "2", "TOLERANCE": "0"},
@@ -203,3 +207,41 @@ def test_a_port_of_the_registry_that_is_taken_is_told_in_a_line(tmp_path, capsys
     told = capsys.readouterr().err
     assert told.startswith(f"error: registry expected to listen at 127.0.0.1:{port}, got: ")
     assert "--debug" not in told
+
+
+ELASTIC = {
+    "min above max": (
+        "sharding: dynamic\nroles: {trainers: {min: 3, max: 2}}",
+        "expected min <= replicas <= max",
+    ),
+    "bounds of fixed shares": ("roles: {trainers: {min: 1, max: 2}}", "min and max needs sharding: dynamic"),
+    "fixed batches of fixed shares": ("global_batches: 2", "global_batches needs sharding: dynamic"),
+    "fixed batches in mode hybrid": (
+        "sharding: dynamic\nglobal_batches: 2",
+        "global_batches gives the same bits in mode sync alone",
+    ),
+    "mode async": ("sharding: dynamic\nmode: async", "sharding: dynamic is for modes sync and hybrid"),
+    "loaders": ("sharding: dynamic\nroles: {loaders: 1}", "expected no loaders"),
+    "continue with fixed shares": ("on_trainer_loss: continue", "on_trainer_loss: continue needs sharding"),
+    "reload": ("sharding: dynamic\non_server_loss: reload\ncheckpoints: run", "goes back to a checkpoint"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), ELASTIC.values(), ids=ELASTIC)
+def test_an_elastic_job_that_cannot_work_is_refused(run, tmp_path, text, message):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yaml").write_text(job_text(text))
+    code, out, err = run("job.yaml", "--check")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_an_elastic_job_starts_with_most_trainers_unless_told_otherwise(tmp_path):
+    def trainers(text):
+        (tmp_path / "job.yaml").write_text(job_text(f"sharding: dynamic\nroles: {{trainers: {text}}}"))
+        found = read_spec(tmp_path / "job.yaml", {}).roles.trainers
+        return found.least, found.replicas, found.most
+
+    assert trainers("3") == (3, 3, 3)
+    assert trainers("{min: 1, max: 4}") == (1, 4, 4)
+    assert trainers("{replicas: 2, min: 1, max: 4}") == (1, 2, 4)

@@ -55,13 +55,16 @@ def test_a_second_ctrl_c_kills_all(tmp_path):
     assert not any(map(is_alive, pids(job)))
 
 
-def test_all_roles_end_when_the_launcher_is_killed(tmp_path):
+def test_a_job_stops_in_order_when_its_launcher_is_killed(tmp_path):
     with Launched(tmp_path, ROLES) as job:
         job.wait_for("start", "", COUNT)
         job.process.kill()
         job.process.wait()
-        wait_until(lambda: not any(map(is_alive, pids(job))))
-    assert job.events("asked") == []
+        wait_until(job.ended)
+    asked = [each["name"] for each in job.events("asked")]
+    assert sorted(asked[:2]) == ["trainer-0", "trainer-1"]
+    assert asked[2:] == ["loader-0", "embedding-worker-0", "parameter-server-0"]
+    assert not any(map(is_alive, pids(job)))
 
 
 def test_a_job_goes_on_when_nobody_reads_its_output(tmp_path):

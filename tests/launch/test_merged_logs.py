@@ -42,7 +42,7 @@ def talker(index):
 def test_lines_of_processes_are_never_mixed(tmp_path):
     stream = io.StringIO()
     logs = MergedLogs(folder=tmp_path / "logs", stream=stream)
-    run_all(LocalEngine(logs.write), *map(talker, range(4)))
+    run_all(LocalEngine(logs.write, tmp_path / "run"), *map(talker, range(4)))
     logs.close()
     for index in range(4):
         name = f"loader-{index}"
@@ -54,11 +54,11 @@ def test_lines_of_processes_are_never_mixed(tmp_path):
     assert logs.tail("loader-3")[-1] == "without an end"
 
 
-def test_lines_that_are_too_long_or_no_text_are_shown_as_well_as_can_be():
+def test_lines_that_are_too_long_or_no_text_are_shown_as_well_as_can_be(tmp_path):
     stream = io.StringIO()
     program = "import os; os.write(1, b'x' * 70_000 + b'\\n\\xff\\n')"
     run_all(
-        LocalEngine(MergedLogs(stream=stream).write),
+        LocalEngine(MergedLogs(stream=stream).write, tmp_path),
         Process("loader", 0, (sys.executable, "-c", program), {}),
     )
     lines = [line.removeprefix("loader-0 | ") for line in stream.getvalue().splitlines()]

@@ -1,4 +1,4 @@
-"""Two launchers and one folder: the second is refused, a killed one is replaced."""
+"""Two jobs and one folder: the second is refused, a killed one is replaced."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -48,8 +49,12 @@ def launched(job, **environment):
     try:
         yield process
     finally:
-        process.kill()
+        process.terminate()
         process.communicate()
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_for(condition):
@@ -60,44 +65,64 @@ def wait_for(condition):
     return found
 
 
+def master_of(job, jobs):
+    """The process of a job's master, once it has said where it is."""
+    path = jobs / "owned" / "master.json"
+    wait_for(path.exists)
+    return json.loads(path.read_text())["pid"]
+
+
 def started(job):
     return [path.read_text() for path in job.parent.glob("started-*") if path.read_text()]
 
 
-def test_a_second_launcher_is_refused_with_code_2_and_a_killed_one_is_replaced(job):
+def test_a_second_launcher_is_refused_with_code_2_and_a_killed_one_is_replaced(job, tmp_path):
     with launched(job) as first:
         wait_for(lambda: len(started(job)) == 2)
         record = json.loads((job.parent / "run" / FILE).read_text())
-        assert record["pid"] == first.pid
+        assert record["pid"] == master_of(job, Path(os.environ["KARVAN_JOBS"]))
         assert set(started(job)) == {record["id"]}
-        with launched(job) as second:
-            output = second.communicate(timeout=LIMIT)[0]
-            assert second.returncode == 2
-        assert f"belongs to a run that is training: process {first.pid} " in output
+        # The same job, and one that does not know of it: of another user, or on another machine.
+        refused = {
+            "here": ({}, f"Job 'owned' runs already (process {record['pid']})"),
+            "elsewhere": (
+                {"KARVAN_JOBS": str(tmp_path / "jobs")},
+                f"belongs to a run that is training: process {record['pid']} ",
+            ),
+        }
+        for environment, said in refused.values():
+            with launched(job, **environment) as second:
+                output = second.communicate(timeout=LIMIT)[0]
+                assert second.returncode == 2
+            assert said in output
+            assert "Traceback" not in output
+            assert len(started(job)) == 2
         assert record["taken"] in output
-        assert "Traceback" not in output
-        assert len(started(job)) == 2
-        first.kill()
+        keeper = parent_of(record["pid"])
+        for pid in (first.pid, keeper, record["pid"]):  # the machine dies, as far as the folder can tell
+            os.kill(pid, signal.SIGKILL)
         first.wait()
-        with launched(job) as third:
+        with launched(job, KARVAN_JOBS=str(tmp_path / "jobs")) as third:
             wait_for(lambda: len(started(job)) == 4)
             (job.parent / "end").touch()
             output = third.communicate(timeout=LIMIT)[0]
         assert third.returncode == 0, output
-        assert f"is taken over from process {first.pid} " in output
+        assert f"is taken over from process {record['pid']} " in output
     assert not (job.parent / "run" / FILE).exists()
 
 
-def test_a_launcher_that_was_stopped_for_longer_than_its_lease_ends_its_job(job):
+def test_a_master_that_was_stopped_for_longer_than_its_lease_ends_its_job(job, tmp_path):
     with launched(job, KARVAN_LEASE_SECONDS="2") as first:
         wait_for(lambda: len(started(job)) == 2)
-        first.send_signal(signal.SIGSTOP)
-        with launched(job) as second:
+        stopped = master_of(job, Path(os.environ["KARVAN_JOBS"]))
+        os.kill(stopped, signal.SIGSTOP)
+        with launched(job, KARVAN_JOBS=str(tmp_path / "jobs")) as second:
             wait_for(lambda: len(started(job)) == 4)
-            first.send_signal(signal.SIGCONT)
+            os.kill(stopped, signal.SIGCONT)
             output = first.communicate(timeout=LIMIT)[0]
             assert first.returncode == 2, output
-            assert f"was taken over by process {second.pid} " in output
+            taker = master_of(job, tmp_path / "jobs")
+            assert f"was taken over by process {taker} " in output
             (job.parent / "end").touch()
             output = second.communicate(timeout=LIMIT)[0]
             assert second.returncode == 0, output

@@ -1,32 +1,25 @@
-"""A launcher that is stopped for a while, by SIGSTOP or Ctrl-Z: the job is healthy, and stays so."""
+"""A launcher or master that is stopped for a while, by SIGSTOP or Ctrl-Z: the job stays healthy."""
 
 import os
 import signal
 import time
 
 from launch_helpers import Launched, is_alive, state_of, wait_until
-from support_paths import support_path
 
 ROLES = "roles: {trainers: 2, parameter_servers: 1, loaders: 1}"
 COUNT = 4
-
-
-class Watched(Launched):
-    """A launcher with a registry that counts who is silent for longer than `lost_after` as lost."""
-
-    program = support_path("launch/watched_program.py")
 
 
 def log(folder):
     return (folder / "logs" / "launcher.log").read_text()
 
 
-def test_a_launcher_that_was_stopped_gives_everybody_new_time(tmp_path):
-    with Watched(tmp_path, f"roles: {{loaders: 1}}\nlogs: {tmp_path}/logs") as job:
+def test_a_master_that_was_stopped_gives_everybody_new_time(tmp_path):
+    with Launched(tmp_path, f"roles: {{loaders: 1}}\nlogs: {tmp_path}/logs", args=["quick", "loader"]) as job:
         job.wait_for("beat", "loader-0", 3)
-        os.kill(job.process.pid, signal.SIGSTOP)
-        time.sleep(4)  # longer than lost_after
-        os.kill(job.process.pid, signal.SIGCONT)
+        os.kill(job.master(), signal.SIGSTOP)
+        time.sleep(4)  # longer than a member may be silent
+        os.kill(job.master(), signal.SIGCONT)
         wait_until(lambda: "was asleep for" in log(tmp_path))
         said = len(job.events("beat", "loader-0"))
         job.wait_for("beat", "loader-0", said + 3)  # time for a verdict
@@ -41,7 +34,7 @@ def test_a_launcher_that_was_stopped_gives_everybody_new_time(tmp_path):
 def test_ctrl_z_stops_all_processes_and_continuing_continues_them(tmp_path):
     with Launched(tmp_path, f"{ROLES}\nlogs: {tmp_path}/logs") as job:
         started = job.wait_for("start", "", COUNT)
-        everybody = [job.process.pid, *(each["pid"] for each in started)]
+        everybody = [job.process.pid, job.master(), *(each["pid"] for each in started)]
         os.kill(job.process.pid, signal.SIGTSTP)
         wait_until(lambda: {state_of(pid) for pid in everybody} == {"T"}, "all to be stopped")
         assert "Suspended: all processes of the job are stopped" in log(tmp_path)
@@ -77,4 +70,6 @@ def test_a_suspended_job_ends_with_its_launcher(tmp_path):
         wait_until(lambda: state_of(job.process.pid) == "T", "the launcher to be stopped")
         job.process.kill()
         job.process.wait()
-        wait_until(lambda: not any(map(is_alive, pids)))
+        wait_until(job.ended)
+    assert not any(map(is_alive, pids))
+    assert len(job.events("asked")) == COUNT  # they were resumed, and stopped in order

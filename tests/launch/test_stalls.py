@@ -2,7 +2,6 @@
 
 import pytest
 from launch_helpers import Launched, Running, wait_until
-from support_paths import support_path
 
 from karvan.activity import ActivityReport
 from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
@@ -105,12 +104,6 @@ def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tm
         assert job.outcome().code == 0
 
 
-class Stalling(Launched):
-    """A launcher with members that make no progress if they are told so."""
-
-    program = support_path("launch/watched_program.py")
-
-
 @pytest.mark.parametrize(
     ("role", "said"),
     [
@@ -120,7 +113,7 @@ class Stalling(Launched):
 )
 def test_a_stalled_process_shows_its_stacks_and_is_replaced(tmp_path, role, said):
     text = f"roles: {{loaders: 1}}\nstall_timeout: 1.5\nlogs: {tmp_path}/logs"
-    with Stalling(tmp_path, text, args=["members"]) as job:
+    with Launched(tmp_path, text, args=["quick", "loader", "trainer"]) as job:
         log = tmp_path / "logs" / f"{role}-0.log"
         job.wait_for("start", "", 3)
         job.order(f"stall-{role}")
@@ -143,7 +136,7 @@ def test_a_stalled_process_shows_its_stacks_and_is_replaced(tmp_path, role, said
 @pytest.mark.slow
 def test_nobody_is_killed_for_a_stall_if_that_is_switched_off(tmp_path):
     text = f"roles: {{loaders: 1}}\nstall_timeout: 0\nlogs: {tmp_path}/logs"
-    with Stalling(tmp_path, text, args=["members"]) as job:
+    with Launched(tmp_path, text, args=["quick", "loader", "trainer"]) as job:
         job.wait_for("start", "", 3)
         job.order("stall-trainer")
         job.wait_for("stalled", "trainer")

@@ -45,6 +45,8 @@ def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
         found = {each["name"]: each["env"] for each in job.wait_for("start", "", 4)}
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
+    assert len({each.pop("KARVAN_PROCESS") for each in found.values()}) == 4  # a random id of each
+    assert len({each.pop("KARVAN_JOBS") for each in found.values()}) == 1  # of all tests
     server, trainer = found["parameter-server-1"], found["trainer-1"]
     common = {
         "KARVAN_JOB": "test",

@@ -7,18 +7,19 @@ import signal
 import stat
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch_helpers import spec_of, wait_until
+from launch_helpers import wait_until
 from neighbour import needs_root, run_as_neighbour
+from port_helpers import family_of
 
 from karvan.discovery.directory import Directory
-from karvan.launch.token import with_token
+from karvan.launch.run_folder import RunFolder, RunFolderError, make_private
+from karvan.launch.token import make_token
 from karvan.wire import Security
 
 # A trainer's program that notes its environment, and ends when it is told to.
@@ -51,14 +52,12 @@ class Job:
             f"name: quiet\nentry: {folder / 'train.py'}\nlogs: {folder / 'logs'}\n"
             f"roles:\n  trainers: {{args: [{folder / 'note'}]}}\n{extra}"
         )
-        place = folder / "runtime"
-        place.mkdir(0o700, exist_ok=True)
         self.output = folder / "output"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")],
             stdout=self.output.open("wb"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(place)},
+            env={**os.environ, "KARVAN_JOBS": str(folder / "jobs")},
         )
 
     def environment(self):
@@ -90,31 +89,29 @@ def test_a_launched_job_has_a_random_token_that_its_owner_alone_can_read(tmp_pat
         assert re.fullmatch("[0-9a-f]{64}", token)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-        assert path.parent.parent == tmp_path / "runtime"
+        assert path == tmp_path / "jobs" / "quiet" / "token"
+        assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
         assert not any(token in value for value in given.values())
-        commands = [place.read_bytes() for place in _own_processes(job.process.pid, "cmdline")]
-        assert len(commands) == 3
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family_of(job.process.pid)]
+        assert len(commands) == 7  # the launcher, the master, two roles, and their keepers
         assert not any(token.encode() in each for each in commands)
         (tmp_path / "note.end").touch()
         assert job.process.wait(60) == 0
     assert token not in job.said()
     assert f"token file {path}" in job.said()  # by which tools of the user's own join
-    assert not path.parent.exists()
+    assert not path.exists()
 
 
-def test_a_killed_launcher_leaves_nothing_that_counts(tmp_path):
+def test_a_killed_job_leaves_nothing_that_counts(tmp_path):
     with Job(tmp_path) as job:
-        first = Path(job.environment()["KARVAN_TOKEN_FILE"])
-        token = first.read_text()
-        job.process.send_signal(signal.SIGKILL)
+        token = Path(job.environment()["KARVAN_TOKEN_FILE"]).read_text()
+        for pid in family_of(job.process.pid):
+            os.kill(pid, signal.SIGKILL)
         job.process.wait(60)
-    assert first.exists()
     (tmp_path / "note").unlink()
+    wait_until(lambda: not RunFolder(tmp_path / "jobs" / "quiet").runs)
     with Job(tmp_path) as job:
-        second = Path(job.environment()["KARVAN_TOKEN_FILE"])
-        assert second != first
-        assert second.read_text() != token
-        assert not first.parent.exists()  # the next launcher has removed it
+        assert Path(job.environment()["KARVAN_TOKEN_FILE"]).read_text() != token
 
 
 @needs_root
@@ -134,73 +131,58 @@ def test_another_user_cannot_talk_to_a_launched_job(tmp_path):
 
 @needs_root
 def test_another_user_cannot_read_the_token(tmp_path):
-    with with_token(spec_of({"trainers": 1})) as spec:
-        said = run_as_neighbour(
-            "try:\n    print(open(sys.argv[1]).read())\nexcept PermissionError:\n    print('no')",
-            spec.token_file,
-        )
-        assert said == "no\n"
+    for parent in (tmp_path, *tmp_path.parents):  # all may look for it
+        if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    make_private(tmp_path / "jobs" / "quiet")
+    make_token(tmp_path / "jobs" / "quiet" / "token")
+    said = run_as_neighbour(
+        "try:\n    print(open(sys.argv[1]).read())\nexcept PermissionError:\n    print('no')",
+        tmp_path / "jobs" / "quiet" / "token",
+    )
+    assert said == "no\n"
 
 
 def test_a_token_file_of_the_users_own_wins(tmp_path):
     own = tmp_path / "token"
     own.write_text("1234567890abcdef")
     own.chmod(0o600)
-    with with_token(spec_of({"trainers": 1}, token_file=own)) as spec:
-        assert spec.token_file == own
-    assert own.exists()
+    with Job(tmp_path, f"token_file: {own}\n") as job:
+        assert job.environment()["KARVAN_TOKEN_FILE"] == str(own)
+        (tmp_path / "note.end").touch()
+        assert job.process.wait(60) == 0
+    assert own.read_text() == "1234567890abcdef"
 
 
 def test_check_makes_no_token(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yaml").write_text(f"name: quiet\nentry: {tmp_path / 'train.py'}\n")
-    (tmp_path / "runtime").mkdir(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("KARVAN_JOBS", str(tmp_path / "jobs"))
     command = [sys.executable, "-m", "karvan", "launch", str(tmp_path / "job.yaml"), "--check"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0
     assert not re.search("[0-9a-f]{64}", said.stdout + said.stderr)
-    assert not list((tmp_path / "runtime").iterdir())
+    assert not (tmp_path / "jobs").exists()
 
 
-def test_launchers_that_start_together_keep_their_tokens(tmp_path, monkeypatch):
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    def start(_):
-        with with_token(spec_of({"trainers": 1})) as spec:
-            return spec.token_file.read_text()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(start, range(200)))) == 200
-    assert not list(tmp_path.iterdir())
+def test_of_launchers_that_start_together_one_runs_the_job(tmp_path):
+    with Job(tmp_path) as one, Job(tmp_path) as other:  # either may be the first
+        wait_until(lambda: one.process.poll() is not None or other.process.poll() is not None, "a refusal")
+        runs, refused = (one, other) if one.process.poll() is None else (other, one)
+        assert refused.process.poll() == 2
+        runs.environment()
+        assert runs.process.poll() is None
+        (tmp_path / "note.end").touch()
+        assert {one.process.wait(60), other.process.wait(60)} == {0, 2}
 
 
-def test_a_place_where_others_may_rename_the_folder_is_refused(tmp_path, monkeypatch):
+def test_a_place_where_others_may_rename_the_folder_is_refused(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared))  # not taken: others may enter it
-    monkeypatch.setenv("TMPDIR", str(shared))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with (
-        pytest.raises(ValueError, match=r"other users cannot rename .* got .*shared with mode 777"),
-        with_token(spec_of({"trainers": 1})),
-    ):
-        pass
+    for jobs in (shared, shared / "jobs"):
+        with pytest.raises(RunFolderError, match=r"other users cannot rename .* got .*shared with mode 777"):
+            make_private(jobs / "quiet")
     shared.chmod(0o1777)
-    with with_token(spec_of({"trainers": 1})) as spec:
-        assert spec.token_file.parent.parent == shared
-
-
-def _own_processes(launcher, name):
-    """Files of /proc of a launcher and of the roles that it has started."""
-    found = [Path(f"/proc/{launcher}/{name}")]
-    for place in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(place.read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if parent == launcher:
-            found.append(place.parent / name)
-    return found
+    make_private(shared / "own" / "quiet")
+    assert stat.S_IMODE((shared / "own" / "quiet").stat().st_mode) == 0o700

@@ -164,7 +164,7 @@ def write_clicks(folder: Path, rows: int) -> Clicks:
     return Clicks(written.paths[:-1], written.paths[-1:], rows, best.compute())
 
 
-def read(paths: list[str], shuffle: int = 0) -> kv.data.Loader:
+def read(paths: list[str], shuffle: int = 0) -> kv.data.Loader | kv.data.SharedData:
     """The log's batches: numbers as logarithms, the history as the categories of its items."""
     import karvan as kv
 

@@ -57,6 +57,9 @@ def make_job(config: configs.Config, *, training: bool = True, progress: Any = "
         global_accumulation_steps=train.global_accumulation_steps,
         clip_norm=train.clip_norm,
         clip_value=train.clip_value,
+        dense_reduce=_dense_reduce(train.dense_reduce),
+        average_every=train.average_every,
+        find_unused_parameters=train.find_unused_parameters,
         callbacks=[]
         if train.early_stopping is None
         else [kv.callbacks.EarlyStopping(**dict(train.early_stopping))],
@@ -240,6 +243,10 @@ def _dense(config: configs.Named | None) -> Callable[[Any], torch.optim.Optimize
     return lambda parameters: build("optimizers.dense", kind, parameters, **arguments)
 
 
+def _dense_reduce(config: configs.DenseReduceSection) -> str | kv.train.PowerSGD:
+    return kv.train.PowerSGD(**config.options) if config.name == "powersgd" else config.name
+
+
 def _schedule(config: configs.Named | None) -> Any:
     if config is None:
         return None
@@ -279,7 +286,7 @@ def _read(
     transform: kv.FeatureEngine | None,
     labels: Sequence[str],
     shuffle: int = 0,
-) -> kv.data.Loader:
+) -> kv.data.Loader | kv.data.SharedData:
     try:
         return kv.data.read(
             list(paths),

@@ -19,6 +19,7 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationError,
+    model_validator,
 )
 
 from karvan.cli.errors import CommandError
@@ -148,6 +149,25 @@ class WarmStartSection(Section):
     optimizer_state: bool = True
 
 
+class DenseReduceSection(Section):
+    """How ranks average dense gradients; `rank` and `start_step` are those of `kv.train.PowerSGD`."""
+
+    name: Literal["mean", "bf16", "fp16", "powersgd"] = "mean"
+    rank: Count | None = None
+    start_step: CountOrZero | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of PowerSGD that are set."""
+        return {name: value for name in ("rank", "start_step") if (value := getattr(self, name)) is not None}
+
+    @model_validator(mode="after")
+    def _only_powersgd_has_options(self) -> DenseReduceSection:
+        if self.options and self.name != "powersgd":
+            raise ValueError(f"{' and '.join(self.options)} is for powersgd, got {self.name}")
+        return self
+
+
 class Train(Section):
     """How long to train, and how a step is made."""
 
@@ -168,6 +188,9 @@ class Train(Section):
     global_accumulation_steps: Count | None = None
     clip_norm: Positive | None = None
     clip_value: Positive | None = None
+    dense_reduce: Annotated[DenseReduceSection, BeforeValidator(_named)] = DenseReduceSection()
+    average_every: Count = 1
+    find_unused_parameters: bool = False
     device: str | None = None
     seed: Integer = 0
     prefetch: CountOrZero = 2

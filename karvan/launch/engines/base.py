@@ -3,13 +3,17 @@
 An engine knows nothing about jobs: the supervisor decides which process runs when, and what its death means
 (`karvan/launch/supervision/supervisor.py`). The output of a process goes to the log line by line, under the
 process's name.
+
+Processes outlive the master that started them. It stores the `record` of each, and if it dies, the next
+master adopts them. The master itself is a process that the launcher starts, with role `master`: an engine
+restarts one that dies, until it has ended for good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from karvan.exit_codes import TEMPORARY
 from karvan.job.roles import Role
@@ -37,6 +41,10 @@ class Handle(Protocol):
     def pid(self) -> int | None:
         """Its process id, if the engine has one."""
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What another master needs to find the process: values that JSON can express."""
+
     def poll(self) -> int | None:
         """Its exit code, minus the signal if one killed it; None while it runs."""
 
@@ -46,6 +54,9 @@ class Handle(Protocol):
     def stop(self) -> None:
         """Ask it to end, with SIGTERM. Does nothing if it has ended."""
 
+    def interrupt(self) -> None:
+        """Ask it to end as Ctrl-C does, with SIGINT: a master kills its job the second time."""
+
     def kill(self) -> None:
         """End it at once, with all processes that it has started itself."""
 
@@ -53,7 +64,10 @@ class Handle(Protocol):
         """Ask it, with SIGQUIT, to write the stacks of its threads; kills a process without a handler."""
 
     def suspend(self) -> None:
-        """Stop it, with all processes that it has started itself, until `resume`."""
+        """Stop it, with all processes that it has started itself, until `resume`.
+
+        A master gets SIGTSTP: it stops the processes of its job, and then itself.
+        """
 
     def resume(self) -> None:
         """Let it and the others continue."""
@@ -65,6 +79,16 @@ class Engine(Protocol):
     def start(self, process: Process, ended: Callable[[Process, int], None]) -> Handle:
         """Start a process. `ended` is called once, from any thread, with the exit code, when the process
         has ended and its last line is in the log.
+        """
+
+    def adopt(
+        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
+    ) -> Handle:
+        """Take over a process that an earlier master started, by the `record` of its handle.
+
+        The record is empty if that master died while it started the process, which then may or may not run.
+        `ended` is called as in `start`, also if the process has ended in the meantime; if its exit code is
+        unknown, with minus SIGKILL.
         """
 
 

@@ -1,25 +1,38 @@
-"""The keeper of a role's process: starts it, forwards signals, and ends all its descendants.
+"""The keeper of a process: starts it, forwards signals, writes its log, and ends all its descendants.
 
-    python -I -S keeper.py CONTROL STATUS
+    python -I -S keeper.py FOLDER LOCK          the request is on stdin: eight hexadecimal digits, then JSON
 
-CONTROL and STATUS are the numbers of two pipes. The launcher writes to CONTROL, first the command and its
-environment as JSON, after its length in eight hexadecimal digits, then one letter for each request:
-
-    t   SIGTERM to the process                    s   SIGSTOP to the process and all that it has started
-    q   SIGQUIT to the process                    c   SIGCONT to all of them
-    k   SIGKILL to all of them
-
-The keeper writes two lines of JSON to STATUS: the process's id when it has started, and its exit code,
-minus the signal if one killed it, when it has ended and everything that it had started is gone.
-
-**The launcher dies**, also by kill -9: CONTROL is closed, and the keeper kills all. **The process dies or
-ends**: the keeper kills what it has left behind. That includes processes that have moved to their own session
-or have lost their parents: the kernel makes the keeper their parent (a "subreaper"). **The keeper dies**: the
-kernel kills the process, and the launcher counts it as killed.
+    FOLDER/control   a FIFO with one letter for each request of the master, which holds it open:
+                       h   the master is there            s   SIGSTOP to the process and all it has started
+                       t   SIGTERM to the process         c   SIGCONT to all of them
+                       i   SIGINT to the process          k   SIGKILL to all of them
+                       q   SIGQUIT to the process         z   SIGTSTP to the process
+    FOLDER/alive     a file that is locked while the keeper lives, by the descriptor LOCK
+    FOLDER/pid       the id of the process
+    FOLDER/exit      its exit code, minus the signal if one killed it, once everything that it started is
+                     gone; blank before
 
 Requests go through the keeper, so that no signal reaches another process that got the id of one that has
-ended. This is a separate program that imports nothing from Karvan: it has to be small and to start quickly,
-and no Python may run between fork and exec of a launcher that has threads.
+ended. The keeper writes the id to its stdout as well, which the master reads once. Output of the process goes
+through the keeper to the log. The log is cut in two files of `log_bytes`, and a full disk costs lines of it,
+but never an error in the process.
+
+**The master dies**, also by kill -9: CONTROL is closed. The keeper waits for `away` seconds for another one,
+which opens CONTROL and says h; then it kills all. **The process dies or ends**: the keeper kills what it has
+left behind. That includes processes that have moved to their own session or have lost their parents: the
+kernel makes the keeper their parent (a "subreaper"). **The keeper dies**: the kernel kills the process and
+releases the lock, and the master counts it as killed.
+
+The master itself has a keeper, which differs in three ways. It restarts the process, up to `most` times
+within `window` seconds, unless a file says that it has ended for good; the roles that the process has started
+are left alone meanwhile. When the launcher dies, the process gets SIGTERM, and `away` seconds to end; without
+`away` nothing happens. Signals are held back until the process is ready for them.
+
+A keeper that ends alone, without a master, or as that of a master without a launcher, removes FOLDER, and
+the folder that the request names as `temporary`.
+
+This is a separate program that imports nothing from Karvan: it has to be small and to start quickly, and no
+Python may run between fork and exec of a master that has threads.
 """
 
 from __future__ import annotations
@@ -32,34 +45,55 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_TO_PROCESS = {ord("t"): signal.SIGTERM, ord("q"): signal.SIGQUIT}
+_TO_PROCESS = {
+    ord("t"): signal.SIGTERM,
+    ord("q"): signal.SIGQUIT,
+    ord("i"): signal.SIGINT,
+    ord("z"): signal.SIGTSTP,
+}
 _TO_ALL = {ord("s"): signal.SIGSTOP, ord("c"): signal.SIGCONT, ord("k"): signal.SIGKILL}
+_HELLO = ord("h")
 # A service manager that signals the entire process tree reaches the process, too.
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGTSTP)
 _LENGTH = 8
 _GONE_WITHIN = 10.0  # seconds; a process inside of a system call that does not end is left to the kernel
+_CHUNK = 1 << 16
+_LONGEST_BACKOFF = 10.0
 
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 
-def start(command: list[str], environment: dict[str, str]) -> int:
-    """Start the process in its own session; returns its id."""
+def start(
+    command: list[str], environment: dict[str, str], output: int, ignored: set[signal.Signals], hold: bool
+) -> int:
+    """Start the process in its own session; returns its id. hold: signals wait until it unblocks them."""
     keeper = os.getpid()
+    own = {*_PASSED_ON, *_HELD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, own)  # none may be lost between fork and exec
     process = os.fork()
     if process:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return process
     try:
         os.setsid()
-        for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python itself
-            signal.signal(ignored, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for number in own:
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python itself
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before | set(_HELD) if hold else before)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != keeper:  # it died before the call above
             os._exit(1)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.execvpe(command[0], command, environment)
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}.\n".encode())
@@ -90,84 +124,250 @@ def signal_all(number: signal.Signals) -> None:
             os.kill(process, number)
 
 
-def reap(process: int) -> None:
-    """Reap orphans that have ended; not the process itself, so that its id is not reused."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid == process:
-                return
-            os.waitpid(ended.si_pid, 0)
+class RoleLog:
+    """The log of the process: two files at most, each of up to `most` bytes."""
+
+    def __init__(self, path: str, most: int) -> None:
+        self._path = path
+        self._most = most
+        self._lost = 0
+        self._open()
+
+    def write(self, data: bytes) -> None:
+        """Append; what the disk does not take is lost, and counted in a line once it takes more."""
+        try:
+            if os.fstat(self._file).st_size + len(data) > self._most:
+                os.rename(self._path, f"{self._path}.1")
+                os.close(self._file)
+                self._open()
+            if self._lost:
+                data = b"[%d bytes of output are lost: the log could not be written]\n%b" % (self._lost, data)
+            written = os.write(self._file, data)
+            self._lost = len(data) - written
+        except OSError:
+            self._lost += len(data)
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
-def run(process: int, control: int) -> None:
-    """Serve requests until the process or the launcher has ended."""
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    for passed in _PASSED_ON:
-        signal.signal(passed, lambda number, frame: os.kill(process, number))
-    waiting = select.poll()
-    waiting.register(control, select.POLLIN)
-    waiting.register(woken, select.POLLIN)
-    while os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        ready = dict(waiting.poll())
-        if control in ready:
-            requests = os.read(control, 64)
-            for letter in requests:
-                if letter in _TO_PROCESS:
-                    os.kill(process, _TO_PROCESS[letter])
-                elif letter in _TO_ALL:
-                    signal_all(_TO_ALL[letter])
-            if not requests:
-                return
-        if woken in ready:
-            with suppress(BlockingIOError):
-                os.read(woken, 4096)
-        reap(process)
+class Keeper:
+    """Runs one process; `run` returns its exit code."""
+
+    def __init__(self, folder: str, request: dict[str, Any]) -> None:
+        self._folder = folder
+        self._request = request
+        self._log = RoleLog(request["log"], request["log_bytes"])
+        self._output, self._output_end = os.pipe()
+        self._woken, wake = os.pipe()
+        for descriptor in (self._output, self._woken, wake):
+            os.set_blocking(descriptor, False)
+        self._ignored = {each for each in (*_PASSED_ON, *_HELD) if signal.getsignal(each) == signal.SIG_IGN}
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for passed in _PASSED_ON:
+            signal.signal(passed, lambda number, frame: self._send(signal.Signals(number)))
+        self._process = 0  # none
+        self._code = -int(signal.SIGKILL)
+        self._over = False
+        self._pending: list[signal.Signals] = []  # for the next process
+        self._stopping = False  # whether every process gets SIGTERM
+        self._starts: list[float] = []
+        self._due: float | None = None  # when the process is restarted
+        self._away: float | None = time.monotonic()  # since when there is no master
+        self._control = self._open_control()
+        self._poll = select.poll()
+        for descriptor in (self._control, self._woken, self._output):
+            self._poll.register(descriptor, select.POLLIN)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody will ask how the process has ended."""
+        limit = self._request["away"]
+        late = limit is not None and self._away is not None and time.monotonic() >= self._away + limit
+        return late or ("restart" in self._request and self._away is not None)
+
+    def run(self) -> int:
+        """Run the process until it has ended for good, with all that it has started."""
+        self._start()
+        while not self._over:
+            ready = dict(self._poll.poll(self._patience()))
+            if self._output in ready:
+                self._copy_output()
+            if self._control in ready:
+                self._take_requests()
+            if self._woken in ready:
+                with suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+            self._reap()
+            now = time.monotonic()
+            if self._due is not None and now >= self._due and not self._over:
+                self._start()
+            limit = self._request["away"]
+            if self._away is not None and limit is not None and now >= self._away + limit:
+                self._over = True
+        return self._finish()
+
+    def _start(self) -> None:
+        request = self._request
+        self._due = None
+        self._starts.append(time.monotonic())
+        self._process = start(
+            *(request["command"], request["environment"], self._output_end, self._ignored),
+            hold="restart" in request,
+        )
+        record(f"{self._folder}/pid", self._process)
+        if len(self._starts) == 1:
+            with suppress(OSError):  # the master may be gone already
+                os.write(1, b"%d\n" % self._process)
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+        pending, self._pending = self._pending, []
+        for number in pending + [signal.SIGTERM] * self._stopping:
+            self._send(number)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._process:
+            os.kill(self._process, number)
+        else:
+            self._pending.append(number)
+
+    # Requests
+
+    def _open_control(self) -> int:
+        return os.open(f"{self._folder}/control", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def _take_requests(self) -> None:
+        try:
+            letters = os.read(self._control, 64)
+        except BlockingIOError:
+            return
+        for letter in letters:
+            if letter == _HELLO:
+                self._away = None
+            elif letter in _TO_PROCESS:
+                self._send(_TO_PROCESS[letter])
+            elif letter in _TO_ALL:
+                signal_all(_TO_ALL[letter])
+                self._over = self._over or _TO_ALL[letter] == signal.SIGKILL
+        if not letters:
+            self._note_absence()
+
+    def _note_absence(self) -> None:
+        """Nobody holds CONTROL open any more: wait at a new end of it, which reports the next one."""
+        again = self._open_control()
+        os.dup2(again, self._control, inheritable=False)
+        os.close(again)
+        self._away = time.monotonic()
+        if "restart" in self._request and self._request["away"] is not None:
+            self._stopping = True
+            signal_all(signal.SIGCONT)  # the job may be suspended
+            if self._process:
+                os.kill(self._process, signal.SIGTERM)
+
+    def _patience(self) -> float | None:
+        """Milliseconds until there is something to do even without an event."""
+        moments = [] if self._due is None else [self._due]
+        if self._away is not None and self._request["away"] is not None:
+            moments.append(self._away + self._request["away"])
+        return None if not moments else max(0.0, min(moments) - time.monotonic()) * 1000 + 1
+
+    # Output and ends
+
+    def _copy_output(self) -> bool:
+        try:
+            data = os.read(self._output, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._log.write(data)
+        return True
+
+    def _reap(self) -> None:
+        """Reap orphans that have ended. The process itself is not reaped before it is restarted or all ends,
+        so that its id is not reused.
+        """
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid != self._process:
+                    os.waitpid(ended.si_pid, 0)
+                    continue
+                if self._over or not self._may_restart():
+                    self._over = True
+                    return
+                self._code = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
+                self._process = 0
+
+    def _may_restart(self) -> bool:
+        """Whether the process is to be restarted; sets when."""
+        restart = self._request.get("restart")
+        if restart is None or os.path.exists(restart["unless"]):
+            return False
+        now = time.monotonic()
+        self._starts = [each for each in self._starts if each > now - restart["window"]]
+        if len(self._starts) > restart["most"]:
+            self._log.write(b"[the process has ended too often, and is not restarted any more]\n")
+            return False
+        times = max(0, len(self._starts) - 1)
+        self._due = now + min(restart["backoff"] * 2.0**times, _LONGEST_BACKOFF)
+        return True
+
+    def _finish(self) -> int:
+        """Kill everything that is left; returns the exit code of the process."""
+        until = time.monotonic() + _GONE_WITHIN
+        with suppress(ChildProcessError):
+            while time.monotonic() < until:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+                if ended and ended == self._process:
+                    self._code = os.waitstatus_to_exitcode(status)
+                if not ended:
+                    signal_all(signal.SIGKILL)
+                    self._copy_output()
+                    time.sleep(0.002)
+        while self._copy_output():
+            pass
+        return self._code
 
 
-def finish(process: int) -> int:
-    """Kill everything that is left; returns the exit code of the process."""
-    until = time.monotonic() + _GONE_WITHIN
-    code = -int(signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while time.monotonic() < until:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended == process:
-                code = os.waitstatus_to_exitcode(status)
-            if not ended:
-                signal_all(signal.SIGKILL)
-                time.sleep(0.002)
-    return code
+def record(path: str, number: int) -> None:
+    """Write a number to a file, which is complete or not there."""
+    with suppress(OSError):  # a full disk: the master counts the process as killed
+        with open(f"{path}.new", "w") as file:
+            file.write(f"{number}\n")
+        os.rename(f"{path}.new", path)
 
 
-def _read(control: int, size: int) -> bytes:
+def _read(descriptor: int, size: int) -> bytes:
     read = b""
     while len(read) < size:
-        piece = os.read(control, size - len(read))
-        if not piece:  # the launcher is gone
+        piece = os.read(descriptor, size - len(read))
+        if not piece:  # the master is gone
             sys.exit(1)
         read += piece
     return read
 
 
-def main(control: int, status: int) -> None:
+def main(folder: str, lock: int) -> None:
     """Run one process."""
-    os.set_inheritable(control, False)
-    os.set_inheritable(status, False)
+    os.set_inheritable(lock, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    size = _read(control, _LENGTH)
-    request = json.loads(_read(control, int(size, 16)))
-    process = start(request["command"], request["environment"])
-    with suppress(BrokenPipeError):
-        os.write(status, f"{json.dumps({'pid': process})}\n".encode())
-        run(process, control)
-    code = finish(process)
-    with suppress(BrokenPipeError):
-        os.write(status, f"{json.dumps({'code': code})}\n".encode())
+    request = json.loads(_read(0, int(_read(0, _LENGTH), 16)))
+    with open(os.devnull, "rb") as nowhere:
+        os.dup2(nowhere.fileno(), 0)
+    # Its room is taken now: a disk that is full later does not lose the exit code.
+    code = os.open(f"{folder}/exit", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.write(code, b" " * 16)
+    keeper = Keeper(folder, request)
+    os.pwrite(code, b"%16d" % keeper.run(), 0)
+    if keeper.alone:
+        with suppress(OSError):
+            for name in os.listdir(folder):
+                os.unlink(f"{folder}/{name}")
+            os.rmdir(folder)
+        if request["temporary"] is not None:
+            import shutil  # rarely needed, and slow to import
+
+            shutil.rmtree(request["temporary"], ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]))

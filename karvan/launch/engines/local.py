@@ -2,90 +2,174 @@
 
 Each process has its own session. So Ctrl-C on the terminal reaches only the launcher, which stops the others
 in order. Each process has a keeper (`keeper.py`), which passes a kill on to all that the process has started,
-and ends all of them when the launcher dies.
+writes its log, and waits for another master if this one dies.
+
+A process has a folder, `processes/ROLE-INDEX-ID` in the folder of the job, with the files of its keeper. The
+keeper holds a lock there while it lives: waiting for the lock is waiting for its end. Logs are in `logs`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES
+from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, variable
+from karvan.job.roles import Role
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process
+from karvan.launch.engines.log_follower import FollowedLog, LogFollower
 
-_LONGEST_LINE = 1 << 16  # bytes; longer lines are cut, so that no process fills the launcher's memory
-_LAST_LINES = 5.0  # seconds that the last lines of a process that has ended may take
+AWAY = 60.0  # seconds that processes wait for another master
+LOG_BYTES = 1 << 26  # of each of the two files of a log
+_PROCESSES = "processes"
+_BACKOFF = 0.2  # seconds until a master is restarted for the first time; they double
+
+Ended = Callable[[Process, int], None]
 
 
 class LocalEngine:
-    """Runs processes on this machine; `write(name, line)` receives their output."""
+    """Runs processes on this machine; `write(name, line)` receives their output.
 
-    def __init__(self, write: Callable[[str, str], None]) -> None:
-        self._write = write
-
-    def start(self, process: Process, ended: Callable[[Process, int], None]) -> LocalHandle:
-        """Start a process."""
-        # A launcher may itself run in a process of another job, whose variables must not be passed on.
-        without = (*LAUNCHED, *TORCH_NAMES, *NOT_PASSED_ON)
-        inherited = {name: value for name, value in os.environ.items() if name not in without}
-        return LocalHandle(process, {**inherited, "PYTHONUNBUFFERED": "1"}, self._write, ended)
-
-
-class LocalHandle:
-    """A process of this machine and its keeper, with a thread that reads the process's output and one that
-    waits for its end.
+    folder: of the job. away: seconds that processes wait for another master; for a master, the seconds that
+    it has to end the job when its launcher dies, or None if it runs on. ended_file: the file that a master
+    writes when it has ended for good: without it, it is restarted, up to `restarts` times within `window`
+    seconds. temporary: the folder is for these processes alone: a keeper that ends alone removes it.
     """
 
     def __init__(
         self,
-        process: Process,
-        environment: dict[str, str],
         write: Callable[[str, str], None],
-        ended: Callable[[Process, int], None],
+        folder: Path,
+        *,
+        away: float | None = AWAY,
+        ended_file: Path | None = None,
+        restarts: int = 10,
+        window: float = 600.0,
+        temporary: bool = False,
     ) -> None:
-        self._process = process
         self._write = write
+        self._folder = folder
+        self._away = away
+        self._temporary = str(folder) if temporary else None
+        self._restart = {
+            "most": restarts,
+            "window": window,
+            "backoff": _BACKOFF,
+            "unless": str(ended_file),
+        }
+        self._logs = LogFollower()
+
+    def start(self, process: Process, ended: Ended) -> LocalHandle:
+        """Start a process."""
+        # A launcher may itself run in a process of another job, whose variables must not be passed on.
+        without = (*LAUNCHED, *TORCH_NAMES, *NOT_PASSED_ON)
+        inherited = {name: value for name, value in os.environ.items() if name not in without}
+        environment = {**inherited, "PYTHONUNBUFFERED": "1"}
+        folder = self._folder_of(process)
+        for old in folder.parent.glob(f"{process.name}-*"):  # its end is known
+            shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(0o700, parents=True)
+        request: dict[str, Any] = {
+            "command": process.command,
+            "environment": {**environment, **process.environment},
+            "log": str(self._log_of(process)),
+            "log_bytes": LOG_BYTES,
+            "away": self._away,
+            "temporary": self._temporary,
+        }
+        if process.role == Role.MASTER:
+            request["restart"] = self._restart
+        log = self._log_of(process)
+        log.parent.mkdir(0o700, exist_ok=True)
+        FollowedLog.begin(log, folder / "shown")
+        os.mkfifo(folder / "control", 0o600)
+        lock = os.open(folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            handle = self._handle(process, folder, ended)
+            with log.open("ab") as errors:
+                popen = subprocess.Popen(
+                    [sys.executable, "-IS", str(Path(keeper.__file__)), str(folder), str(lock)],
+                    env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
+        finally:
+            os.close(lock)
+        handle.watch(popen, json.dumps(request).encode())
+        return handle
+
+    def adopt(self, process: Process, record: Mapping[str, Any], ended: Ended) -> LocalHandle:
+        """Take over a process that another master has started."""
+        folder = Path(record["folder"]) if record else self._folder_of(process)
+        folder.mkdir(0o700, parents=True, exist_ok=True)  # without one, it was never started
+        self._log_of(process).parent.mkdir(0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkfifo(folder / "control", 0o600)
+        handle = self._handle(process, folder, ended)
+        handle.watch()
+        return handle
+
+    def _handle(self, process: Process, folder: Path, ended: Ended) -> LocalHandle:
+        log = FollowedLog(
+            self._log_of(process), lambda line: self._write(process.name, line), folder / "shown"
+        )
+        self._logs.add(log)
+        return LocalHandle(process, folder, lambda: self._logs.finish(log), ended)
+
+    def _folder_of(self, process: Process) -> Path:
+        number = process.environment.get(variable("process")) or secrets.token_hex(8)
+        return self._folder / _PROCESSES / f"{process.name}-{number}"
+
+    def _log_of(self, process: Process) -> Path:
+        return log_of(self._folder, process.name)
+
+
+class LocalHandle:
+    """A process of this machine and its keeper, with a thread that waits for its end."""
+
+    def __init__(self, process: Process, folder: Path, finish_log: Callable[[], None], ended: Ended) -> None:
+        self._process = process
+        self._folder = folder
+        self._finish_log = finish_log
         self._ended = ended
         self._lock = threading.Lock()
-        self._pid: int | None = None
         self._code: int | None = None
         self._started = threading.Event()
         self._reported = threading.Event()
-        control, self._control = os.pipe()
-        self._status, status = os.pipe()
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-IS", str(Path(keeper.__file__)), str(control), str(status)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(control, status),
-            )
-        finally:
-            os.close(control)
-            os.close(status)
-        request = {"command": process.command, "environment": {**environment, **process.environment}}
-        self._reader = threading.Thread(target=self._read, name=f"{process.name} output", daemon=True)
-        self._reader.start()
-        threading.Thread(
-            target=self._watch, args=(json.dumps(request).encode(),), name=f"{process.name} end", daemon=True
-        ).start()
+        # Opened for both directions: that neither waits for the keeper nor fails without it.
+        self._control = os.open(folder / "control", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(self._control, b"h")
+
+    def watch(self, popen: subprocess.Popen[bytes] | None = None, request: bytes = b"") -> None:
+        """Wait for its end, in a thread; a keeper that was just started gets its request first."""
+        name = f"{self._process.name} end"
+        threading.Thread(target=self._watch, args=(popen, request), name=name, daemon=True).start()
 
     @property
     def pid(self) -> int | None:
         """Its process id, once it has started; None if it could not be started."""
         self._started.wait()
-        return self._pid
+        return _number_in(self._folder / "pid")
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Where its keeper's files are."""
+        return {"folder": str(self._folder)}
 
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
@@ -100,6 +184,10 @@ class LocalHandle:
         """SIGTERM to the process alone, which stops those that it has started as it needs."""
         self._ask(b"t")
 
+    def interrupt(self) -> None:
+        """SIGINT to the process alone."""
+        self._ask(b"i")
+
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started."""
         self._ask(b"k")
@@ -109,8 +197,8 @@ class LocalHandle:
         self._ask(b"q")
 
     def suspend(self) -> None:
-        """SIGSTOP to the process and all that it has started."""
-        self._ask(b"s")
+        """SIGSTOP to the process and all that it has started; SIGTSTP to a master, which does the same."""
+        self._ask(b"z" if self._process.role == Role.MASTER else b"s")
 
     def resume(self) -> None:
         """SIGCONT to them."""
@@ -118,37 +206,57 @@ class LocalHandle:
 
     def _ask(self, request: bytes) -> None:
         self._started.wait()
-        with self._lock, suppress(BrokenPipeError):
+        with self._lock, suppress(BlockingIOError):  # a keeper that takes no requests, such as a stopped one
             if self._code is None:
                 os.write(self._control, request)
 
-    def _watch(self, request: bytes) -> None:
-        with suppress(BrokenPipeError):
-            _write_all(self._control, b"%08x" % len(request) + request)
-        code = -int(signal.SIGKILL)  # if the keeper dies, and its process with it
-        with open(self._status) as status:
-            for line in status:
-                message = json.loads(line)
-                if "pid" in message:
-                    self._pid = message["pid"]
-                    self._started.set()
-                code = message.get("code", code)
+    def _watch(self, popen: subprocess.Popen[bytes] | None, request: bytes) -> None:
+        if popen is not None:
+            assert popen.stdin is not None
+            assert popen.stdout is not None
+            with suppress(BrokenPipeError), popen.stdin as out:
+                out.write(b"%08x" % len(request) + request)
+            with popen.stdout as status:
+                status.read()  # it is closed when the process has started
         self._started.set()
-        self._popen.wait()
+        wait_for_keeper(self._folder)
+        if popen is not None:
+            popen.wait()
+        code = _number_in(self._folder / "exit")
         with self._lock:
-            self._code = code
+            # A keeper that was killed has left no code; its process was killed with it.
+            self._code = -int(signal.SIGKILL) if code is None else code
             os.close(self._control)
-        self._reader.join(_LAST_LINES)
+        self._finish_log()
         self._reported.set()
-        self._ended(self._process, code)
-
-    def _read(self) -> None:
-        assert self._popen.stdout is not None
-        with self._popen.stdout as output:
-            while line := output.readline(_LONGEST_LINE):
-                self._write(self._process.name, line.decode(errors="replace").rstrip("\r\n"))
+        self._ended(self._process, self._code)
 
 
-def _write_all(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
+def log_of(folder: Path, name: str) -> Path:
+    """The log of a process, in the folder of a job."""
+    return folder / "logs" / f"{name}.log"
+
+
+def wait_for_keeper(folder: Path) -> None:
+    """Wait until the keeper of a process's folder has ended."""
+    with (folder / "alive").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def keeper_lives(record: Mapping[str, Any]) -> bool:
+    """Whether the keeper of a process runs, by the record of its handle."""
+    try:
+        with (Path(record["folder"]) / "alive").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _number_in(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

@@ -7,7 +7,9 @@ those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _MOST = 3  # failures from the same checkpoint
 
@@ -31,6 +33,15 @@ class CrashLoopDetector:
     def forget(self) -> None:
         """Reset the count: a process was killed, which may have caused the failures before."""
         self._failures = 0
+
+    def state(self) -> list[str | bool | int]:
+        """What was counted, for the next master."""
+        return [self._newest, self._seen, self._failures]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Continue the count of the last master."""
+        if state:
+            self._newest, self._seen, self._failures = state
 
     @property
     def next_start(self) -> str:

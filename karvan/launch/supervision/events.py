@@ -31,6 +31,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
+class ScaleRequested:
+    """The job is to have this many trainers."""
+
+    trainers: int
+
+
+@dataclass(frozen=True)
 class _SuspendRequested:
     """The job is to be suspended."""
 
@@ -39,7 +46,9 @@ class EventQueue:
     """Events in the order in which they happen; `suspend` suspends the job and returns when it is resumed."""
 
     def __init__(self, suspend: Callable[[], None]) -> None:
-        self._queue: queue.SimpleQueue[ProcessEnded | StopRequested | _SuspendRequested] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[ProcessEnded | StopRequested | ScaleRequested | _SuspendRequested] = (
+            queue.SimpleQueue()
+        )
         self._suspend = suspend
 
     def ended(self, process: Process, code: int) -> None:
@@ -50,11 +59,15 @@ class EventQueue:
         """Request a stop, because of this signal."""
         self._queue.put(StopRequested(number))
 
+    def scale(self, trainers: int) -> None:
+        """Request another number of trainers."""
+        self._queue.put(ScaleRequested(trainers))
+
     def suspend(self) -> None:
         """Request a pause."""
         self._queue.put(_SuspendRequested())
 
-    def get(self, timeout: float) -> ProcessEnded | StopRequested | None:
+    def get(self, timeout: float) -> ProcessEnded | StopRequested | ScaleRequested | None:
         """The next event; None if there is none within `timeout` seconds."""
         until = clock.now() + timeout
         while True:

@@ -21,6 +21,9 @@ class ManagedProcess:
     started: float = 0.0
     due: float | None = None  # when it is to be restarted, alone
     stalled: bool = False  # whether its process is being killed for making no progress
+    token: str = ""  # KARVAN_PROCESS of its last process
+    generation: int = 0  # of its last process
+    wanted: bool = True  # whether it is to run; false for trainers that a job has no use for at present
 
     @property
     def name(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
+from collections.abc import Iterable
 
 from karvan.clock import clock
 
@@ -33,6 +35,14 @@ class RestartBudget:
         """When the restart is due; delays are random, so that not all restart at once."""
         doubled = self._backoff * 2.0 ** (len(self._restarts) - 1)
         return clock.now() + min(doubled, _LONGEST_DELAY) * random.uniform(0.5, 1.0)
+
+    def times(self) -> list[float]:
+        """When restarts were counted, by the wall clock, for the next master."""
+        return [time.time() - (clock.now() - each) for each in self._restarts]
+
+    def restore(self, times: Iterable[float]) -> None:
+        """Count the restarts of the last master."""
+        self._restarts = deque(clock.now() - max(0.0, time.time() - each) for each in times)
 
     def __str__(self) -> str:
         return f"{self._most} restarts within {self._window:g} seconds"

@@ -6,7 +6,8 @@ events:
     a loader or embedding worker dies    it alone is restarted
     a parameter server dies              the job rolls back; with on_server_loss: reload it alone is
                                          restarted, and trainers have it load its saved rows
-    a trainer dies                       the job rolls back
+    a trainer dies                       the job rolls back; with sharding: dynamic it alone is restarted, and
+                                         the others continue, unless all are gone
     a process is not healthy             it is killed, and so dies (`health.py`)
     a process ends with code 2 or 3      the job fails with this code: wrong usage, or missing data, will be
                                          the same next time
@@ -18,18 +19,22 @@ events:
     all trainers have ended with 0       the job is done
     Ctrl-C, SIGTERM                      the job stops, with code 130 or 143 (`shutdown.py`)
     Ctrl-Z                               all stop, and continue with `fg` (`suspending.py`)
+    the master dies                      the next one adopts the running processes (`job_state.py`)
 
 A rollback kills all trainers, starts the next generation, then the servers that are not running and all
 trainers. Trainers resume from the newest checkpoint by themselves; servers that survived drop their rows when
 they learn of the new generation. Other processes that die of the same cause in the meantime are not counted.
 
-All times are those of `karvan.clock`: the time during which the launcher was stopped, or the machine slept,
+The tasks of a trainer or loader that has died, or makes no progress with them, are given to others.
+
+All times are those of `karvan.clock`: the time during which the master was stopped, or the machine slept,
 does not count against any process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,13 +47,16 @@ from karvan.launch.merged_logs import MergedLogs
 from karvan.launch.role_commands import Commands, commands_of
 from karvan.launch.role_environment import environment_of
 from karvan.launch.supervision.crash_loop import CrashLoopDetector
-from karvan.launch.supervision.events import EventQueue, ProcessEnded, StopRequested
+from karvan.launch.supervision.events import EventQueue, ProcessEnded, ScaleRequested, StopRequested
 from karvan.launch.supervision.health import HealthCheck, HealthSource
+from karvan.launch.supervision.job_state import JobState, MemberState
 from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
 from karvan.launch.supervision.restarts import RestartBudget
 from karvan.launch.supervision.shutdown import Shutdown
 from karvan.launch.supervision.suspending import Suspension
 from karvan.launch.supervision.verdict import End, Verdict
+from karvan.work.holders import holder_of
+from karvan.work.task import Task, TaskLease
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
@@ -57,6 +65,8 @@ _OF_SIGNALS = (
     128  # such exit codes and larger ones, and negative ones, are of processes that a signal has ended
 )
 _NOT_RETRIED = (USAGE, DAMAGED)
+_HOLDERS = (Role.TRAINER, Role.LOADER)  # of tasks
+_WORK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
 
 
 class RegistryView(HealthSource, Protocol):
@@ -71,6 +81,63 @@ class RegistryView(HealthSource, Protocol):
 
     def begin_generation(self, generation: int) -> None:
         """Trainers are restarted, and rendezvous again."""
+
+
+class WorkView(Protocol):
+    """The leased work of a job."""
+
+    def release_process(self, process_holder: str) -> list[Task]:
+        """A process has died: its tasks wait for others. Returns them."""
+
+    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
+        """End leases of which nothing was heard for too long; returns them."""
+
+
+class GroupView(Protocol):
+    """The trainers that train together, if they come and go."""
+
+    def remove(self, process: str) -> bool:
+        """A process has ended. Returns whether others are left, who continue without it."""
+
+    def has_left(self, process: str) -> bool:
+        """Whether a process has left the others before the end of training."""
+
+    def is_member(self, process: str) -> bool:
+        """Whether a process trains with others, or may do so soon."""
+
+    def expect(self, trainers: int) -> None:
+        """No more than this many trainers will come."""
+
+
+class NoGroup:
+    """A job whose trainers cannot do without each other."""
+
+    def remove(self, process: str) -> bool:
+        """Nobody continues."""
+        return False
+
+    def has_left(self, process: str) -> bool:
+        """Nobody leaves."""
+        return False
+
+    def is_member(self, process: str) -> bool:
+        """Nobody comes and goes."""
+        return False
+
+    def expect(self, trainers: int) -> None:
+        """Nobody waits for others."""
+
+
+class NoWork:
+    """A job without leased work."""
+
+    def release_process(self, process_holder: str) -> list[Task]:
+        """Nobody holds anything."""
+        return []
+
+    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
+        """Nothing is late."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -88,7 +155,10 @@ class Timing:
     backoff: float = 0.5
     check: float = 1.0  # between checks of health
     settle: float = 60.0  # after its start, in which the health of a process is not checked
-    pause: float = 5.0  # of the launcher itself; longer ones are reported
+    pause: float = 5.0  # of the master itself; longer ones are reported
+    lost: float = (
+        10.0  # without a heartbeat, after which a process counts as lost; trainers have six times as long
+    )
 
 
 @dataclass
@@ -102,12 +172,17 @@ class Supervisor:
     commands: Commands | None = None
     timing: Timing = Timing()
     owner: str = ""  # the id of the lease of its checkpoint folder
+    work: WorkView = field(default_factory=NoWork)
+    group: GroupView = field(default_factory=NoGroup)
+    state: JobState = field(default_factory=JobState)
+    started: Callable[[], None] = lambda: None  # called when all processes were started
     generation: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         spec, timing = self.spec, self.timing
         self._commands = commands_of(spec) if self.commands is None else self.commands
-        self._members = ManagedProcesses({role: spec.of_role(role).replicas for role in START_ORDER})
+        self._members = ManagedProcesses({role: spec.most_of(role) for role in START_ORDER})
+        self._want_trainers(spec.roles.trainers.replicas)
         self._suspension = Suspension(self._members, self.logs, timing.pause)
         self._events = EventQueue(self._suspension.suspend)
         self._health = HealthCheck(
@@ -123,6 +198,7 @@ class Supervisor:
         self._verdict = Verdict()
         self._outcome: JobOutcome | None = None
         self._rollback: float | None = None  # when it is due
+        self._work_checked = 0.0
 
     def interrupt(self, number: int) -> None:
         """Stop, because of this signal. May be called by a signal handler, and from any thread."""
@@ -134,29 +210,77 @@ class Supervisor:
 
     def run(self) -> JobOutcome:
         """Start all processes, keep them running, stop them in order."""
-        try:
-            self._start(self._members)
-            while self._outcome is None:
-                self._take(self._events.get(self._patience()))
-                self._suspension.check()
-                if self._outcome is None:
-                    self._health.check()
-                    self._start_due()
-            Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
-            return self._outcome
-        finally:
-            kill(self._members)
+        if self.state.begun:
+            self._continue()
+        else:
+            self.state.begun = True
+            self._start(each for each in self._members if each.wanted)
+        self.started()
+        while self._outcome is None:
+            self._take(self._events.get(self._patience()))
+            self._suspension.check()
+            if self._outcome is None:
+                self._health.check()
+                self._check_work()
+                self._start_due()
+            trainers = self._members.of(Role.TRAINER)
+            self.group.expect(sum(each.wanted and each.code != 0 for each in trainers))
+            self._save()
+        Shutdown(self._members, self._events, self.logs, self.spec.grace).run()
+        kill(self._members)
+        return self._outcome
+
+    @property
+    def members(self) -> ManagedProcesses:
+        """All replicas."""
+        return self._members
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the job is about to end."""
+        return self._outcome is not None
 
     # Reacting to events
 
-    def _take(self, event: ProcessEnded | StopRequested | None) -> None:
+    def _take(self, event: ProcessEnded | StopRequested | ScaleRequested | None) -> None:
         if isinstance(event, ProcessEnded):
             member = self._members.note_end(event.process, event.code)
             if member is not None:
-                self._judge(member, event.code)
+                self._note_end(member, event.code)
+        elif isinstance(event, ScaleRequested):
+            self._scale(event.trainers)
         elif event is not None:
             self.logs.say("Stopping: trainers first, then the others. Ctrl-C kills all at once.")
             self._outcome = JobOutcome(128 + event.signal)
+
+    def _note_end(self, member: ManagedProcess, code: int) -> None:
+        """A process has ended: who has its work, and what follows from it."""
+        if member.role == Role.TRAINER and self.spec.sharding == "dynamic":
+            name = holder_of(member.role, member.index, member.token)
+            left = code == 0 and self.group.has_left(name)
+            others = self.group.remove(name)
+            if self._rollback is None and self.spec.continues and (others or left):
+                self._replace_trainer(member, code, left)
+                return
+        else:
+            self._release_work(member)
+        self._judge(member, code)
+
+    def _replace_trainer(self, member: ManagedProcess, code: int, left: bool) -> None:
+        """A trainer is gone, and the others continue: start it again, to join them."""
+        if not member.wanted:
+            self.logs.say(f"{member.name} {end_text(code)}: the job continues with fewer trainers.")
+        elif code == 0 and not left:
+            self._react(member, code)
+        elif code in _NOT_RETRIED or self._is_crash_loop(member, code):
+            self._fail(member, code if code in _NOT_RETRIED else FAILED, f"{member.name} {end_text(code)}.")
+        elif not left and not self._restarts.take():
+            failed = TEMPORARY if code == TEMPORARY else FAILED
+            self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
+        else:
+            how = "has left" if left else end_text(code)
+            self.logs.say(f"{member.name} {how}; the others continue, and it is restarted.")
+            member.due = self._restarts.due()
 
     def _judge(self, member: ManagedProcess, code: int) -> None:
         """React to the end of a process; of several trainers, to that of the one that is the cause."""
@@ -169,7 +293,7 @@ class Supervisor:
     def _react(self, member: ManagedProcess, code: int) -> None:
         if code == 0 and member.role in (Role.TRAINER, Role.LOADER):
             self.logs.say(f"{member.name} is done.")
-            if all(trainer.code == 0 for trainer in self._members.of(Role.TRAINER)):
+            if all(trainer.code == 0 for trainer in self._members.of(Role.TRAINER) if trainer.wanted):
                 self._outcome = JobOutcome(0)
         elif self._rollback is not None and member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
             pass  # the rollback restarts it
@@ -208,11 +332,95 @@ class Supervisor:
         if member.role in (Role.TRAINER, Role.PARAMETER_SERVER):
             kill(self._members.of(Role.TRAINER))
 
+    # The number of trainers
+
+    def scale(self, trainers: int) -> None:
+        """Have this many trainers from now on. May be called from any thread."""
+        self._events.scale(trainers)
+
+    def _want_trainers(self, count: int) -> None:
+        for member in self._members.of(Role.TRAINER):
+            member.wanted = member.index < count
+
+    def _scale(self, trainers: int) -> None:
+        before = sum(each.wanted for each in self._members.of(Role.TRAINER))
+        self.logs.say(f"From {before} to {trainers} trainers.")
+        self._want_trainers(trainers)
+        for member in self._members.of(Role.TRAINER):
+            if not member.wanted:
+                member.due = None
+                if member.running and member.handle is not None:
+                    member.handle.stop()  # it finishes its batch and leaves
+            elif not member.running and self._rollback is None:
+                member.due = clock.now()
+
+    # Leased work
+
+    def _release_work(self, member: ManagedProcess) -> None:
+        if member.role in _HOLDERS:
+            tasks = self.work.release_process(holder_of(member.role, member.index, member.token))
+            if tasks:
+                self.logs.say(f"{len(tasks)} tasks of {member.name} are leased to others.")
+
+    def _check_work(self) -> None:
+        if clock.now() < self._work_checked + _WORK_EVERY:
+            return
+        self._work_checked = clock.now()
+        for lease in self.work.overdue(self.group.is_member):
+            self.logs.say(f"{lease.holder} made no progress with {lease.task}, which others can lease now.")
+
+    # Continuing the job of a master that died
+
+    def _save(self) -> None:
+        state = self.state
+        state.generation, state.rollback = self.generation, self._rollback is not None
+        state.outcome = None if self._outcome is None else [self._outcome.code, self._outcome.failure]
+        state.restarts, state.crash_loop = self._restarts.times(), self._crash_loop.state()
+        state.members = {
+            each.name: MemberState(
+                each.token,
+                each.generation,
+                {} if each.handle is None else each.handle.record,
+                each.code,
+                each.due is not None,
+                each.wanted,
+            )
+            for each in self._members
+        }
+        state.save()
+
+    def _continue(self) -> None:
+        """Adopt the processes that the last master started, and react to what it did not."""
+        state, now = self.state, clock.now()
+        self.generation = state.generation
+        self._restarts.restore(state.restarts)
+        self._crash_loop.restore(state.crash_loop)
+        if state.outcome is not None:
+            self._outcome = JobOutcome(*state.outcome)
+        self._rollback = now if state.rollback else None
+        adopted = []
+        for member in self._members:
+            known = state.members.get(member.name, MemberState())
+            member.token, member.generation, member.code = known.process, known.generation, known.code
+            member.wanted = known.wanted
+            waits = known.waits or not known.process
+            member.due = now if waits and member.wanted else None
+            if known.process and known.code is None:
+                member.process, member.started = self._process_of(member), now
+                member.handle = self.engine.adopt(member.process, known.record, self._events.ended)
+                member.handle.resume()  # the last master may have died while the job was suspended
+                adopted.append(member.name)
+        self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
+        for member in self._members:
+            pending = member.code is not None and member.due is None and self._rollback is None
+            if pending and member.code is not None and self._outcome is None:
+                self._judge(member, member.code)
+
     # Starting
 
     def _patience(self) -> float:
         """Seconds until there is something to do even without an event."""
-        moments = [self._health.due]
+        moments = [self._health.due, self._work_checked + _WORK_EVERY]
         moments += [member.due for member in self._members if member.due is not None]
         if self._verdict.due is not None:
             moments.append(self._verdict.due)
@@ -238,7 +446,11 @@ class Supervisor:
             [
                 member
                 for member in self._members
-                if (member.role in (Role.PARAMETER_SERVER, Role.TRAINER) and not member.running)
+                if (
+                    member.wanted
+                    and member.role in (Role.PARAMETER_SERVER, Role.TRAINER)
+                    and not member.running
+                )
                 or (member.role == Role.LOADER and member.code == 0)
             ]
         )
@@ -246,20 +458,34 @@ class Supervisor:
     def _start(self, members: Iterable[ManagedProcess]) -> None:
         started = [(member, self._start_one(member)) for member in members]
         for member, handle in started:
-            self.logs.say(f"Started {member.name}, process {handle.pid}.")
+            if handle is not None:
+                pid = handle.pid  # none while it waits for room, or if it could not be started
+                process = "no process yet" if pid is None else f"process {pid}"
+                self.logs.say(f"Started {member.name}, {process}.")
 
-    def _start_one(self, member: ManagedProcess) -> Handle:
+    def _start_one(self, member: ManagedProcess) -> Handle | None:
+        self.registry.forget(member.role, member.index)  # the address of its last process
+        member.token, member.generation = secrets.token_hex(8), self.generation
+        member.process, member.handle = self._process_of(member), None
+        member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
+        self._save()  # a master that is killed now leaves a process that the next one can find
+        self.logs.begin(member.name)
+        try:
+            member.handle = self.engine.start(member.process, self._events.ended)
+        except OSError as error:  # such as a full disk
+            self.logs.write(member.name, f"error: {member.name} could not be started: {error}.")
+            self._events.ended(member.process, TEMPORARY)
+        self._save()
+        return member.handle
+
+    def _process_of(self, member: ManagedProcess) -> Process:
         environment = environment_of(
             self.spec,
             member.role,
             member.index,
             registry=self.registry.address,
-            generation=self.generation,
+            generation=member.generation,
             owner=self.owner,
+            process=member.token,
         )
-        self.registry.forget(member.role, member.index)  # the address of its last process
-        member.process = Process(member.role, member.index, self._commands[member.role], environment)
-        member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
-        self.logs.begin(member.name)
-        member.handle = handle = self.engine.start(member.process, self._events.ended)
-        return handle
+        return Process(member.role, member.index, self._commands[member.role], environment)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from support_paths import support_path
@@ -16,10 +17,11 @@ from karvan.job.roles import START_ORDER
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import MergedLogs
+from karvan.launch.run_folder import RunFolder
 from karvan.launch.supervision.supervisor import Supervisor, Timing
 
 PATIENCE = 60.0  # seconds, on a busy machine; what is waited for takes a few hundredths
-QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0)
+QUICK = Timing(backoff=0.01, check=0.01, settle=0.0, pause=1.0, lost=3.0)
 
 
 class Known:
@@ -74,6 +76,19 @@ def is_alive(pid):
     return state_of(pid) != "Z"
 
 
+def keepers_in(folder):
+    """All keepers whose files are in this folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = place.read_bytes().split(b"\0")
+            if any(word.endswith(b"engines/keeper.py") for word in words) and any(
+                word.startswith(os.fsencode(folder)) for word in words
+            ):
+                found.append(int(place.parent.name))
+    return found
+
+
 def spec_of(roles, **more):
     return JobSpec.model_validate({"name": "test", "entry": "train.py", "roles": roles, **more})
 
@@ -118,7 +133,7 @@ class Running(Place):
         timing = timing or QUICK
         self.job = Supervisor(
             spec_of(roles, **more),
-            LocalEngine(logs.write),
+            LocalEngine(logs.write, folder / "run-folder"),
             self.registry,
             logs,
             commands or small_commands(folder),
@@ -170,10 +185,32 @@ class Launched(Place):
         return self
 
     def __exit__(self, kind, error, trace):
-        self.process.kill()
-        self.process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.process.stdout.close()
+        for keeper in keepers_in(self.run_folder):
+            os.kill(keeper, signal.SIGKILL)
 
     def output(self):
         """Wait for its end; what it printed."""
         return self.process.communicate(timeout=PATIENCE)[0].splitlines()
+
+    @property
+    def run_folder(self):
+        """Where the launcher and its master leave their files."""
+        return Path(os.environ["KARVAN_JOBS"]) / "test"
+
+    def master(self):
+        """The process of the master, once it listens."""
+        path = self.run_folder / "master.json"
+        wait_until(path.exists, "the master")
+        return json.loads(path.read_text())["pid"]
+
+    def ended(self):
+        """Whether nothing of the job runs any more."""
+        alive = [each["pid"] for each in self.events("start") if is_alive(each["pid"])]
+        return not alive and not RunFolder(self.run_folder).runs

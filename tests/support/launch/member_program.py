@@ -11,6 +11,7 @@ import time
 
 from karvan.activity import activity
 from karvan.discovery.membership import Membership
+from karvan.wire import Security
 
 folder = sys.argv[1]
 role, index = os.environ["KARVAN_ROLE"], int(os.environ["KARVAN_INDEX"])
@@ -52,7 +53,7 @@ def work():
 
 
 note("start")
-Noted(os.environ["KARVAN_REGISTRY"], role, index, "127.0.0.1:1", beat=0.1)
+Noted(os.environ["KARVAN_REGISTRY"], role, index, "127.0.0.1:1", Security.from_environment(), beat=0.1)
 with activity.task("fit" if role == "trainer" else ""):
     work()
 with open(f"{folder}/end-trainer") as order:

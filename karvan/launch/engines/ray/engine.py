@@ -1,0 +1,102 @@
+"""`RayEngine`: processes on the nodes of a Ray cluster, each owned by an actor (`actor.py`).
+
+Actors outlive the process that has created them, so that another master can adopt them by their names; they
+end by themselves if none does. Only orders, requests and lines of output travel through Ray: roles talk to
+each other directly.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray import exceptions
+
+from karvan.job.environment import variable
+from karvan.job.roles import Role
+from karvan.launch.engines.base import Process
+from karvan.launch.engines.needs import Needs
+from karvan.launch.engines.ray.actor import GROUPS, SETTINGS, RoleActor
+from karvan.launch.engines.ray.cluster import NAMESPACE, RayCluster, this_machine
+from karvan.launch.engines.ray.handle import RayHandle
+from karvan.launch.engines.ray.order import Order
+from karvan.launch.engines.ray.placement import NodePlacement, living_nodes
+
+_LEAST = 0.0001  # of a resource
+
+
+class RayEngine:
+    """Runs processes on a cluster; `write(name, line)` receives their output.
+
+    needs: what a process of a role needs. network: whether roles reach each other over the network, which
+    needs TLS; otherwise all of them run on this machine. own_threads: the roles whose processes choose their
+    number of threads themselves. unattended: seconds after which processes without a master end.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, str], None],
+        cluster: RayCluster,
+        *,
+        job: str,
+        needs: Mapping[Role, Needs],
+        network: bool = False,
+        own_threads: frozenset[Role] = frozenset(Role),
+        unattended: float,
+    ) -> None:
+        self.write = write
+        self.placement = NodePlacement(needs)
+        self.cluster = cluster
+        self._job = job
+        self._network = network
+        self._own_threads = own_threads
+        self._unattended = unattended
+
+    def start(self, process: Process, ended: Callable[[Process, int], None]) -> RayHandle:
+        """Start a process as soon as there is room for it."""
+        name = self._name_of(process)
+        return RayHandle(self, process, name, lambda: self._create(process, name), ended)
+
+    def adopt(
+        self, process: Process, record: Mapping[str, Any], ended: Callable[[Process, int], None]
+    ) -> RayHandle:
+        """Take over a process of an earlier master."""
+        name = str(record["actor"]) if record else self._name_of(process)
+        return RayHandle(self, process, name, lambda: _find(name), ended)
+
+    def order_of(self, process: Process) -> Order:
+        """All that a node has to know in order to run a process."""
+        own = process.role in self._own_threads
+        return Order.of(process, network=self._network, own_threads=own)
+
+    def _name_of(self, process: Process) -> str:
+        number = process.environment.get(variable("process")) or secrets.token_hex(8)
+        return f"{self._job}/{process.name}/{number}"
+
+    def _create(self, process: Process, name: str) -> Any:
+        """Create an actor that outlives this process."""
+        needs = self.placement.needs_of(process.role)
+        resources, here = {**needs.resources}, this_machine()
+        if not self._network and any(node["NodeManagerAddress"] == here for node in living_nodes()):
+            resources[f"node:{here}"] = _LEAST  # Ray's own name of the machine
+        remote = ray.remote(concurrency_groups=GROUPS)(RoleActor)
+        return remote.options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=needs.cpus,
+            num_gpus=needs.gpus,
+            memory=needs.memory or None,
+            resources=resources,
+            runtime_env={"env_vars": SETTINGS},
+            scheduling_strategy=self.placement.strategy(process),
+        ).remote(self._unattended)
+
+
+def _find(name: str) -> Any:
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError as error:  # it has ended, and nobody knows how
+        raise exceptions.RayActorError(error_msg=str(error)) from error

@@ -1,0 +1,171 @@
+"""`Order`: all that a node has to know in order to run a process, and how it becomes the node's own.
+
+The launcher's machine and the node may differ in: the Python that runs, the folder in which the job was
+launched (`working_folder`), the files of the token and TLS, the address by which others reach the process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from karvan.job.environment import LAUNCHED, JobEnvironment, variable
+from karvan.job.roles import Role
+from karvan.launch.engines.base import Process
+from karvan.launch.engines.ray.private_files import private_file
+from karvan.launch.network_interfaces import interface_settings
+from karvan.owner.errors import OwnerError
+from karvan.owner.lease import FILE, read_lease
+
+_HOST, _ADVERTISE = variable("host"), variable("advertise")
+_CHECKPOINTS, _OWNER = variable("checkpoints"), variable("owner")
+_SECRETS = tuple(variable(name) for name in ("token_file", "tls_cert", "tls_key", "tls_ca"))
+# Those of users, which processes inherit locally; the address of this machine is not that of another one.
+_INHERITED = tuple(
+    name
+    for name in (variable(field.name) for field in fields(JobEnvironment))
+    if name not in LAUNCHED and name != _ADVERTISE
+)
+_VISIBLE_WITHIN = 5.0  # seconds; network file systems show new files a little later
+
+
+@dataclass(frozen=True)
+class Order:
+    """A process, and what of the launcher's machine has to be replaced on the node.
+
+    network: whether others reach the process over the network, and not by loopback. own_threads: whether
+    the process chooses its number of threads itself, as it does locally; otherwise it is that of its CPUs.
+    """
+
+    process: Process
+    secrets: Mapping[str, bytes]  # by variable: the content of the file that it names
+    python: str
+    version: str
+    folder: str
+    folder_identity: tuple[int, ...]
+    network: bool
+    own_threads: bool
+
+    @classmethod
+    def of(cls, process: Process, *, network: bool, own_threads: bool) -> Order:
+        """An order to run a process as if it ran here, in this folder."""
+        folder = os.getcwd()
+        environment = {**_inherited(), **process.environment}
+        if process.role == Role.TRAINER:  # each has its own devices
+            environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        host = process.environment.get(_HOST, "")
+        for name, value in interface_settings(host).items() if network and host else ():
+            if environment.get(name) == value:  # of this machine, and not set by the job
+                del environment[name]
+        secrets = {name: Path(environment[name]).read_bytes() for name in _SECRETS if environment.get(name)}
+        return cls(
+            replace(process, environment=environment),
+            secrets,
+            sys.executable,
+            _version(),
+            folder,
+            identity_of(Path(folder), _programs(process)),
+            network,
+            own_threads,
+        )
+
+    def refusal(self, address: str) -> str:
+        """Why this node, which has this address, cannot run the process; "" if it can."""
+        if self.version != _version():
+            return (
+                f"node {address} has Karvan {_version()}, but the job was launched with {self.version}. "
+                "Install the same version on all nodes."
+            )
+        folder, owner = self._checkpoints(), self.process.environment.get(_OWNER, "")
+        if folder is not None and owner and not _is_owned(folder / FILE, owner):
+            return (
+                f"checkpoints expects a folder that all nodes see, such as one of a network file system, got "
+                f"{folder}, which node {address} does not see, or sees as another folder."
+            )
+        return ""
+
+    def on_node(self, address: str) -> tuple[Process, str]:
+        """The process as it runs on this node, which has this address, and the folder in which it runs."""
+        environment = dict(self.process.environment)
+        for name, content in self.secrets.items():
+            environment[name] = private_file(name.lower(), content)
+        if self.network:
+            if not _is_everywhere(environment.get(_HOST, "")):
+                environment[_HOST] = address
+            environment.setdefault(_ADVERTISE, address)
+            if self.process.role == Role.TRAINER:
+                environment = {**interface_settings(address), **environment}
+        folder = self.folder if self._sees_folder() else os.getcwd()
+        if (checkpoints := self._checkpoints()) is not None and folder != self.folder:
+            environment[_CHECKPOINTS] = str(checkpoints)
+        command = tuple(self._on_node(part, folder) for part in self.process.command)
+        return replace(self.process, command=command, environment=environment), folder
+
+    def _on_node(self, part: str, folder: str) -> str:
+        if part == self.python:
+            return sys.executable
+        if folder != self.folder and part.startswith(f"{self.folder}{os.sep}"):
+            copy = os.path.join(folder, os.path.relpath(part, self.folder))
+            return copy if os.path.exists(copy) else part
+        return part
+
+    def _sees_folder(self) -> bool:
+        """Whether the folder of this name is the launcher's, and not another one of the same name."""
+        try:
+            return identity_of(Path(self.folder), _programs(self.process)) == self.folder_identity
+        except OSError:
+            return False
+
+    def _checkpoints(self) -> Path | None:
+        path = self.process.environment.get(_CHECKPOINTS, "")
+        return None if not path or "://" in path else Path(self.folder, path)
+
+
+def identity_of(folder: Path, command: tuple[str, ...]) -> tuple[int, ...]:
+    """Numbers by which machines that see the same folder know that it is the same."""
+    numbers = [folder.stat().st_ino]
+    for part in command:
+        if (folder / part).is_file():
+            status = (folder / part).stat()
+            numbers += [status.st_size, status.st_mtime_ns]
+    return tuple(numbers)
+
+
+def _programs(process: Process) -> tuple[str, ...]:
+    return tuple(part for part in process.command if part.endswith(".py"))
+
+
+def _inherited() -> dict[str, str]:
+    return {name: os.environ[name] for name in _INHERITED if name in os.environ}
+
+
+def _is_owned(path: Path, owner: str) -> bool:
+    until = time.monotonic() + _VISIBLE_WITHIN
+    while True:
+        try:
+            record = read_lease(path)
+        except (OSError, OwnerError):
+            record = None
+        if record is not None and record.id == owner:
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+
+
+def _is_everywhere(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _version() -> str:
+    import karvan
+
+    return karvan.__version__

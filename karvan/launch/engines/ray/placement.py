@@ -1,0 +1,119 @@
+"""Where processes run: servers and embedding workers on different nodes, a trainer on the node of its loader.
+
+These are wishes: if the node that is preferred has no room, Ray takes another one. Which node is preferred
+depends on what runs now, so a process that is restarted after the death of its node goes where there are
+fewest of its kind.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from karvan.job.roles import Role
+from karvan.launch.engines.base import Process
+from karvan.launch.engines.needs import Needs, amount_text
+
+_REFUSED_WITHIN = 1.0  # seconds
+_SPREAD = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
+
+
+class NodePlacement:
+    """Knows which process is on which node, and chooses nodes for others."""
+
+    def __init__(self, needs: Mapping[Role, Needs]) -> None:
+        self._needs = needs
+        self._lock = threading.Lock()
+        self._nodes: dict[tuple[Role, int], str] = {}
+        self._lost: set[str] = set()
+
+    def needs_of(self, role: Role) -> Needs:
+        """What a process of a role needs."""
+        return self._needs[role]
+
+    def strategy(self, process: Process) -> Any:
+        """Ray's scheduling strategy for a process that is to be started."""
+        with self._lock:
+            self._nodes.pop((process.role, process.index), None)
+            node = self._preferred(process)
+            if node is None:
+                return "DEFAULT"
+            # Others that are started at the same time have to know of it.
+            self._nodes[process.role, process.index] = node
+        return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
+
+    def note(self, process: Process, node: str) -> None:
+        """A process runs on a node."""
+        with self._lock:
+            self._nodes[process.role, process.index] = node
+
+    def forget(self, process: Process) -> None:
+        """A process has ended."""
+        with self._lock:
+            self._nodes.pop((process.role, process.index), None)
+
+    def is_lost(self, node: str) -> bool:
+        """Whether a node is gone. Ray notices the death of a node by missing heartbeats, after half a minute;
+        but if its machine refuses connections to it, it has ended.
+        """
+        for each in living_nodes():
+            if each["NodeID"] == node:
+                address = each["NodeManagerAddress"], each["NodeManagerPort"]
+                try:
+                    socket.create_connection(address, timeout=_REFUSED_WITHIN).close()
+                except ConnectionRefusedError:
+                    with self._lock:
+                        self._lost.add(node)
+                    return True
+                except OSError:  # the machine itself does not answer: it may be the network
+                    pass
+                return False
+        return True
+
+    def _preferred(self, process: Process) -> str | None:
+        living = {node["NodeID"]: node["Resources"] for node in living_nodes()}
+        self._lost &= living.keys()
+        needs = self.needs_of(process.role).amounts()
+        large_enough: list[str] = [
+            node for node, has in living.items() if _fits(needs, has) and node not in self._lost
+        ]
+        # Ray itself may still choose a node that is lost.
+        if large_enough and (process.role in _SPREAD or self._lost):
+            count = Counter(node for (role, _), node in self._nodes.items() if role == process.role)
+            among_all = Counter(self._nodes.values())
+            return min(large_enough, key=lambda node: (count[node], among_all[node], node))
+        if process.role == Role.TRAINER:
+            loaders = sorted(index for role, index in self._nodes if role == Role.LOADER)
+            if loaders:
+                near = self._nodes[Role.LOADER, loaders[process.index % len(loaders)]]
+                return near if near in large_enough else None
+        return None
+
+
+def living_nodes() -> list[dict[str, Any]]:
+    """The nodes of the cluster that are alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def room_text(needs: Needs) -> str:
+    """What a process needs and the cluster has, for a line that says why it waits."""
+    free, there_is = ray.available_resources(), ray.cluster_resources()
+    names = needs.amounts()
+    parts = [
+        f"{amount_text(name, free.get(name, 0.0))} of {amount_text(name, there_is.get(name, 0.0))}"
+        for name in names
+    ]
+    text = f"needs {needs}; free in the cluster: {', '.join(parts)}"
+    if not any(_fits(names, node["Resources"]) for node in living_nodes()):
+        text += "; no node is large enough"
+    return text
+
+
+def _fits(needs: Mapping[str, float], has: Mapping[str, float]) -> bool:
+    return all(has.get(name, 0.0) >= amount for name, amount in needs.items())

@@ -1,0 +1,238 @@
+"""The launcher of a job: starts its master, shows its log, passes signals on, and reports how it has ended.
+
+The launcher hosts nothing. **It dies** (kill -9): the master's keeper has the master stop the job in order,
+so that trainers save, unless the job is detached. **The master dies**: its keeper restarts it. **The keeper
+dies**, and the master with it: the launcher starts both again, and the new master adopts the processes of the
+job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karvan.clock import clock
+from karvan.exit_codes import FAILED
+from karvan.job.environment import JobEnvironment
+from karvan.job.roles import Role
+from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
+from karvan.launch.engines.local import LocalEngine
+from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
+from karvan.launch.run_folder import RunFolder
+from karvan.launch.supervision.supervisor import JobOutcome, Timing
+from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
+from karvan.launch.token import make_token
+
+if TYPE_CHECKING:
+    from karvan.launch.job_spec import JobSpec
+    from karvan.launch.role_commands import Commands
+
+_ATTACHED_GRACE = 60.0  # seconds besides the job's own, in which a job ends whose launcher was killed
+_MOST_STARTS = 3  # of a master whose keeper was killed
+_SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
+_RESUMED_WITHIN = 0.3
+_POLL = 0.5
+
+
+class Launcher:
+    """Starts a job and follows it.
+
+    detach: the job runs on without the launcher. timing: for the supervisor. engine: the name of the engine
+    that runs the job's roles, with its address if it has one; the master itself runs on this machine.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        commands: Commands,
+        *,
+        timing: Timing | None = None,
+        detach: bool = False,
+        engine: str = "local",
+        address: str | None = None,
+    ) -> None:
+        self._spec = spec
+        self._commands = commands
+        self._timing = timing or Timing()
+        self._detach = detach
+        self._engine = engine
+        self._address = address
+        self._folder = RunFolder.of_job(spec.name)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._state: dict[str, Any] = {}  # what the master has said last
+        self._code: int | None = None  # of the master's process
+        self._handle: Handle | None = None
+        self._suspended = False
+
+    def run(self) -> JobOutcome | None:
+        """Run the job to its end, or until it runs if it is detached: then None."""
+        names = [
+            name_of(role, index)
+            for role in self._commands
+            for index in range(self._spec.of_role(role).replicas)
+        ]
+        self._logs = MergedLogs(names)
+        away = None if self._detach else self._spec.grace + _ATTACHED_GRACE
+        engine = LocalEngine(
+            self._show,
+            self._folder.path,
+            away=away,
+            ended_file=self._folder.outcome_file,
+            restarts=self._spec.max_restarts,
+            window=self._spec.restart_window,
+        )
+        with self._signals():
+            with self._folder.launching():
+                self._prepare()
+                self._start(engine)
+            for _ in range(_MOST_STARTS):
+                if self._follow():
+                    return None
+                outcome = self._outcome()
+                if outcome is not None or self._code != -signal.SIGKILL:
+                    break
+                self._logs.say("The keeper of the master was killed; both are started again.")
+                self._start(engine)
+        self._folder.remove_processes()
+        return outcome or JobOutcome(FAILED, self._lost())
+
+    # Starting
+
+    def _prepare(self) -> None:
+        """Leave everything in the run folder that the master needs."""
+        folder, spec = self._folder, self._spec
+        folder.clear()
+        if spec.token_file is None:
+            make_token(folder.token)
+        absolute = {"token_file": (spec.token_file or folder.token).absolute()}
+        if spec.tls is not None:  # for commands that run elsewhere
+            files = {name: path.absolute() for name, path in vars(spec.tls).items() if isinstance(path, Path)}
+            absolute["tls"] = spec.tls.model_copy(update=files)  # type: ignore[assignment]
+        self._job: dict[str, Any] = {
+            "spec": spec.model_copy(update=absolute).model_dump(mode="json"),
+            "commands": self._commands,
+            "timing": asdict(self._timing),
+            "engine": self._engine,
+            "address": self._address,
+            "owner": secrets.token_hex(16),
+            "detached": self._detach,
+            "launched": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
+            "folder": os.getcwd(),
+        }
+        folder.write_job(self._job)
+
+    def _start(self, engine: Engine) -> None:
+        token = secrets.token_hex(8)
+        checkpoints = self._spec.checkpoints
+        environment = JobEnvironment(
+            job=self._spec.name,
+            role=Role.MASTER,
+            process=token,
+            checkpoints="" if checkpoints is None else str(checkpoints),
+        ).variables()
+        command = (sys.executable, "-m", "karvan.launch.master.process", str(self._folder.path))
+        self._code = None
+        process = Process(Role.MASTER, 0, command, environment)
+        self._handle = engine.start(process, self._ended)
+        self._folder.write_job({**self._job, "master": self._handle.record})
+
+    # Following
+
+    def _show(self, process: str, line: str) -> None:
+        name, found, text = line.partition(SEPARATOR)
+        if not found or " " in name:  # an error of Python itself
+            name, text = process, line
+        if name == JOB:
+            state = json.loads(text)
+            self._events.put(lambda: self._state.update(state))
+            return
+        self._logs.write(name, text)
+        if text in (SUSPENDED, RESUMED):
+            self._suspended = text == SUSPENDED
+
+    def _ended(self, process: Process, code: int) -> None:
+        def note() -> None:
+            self._code = code
+
+        self._events.put(note)
+
+    def _follow(self) -> bool:
+        """Wait until the master has ended; whether the job runs, and is to be left alone."""
+        while self._code is None:
+            try:
+                self._events.get(timeout=_POLL)()
+            except queue.Empty:
+                continue
+            if self._detach and self._state.get("state") == "running":
+                return True
+        return False
+
+    def _outcome(self) -> JobOutcome | None:
+        found = self._state if "code" in self._state else self._folder.outcome()
+        return None if found is None else JobOutcome(found["code"], found["failure"])
+
+    def _lost(self) -> str:
+        assert self._code is not None
+        said = self._logs.reason(name_of(Role.MASTER, 0))
+        text = f"The master of job {self._spec.name} {end_text(self._code)}, and could not be restarted."
+        return "\n".join([f"{text} Its last lines:", *said.lines]) if said else text
+
+    # Signals
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        # A terminal that is closed stops the job like SIGTERM, unless nohup says otherwise.
+        asked: dict[int, Callable[[], None]] = {
+            signal.SIGINT: lambda: self._master().interrupt(),
+            signal.SIGTERM: lambda: self._master().stop(),
+            signal.SIGHUP: lambda: self._master().stop(),
+            signal.SIGTSTP: self._suspend,
+        }
+        for ignorable in (signal.SIGHUP, signal.SIGTSTP):
+            if signal.getsignal(ignorable) == signal.SIG_IGN:
+                del asked[ignorable]
+        before = {
+            number: signal.signal(number, lambda got, frame: self._events.put(asked[got])) for number in asked
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _master(self) -> Handle:
+        assert self._handle is not None
+        return self._handle
+
+    def _suspend(self) -> None:
+        """Stop the job, then this process, so that the shell gets its terminal back."""
+        continued = threading.Event()  # perhaps before it is stopped
+        before = signal.signal(signal.SIGCONT, lambda got, frame: continued.set())
+        try:
+            self._master().suspend()
+            self._wait_until(lambda: self._suspended, _SUSPENDED_WITHIN)
+            if not continued.is_set():
+                os.kill(os.getpid(), signal.SIGSTOP)
+        finally:
+            signal.signal(signal.SIGCONT, before)
+        until = clock.now() + _SUSPENDED_WITHIN
+        while self._suspended and clock.now() < until:  # a master that was not stopped yet needs it once more
+            self._master().resume()
+            self._wait_until(lambda: not self._suspended, _RESUMED_WITHIN)
+        self._master().resume()
+
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        until = clock.now() + seconds
+        while not condition() and clock.now() < until and self._master().poll() is None:
+            clock.sleep(0.01)

@@ -1,0 +1,213 @@
+"""The master's process: `python -m karvan.launch.master.process RUN_FOLDER`.
+
+It serves the registry, the leased work and the calls about the job at one address, and supervises the job's
+processes. All that it must not lose is in files: the supervisor's state, the trainers' rendezvous keys, and
+the ledger of work, which is in the folder of checkpoints if the job has one. Its keeper restarts a master
+that dies. The next one listens at the same address, takes over the lease of the folder of checkpoints, and
+adopts the processes. Two masters exclude each other by a lock in the run folder, by that lease, and by the
+ledger's lock.
+
+What it prints is the log of the job: a line of a process is `NAME | line`. Lines of the name `job` are for
+programs: JSON with the state of the job, and in the end how it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.job.roles import START_ORDER, Role
+from karvan.launch.engines.base import Engine, name_of
+from karvan.launch.engines.choice import make_engine
+from karvan.launch.job_spec import JobSpec
+from karvan.launch.master.signals import MasterSignals
+from karvan.launch.merged_logs import JOB, MergedLogs
+from karvan.launch.run_folder import RunFolder, RunFolderError
+from karvan.launch.supervision.job_state import JobState
+from karvan.launch.supervision.supervisor import JobOutcome, Supervisor, Timing
+from karvan.owner import OwnerError, Ownership, own
+
+if TYPE_CHECKING:
+    from karvan.discovery.registry import Registry
+    from karvan.launch.master.job_service import JobService
+    from karvan.launch.role_commands import Commands
+    from karvan.work.service import WorkService
+    from karvan.work.trainer_group import TrainerGroup
+
+_SLOWER_TRAINERS = 6.0  # they run the user's code, which may hold the interpreter for a while
+_PORT_WITHIN = 20.0  # seconds; somebody else may use the port of a master that died, for a moment
+
+
+class MasterError(RuntimeError):
+    """Why a master cannot run its job; restarting it does not help."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
+    """Run the job of a folder to its end."""
+    job = folder.job()
+    if job is None:
+        raise MasterError(f"{folder.path} expected to have a job.json, got none.", USAGE)
+    spec = JobSpec.model_validate(job["spec"])
+    commands: Commands = {Role(role): tuple(command) for role, command in job["commands"].items()}
+    names = [name_of(role, index) for role in commands for index in range(spec.most_of(role))]
+    state = JobState.read(folder.state)
+    with ExitStack() as stack:
+        logs = stack.enter_context(closing(MergedLogs(names, spec.logs)))
+        stack.enter_context(logs.warnings())
+        owner = stack.enter_context(_owned(spec, job["owner"]))
+        timing = Timing(**job["timing"])
+        services = stack.enter_context(_services(folder, spec, timing, state))
+        work, group, service, registry = services
+        engine = stack.enter_context(_engine(folder, spec, job, logs))
+        supervisor = Supervisor(
+            *(spec, engine, registry, logs, commands, timing),
+            owner="" if owner is None else owner.id,
+            work=work,
+            group=group,
+            state=state,
+            started=lambda: logs.announce({"state": "running"}),
+        )
+        service.supervise(supervisor, registry, work)
+        if owner is not None:
+            owner.on_lost(lambda: supervisor.interrupt(signal.SIGTERM))
+        signals.pass_to(supervisor)
+        logs.say(f"Registry at {registry.address}, token file {spec.token_file}.")
+        outcome = supervisor.run()
+        if owner is not None:
+            owner.check()
+        return outcome
+
+
+@contextmanager
+def _engine(folder: RunFolder, spec: JobSpec, job: dict[str, Any], logs: MergedLogs) -> Iterator[Engine]:
+    """The engine that the job was launched with."""
+    with ExitStack() as stack:
+        made = make_engine(job["engine"], logs.write, spec, folder.path, address=job["address"])
+        try:
+            engine = stack.enter_context(made)
+        except ValueError as error:
+            raise MasterError(str(error), USAGE) from error
+        except ConnectionError as error:
+            raise MasterError(str(error), TEMPORARY) from error
+        yield engine
+
+
+@contextmanager
+def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
+    """The master owns the folder of checkpoints, for all processes of the job."""
+    if spec.checkpoints is None:
+        yield None
+        return
+    owner = own(spec.checkpoints, lease)
+    try:
+        if not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
+            raise MasterError(
+                f"checkpoints expects a folder that this user may write to, got {spec.checkpoints}.", DAMAGED
+            )
+        yield owner
+    finally:
+        owner.release()
+
+
+@contextmanager
+def _services(
+    folder: RunFolder, spec: JobSpec, timing: Timing, state: JobState
+) -> Iterator[tuple[WorkService, TrainerGroup, JobService, Registry]]:
+    """The ledger, the group of trainers, the calls about the job, and the registry, which answers all."""
+    from karvan.cluster.master import LEDGER, release_all
+    from karvan.launch.master.job_service import JobService
+    from karvan.work.ledger_file import LedgerError
+    from karvan.work.service import WorkService
+    from karvan.work.trainer_group import TrainerGroup
+
+    ledger = folder.ledger if spec.checkpoints is None else spec.checkpoints / LEDGER
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        work = WorkService(ledger)
+    except LedgerError as error:
+        raise MasterError(str(error), USAGE) from None
+    trainers = ledger.with_name("group.json")
+    if not state.begun:
+        trainers.unlink(missing_ok=True)  # of a job of the same name that has ended
+
+    with closing(work):
+        group = TrainerGroup(
+            trainers,
+            least=spec.roles.trainers.least,
+            lost_after=_SLOWER_TRAINERS * timing.lost,
+            settled=partial(release_all, work),
+        )
+        service = JobService()
+        with closing(_registry(folder, spec, timing, state, [work, group, service])) as registry:
+            folder.write_master(registry.address)
+            yield work, group, service, registry
+
+
+def _registry(
+    folder: RunFolder, spec: JobSpec, timing: Timing, state: JobState, beside: list[Any]
+) -> Registry:
+    from karvan.discovery.registry import Registry
+    from karvan.launch.role_environment import security_of
+    from karvan.wire import ListenError, Security
+
+    before = folder.master()
+    port = spec.registry_port if before is None else int(before["address"].rpartition(":")[2])
+    until = time.monotonic() + (0.0 if before is None else _PORT_WITHIN)
+    while True:
+        try:
+            return Registry(
+                spec.host,
+                port,
+                Security.from_environment(security_of(spec)),
+                replicas={role: spec.most_of(role) for role in START_ORDER},
+                lost_after=timing.lost,
+                beside=beside,
+                generation=state.generation,
+                rendezvous=folder.rendezvous,
+            )
+        except ListenError as error:
+            if time.monotonic() > until:
+                raise MasterError(str(error), TEMPORARY) from error
+            time.sleep(0.1)
+
+
+def main(path: Path) -> int:
+    """Run the job, and leave its outcome; returns its exit code."""
+    signals = MasterSignals()
+    folder = RunFolder(path)
+    try:
+        with folder.mastering():
+            try:
+                outcome = run(folder, signals)
+            except (MasterError, OwnerError) as error:
+                code = error.code if isinstance(error, MasterError) else code_of(error)
+                outcome = JobOutcome(code, str(error) if isinstance(error, MasterError) else text_of(error))
+            state = JobState.read(folder.state)
+            folder.write_outcome(outcome.code, outcome.failure, state.generation)
+            ended = {"state": "ended", "code": outcome.code, "failure": outcome.failure}
+            print(f"{JOB} | {json.dumps(ended)}", flush=True)
+            folder.remove_files_of_the_run()
+    except RunFolderError as error:
+        print(f"error: {error}", flush=True)
+        return FAILED
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code & 0xFF)  # streams of callers may still be open

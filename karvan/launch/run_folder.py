@@ -1,0 +1,264 @@
+"""The run folder of a job: what its launcher, its master and commands about it leave for each other.
+
+A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user may enter:
+
+    job.json          the job: its spec and commands, and the record of the master's process
+    lock              locked by a launcher while it starts the job
+    master.lock       locked by the master while it lives: there is one
+    master.json       the master's address, which stays the same when it is restarted
+    state.json        what the supervisor knows (`supervision/job_state.py`)
+    outcome.json      how the job has ended
+    token             the job's token, unless it has a file of its own
+    rendezvous.db     the keys of trainers that connect to each other
+    work.db           the ledger of leased work, if the job has no folder of checkpoints
+    processes/        the files of keepers (`engines/local.py`)
+    logs/             the output of every process; master-0.log has all lines, with the name of their process
+
+After the job has ended, job.json, outcome.json and the logs remain, until the next start of the job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from karvan.clock import clock
+from karvan.job.environment import JobEnvironment, variable
+from karvan.job.roles import Role
+from karvan.launch.engines.local import keeper_lives
+
+_REMAIN = ("job.json", "outcome.json", "logs", "lock", "processes")
+JOBS = variable("jobs")
+_LOCK_WITHIN = 3.0  # seconds; a command that looks whether the master lives holds its lock for a moment
+
+
+class RunFolderError(RuntimeError):
+    """A run folder that cannot be used; the text says why, and what to do."""
+
+
+class JobRunsError(RunFolderError):
+    """The job runs already."""
+
+
+class RunFolder:
+    """The run folder of one job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_job(cls, name: str) -> RunFolder:
+        """That of a job of this user, which may not exist."""
+        return cls(jobs_folder() / name)
+
+    @property
+    def name(self) -> str:
+        """The name of the job."""
+        return self.path.name
+
+    @property
+    def token(self) -> Path:
+        """The file of the job's own token."""
+        return self.path / "token"
+
+    @property
+    def state(self) -> Path:
+        """The file of the supervisor's state."""
+        return self.path / "state.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file of the rendezvous keys."""
+        return self.path / "rendezvous.db"
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger of a job without checkpoints."""
+        return self.path / "work.db"
+
+    @property
+    def outcome_file(self) -> Path:
+        """The file that exists once the job has ended for good."""
+        return self.path / "outcome.json"
+
+    # What is in it
+
+    def job(self) -> dict[str, Any] | None:
+        """What was launched; None if there is no such job."""
+        return _read(self.path / "job.json")
+
+    def write_job(self, job: Mapping[str, Any]) -> None:
+        """Store what is launched."""
+        _write(self.path / "job.json", job)
+
+    def master(self) -> dict[str, Any] | None:
+        """The master's address and process; None if none has started yet."""
+        return _read(self.path / "master.json")
+
+    def write_master(self, address: str) -> None:
+        """Store the address of this process, the master."""
+        _write(self.path / "master.json", {"address": address, "pid": os.getpid()})
+
+    def outcome(self) -> dict[str, Any] | None:
+        """How the job has ended; None if it has not, or was killed."""
+        return _read(self.outcome_file)
+
+    def write_outcome(self, code: int, failure: str | None, generation: int) -> None:
+        """Store how the job has ended: its master is not restarted any more."""
+        ended = datetime.now(UTC).astimezone().isoformat(timespec="seconds")
+        _write(
+            self.outcome_file,
+            {"code": code, "failure": failure, "generation": generation, "ended": ended},
+        )
+
+    # Who uses it
+
+    @property
+    def runs(self) -> bool:
+        """Whether the job runs: its master does, or its keeper, which restarts it."""
+        job = self.job()
+        record = None if job is None else job.get("master")
+        return bool(record and keeper_lives(record)) or _is_locked(self.path / "master.lock")
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """While a launcher starts the job: a JobRunsError if it runs, or if another one does the same."""
+        make_private(self.path)
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._runs_error() from None
+            if self.runs:
+                raise self._runs_error()
+            yield
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def mastering(self) -> Iterator[None]:
+        """While this process is the master; a JobRunsError if there is another one."""
+        lock = os.open(self.path / "master.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._take(lock)
+            yield
+        finally:
+            os.close(lock)
+
+    def _take(self, lock: int) -> None:
+        until = clock.now() + _LOCK_WITHIN
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if clock.now() > until:
+                    raise self._runs_error() from None
+                time.sleep(0.01)
+
+    def _runs_error(self) -> JobRunsError:
+        job, master = self.job() or {}, self.master() or {}
+        where = f" (process {master['pid']})" if master else ""
+        since = f" since {job['launched']}" if job else ""
+        return JobRunsError(
+            f"Job '{self.name}' runs already{where}{since}. Expected one run of a job of this name: "
+            f"`karvan status {self.name}` shows it, `karvan stop {self.name}` stops it; or give this one "
+            "another name."
+        )
+
+    # Cleaning up
+
+    def clear(self) -> None:
+        """Remove what the last run has left, except its logs."""
+        shutil.rmtree(self.path / "processes", ignore_errors=True)
+        self._remove_all_but(("logs", "lock"))
+
+    def remove_files_of_the_run(self) -> None:
+        """The job has ended: remove all but its description, its outcome and its logs."""
+        self._remove_all_but(_REMAIN)
+        for path in (self.path / "processes").glob("*"):
+            if not path.name.startswith(f"{Role.MASTER}-"):  # whose keeper lives
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove_processes(self) -> None:
+        """Remove the files of keepers; none of them runs any more."""
+        shutil.rmtree(self.path / "processes", ignore_errors=True)
+
+    def _remove_all_but(self, names: tuple[str, ...]) -> None:
+        with suppress(FileNotFoundError):
+            for path in self.path.iterdir():
+                if path.name not in names:
+                    with suppress(OSError):
+                        path.unlink()
+
+
+def jobs_folder() -> Path:
+    """The folder of all jobs of this user: KARVAN_JOBS, or the place for the state of programs."""
+    if given := JobEnvironment.read().jobs:
+        return Path(given).absolute()
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        base = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise RunFolderError(
+            f"Jobs expect a folder for their state, but this user has no home. Set {JOBS} to a folder."
+        ) from None
+    return base.absolute() / "karvan" / "jobs"
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder of a job, which nobody else may enter, rename or replace."""
+    jobs = folder.parent
+    jobs.parent.mkdir(parents=True, exist_ok=True)
+    for each in (jobs, folder):
+        each.mkdir(0o700, exist_ok=True)
+        status = each.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _shared_error(each, status)
+    parent = jobs.parent.stat()
+    open_to_others = parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not parent.st_mode & stat.S_ISVTX
+    if parent.st_uid not in (0, os.geteuid()) or open_to_others:
+        raise _shared_error(jobs.parent, parent)
+    folder.chmod(0o700)
+
+
+def _shared_error(folder: Path, status: os.stat_result) -> RunFolderError:
+    return RunFolderError(
+        f"Jobs expect a folder in which other users cannot rename files, got {folder} with mode "
+        f"{stat.S_IMODE(status.st_mode):o} of user {status.st_uid}. Set {JOBS} to a folder of your own."
+    )
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _write(path: Path, value: Mapping[str, Any]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value))
+    os.replace(new, path)

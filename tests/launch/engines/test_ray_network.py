@@ -1,0 +1,69 @@
+"""A Ray cluster of several machines: addresses, TLS, and code on a node that does not see its folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from engine_helpers import HAS_RAY, NEEDS_RAY
+from launch_helpers import PATIENCE
+from support_paths import support_path
+from two_machines import can_make_namespaces, two_machines
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_RAY, reason=NEEDS_RAY),
+    pytest.mark.skipif(not can_make_namespaces(), reason="needs the right to make namespaces"),
+]
+
+ENTRY = """
+import json, os, socket
+import beside
+names = ["HOST", "ADVERTISE", "CHECKPOINTS", "TOKEN_FILE", "TLS_KEY"]
+values = {name: os.environ.get(f"KARVAN_{name}") for name in names}
+values["gloo"] = os.environ["GLOO_SOCKET_IFNAME"]
+values["secrets"] = [open(values[name]).read() for name in ("TOKEN_FILE", "TLS_KEY")]
+values["beside"] = beside.NUMBER
+values["files"] = sorted(os.listdir("."))
+socket.create_server((values["HOST"], 0)).close()
+print(json.dumps(values))
+"""
+TEXT = "name: far\nentry: train.py\ncheckpoints: out/run\nroles: {trainers: {replicas: 1}}\n"
+
+
+def run(folder, environment, *arguments):
+    program = [sys.executable, str(support_path("launch/far_program.py")), *arguments]
+    return subprocess.run(
+        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE
+    )
+
+
+def test_a_process_on_another_machine_has_the_code_the_secrets_and_an_address_of_its_own(tmp_path):
+    (job := tmp_path / "job").mkdir()
+    (job / "out/run").mkdir(parents=True)
+    (job / "out/run/large").touch()
+    (job / "train.py").write_text(ENTRY)
+    (job / "beside.py").write_text("NUMBER = 7\n")
+    for name in ("token", "key", "cert"):
+        (job / name).write_text(f"the {name}")
+        (job / name).chmod(0o600)
+    (job / "open.yaml").write_text(TEXT)
+    number = os.getpid() % 250
+    tls = f"token_file: token\nhost: 10.77.{number}.1\ntls: {{cert: cert, key: key}}\n"
+    (job / "job.yaml").write_text(f"{TEXT}{tls}")
+    with two_machines(tmp_path, job, number) as (address, there, environment):
+        refused = run(job, environment, address, "open.yaml", "train.py")
+        assert "The Ray cluster has several machines" in refused.stderr
+        assert "needs tls in the job" in refused.stderr
+        found = run(job, environment, address, "job.yaml", "train.py")
+        *lines, code = found.stdout.splitlines()
+        assert code == "0", found
+    values = json.loads(lines[-1])
+    assert (values["HOST"], values["ADVERTISE"]) == (there, there)
+    assert values["CHECKPOINTS"] == str(job / "out/run")
+    assert values["secrets"] == ["the token", "the key"]
+    assert values["gloo"].startswith("kv")
+    assert values["beside"] == 7
+    assert {"beside.py", "train.py", "job.yaml"} <= set(values["files"])
+    assert "out" not in values["files"]

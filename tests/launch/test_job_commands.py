@@ -1,0 +1,191 @@
+"""`karvan status`, `karvan logs` and `karvan stop`, in every state of a job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+from launch_helpers import Launched, is_alive, keepers_in, wait_until
+from wire_helpers import wait_for
+
+from karvan.cli.main import main
+from karvan.data.leasing.client import WorkClient
+from karvan.wire import Security
+from karvan.work.holders import holder_of
+from karvan.work.spec import WorkSpec
+
+ROLES = "roles: {trainers: 1, parameter_servers: 1, loaders: 1}"
+COUNT = 3
+
+
+@pytest.fixture
+def run(capsys):
+    """run("status", "test") runs a command here: its code, output and errors."""
+
+    def run(*words):
+        code = main([str(word) for word in words])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def status_of(run):
+    code, out, err = run("status", "test", "--json", "-")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_status_shows_the_processes_of_a_running_job_and_how_one_that_ended_did(tmp_path, run):
+    with Launched(tmp_path, ROLES, args=["quick", "loader", "trainer"]) as job:
+        started = {each["name"]: each["pid"] for each in job.wait_for("start", "", COUNT)}
+        job.wait_for("beat", "trainer")
+        job.wait_for("beat", "loader")
+        found = status_of(run)
+        assert (found["job"], found["state"], found["generation"]) == ("test", "running", 0)
+        assert found["master"] == job.master()
+        shown = {f"{each['role']}-{each['index']}": each for each in found["processes"]}
+        assert {name: each["pid"] for name, each in shown.items()} == started
+        assert [shown[name]["state"] for name in started] == [
+            "starting" if name == "parameter-server-0" else "running" for name in started
+        ]
+        assert shown["trainer-0"]["activity"].startswith("fit")
+        assert shown["trainer-0"]["heartbeat"] < 60
+        code, out, _ = run("status", tmp_path / "job.yaml")
+        assert code == 0
+        assert "Job test: running" in out
+        assert str(started["loader-0"]) in out
+        assert "test" in run("status")[1]
+        job.order("end-trainer", 0)
+        job.output()
+    ended = status_of(run)
+    assert (ended["state"], ended["code"], ended["failure"]) == ("ended", 0, None)
+    assert "Job test: it ended with code 0" in run("status", "test")[1]
+    [row] = json.loads(run("status", "--json", "-")[1])
+    assert (row["job"], row["state"], row["code"]) == ("test", "ended", 0)
+
+
+def test_status_shows_why_a_job_failed(tmp_path, run):
+    with Launched(tmp_path, ROLES, stderr=subprocess.DEVNULL) as job:
+        job.order("end-trainer", 3)
+        job.output()
+    assert job.process.returncode == 3
+    assert "trainer-0 ended with code 3, which is not retried." in status_of(run)["failure"]
+    assert run("stop", "test")[:2][0] == 0
+    assert "does not run: it ended with code 3" in run("stop", "test")[1]
+
+
+def test_a_job_that_is_not_known_is_told_with_code_3(tmp_path, run):
+    for command in ("status", "logs", "stop"):
+        code, out, err = run(command, "nobody")
+        assert (code, out) == (3, "")
+        assert "got 'nobody'; there are none." in err
+    assert run("status", "../etc")[0] == 3
+    assert run("status", tmp_path / "none.yaml")[0] == 3
+
+
+def test_stop_lets_trainers_save_and_now_kills(tmp_path, run):
+    for now in ([], ["--now"]):
+        with Launched(tmp_path, ROLES, args=["--detach"]) as job:
+            job.output()
+            begun = len(job.events("start")) - COUNT
+            job.wait_for("start", "", begun + COUNT)
+            if now:
+                job.order("stubborn")
+            asked = len(job.events("asked"))
+            code, out, _ = run("stop", "test", *now)
+            assert code == 0
+            assert "Job test: it was stopped, with code 143" in out
+            wait_until(job.ended)
+            wait_until(lambda job=job: not keepers_in(job.run_folder))
+            if now:
+                assert len(job.events("asked")) - asked <= 1  # nobody was waited for
+            else:
+                assert job.events("asked")[0]["name"] == "trainer-0"
+    assert status_of(run)["code"] == 143
+
+
+def test_a_master_that_does_not_answer_is_told_with_code_75(tmp_path, run, monkeypatch):
+    monkeypatch.setattr("karvan.launch.master.job_client._DEADLINE", 2.0)
+    with Launched(tmp_path, ROLES) as job:
+        job.wait_for("start", "", COUNT)
+        master = job.master()
+        os.kill(master, signal.SIGSTOP)
+        try:
+            code, out, err = run("status", "test")
+            assert (code, out) == (75, "")
+            assert "The master of job 'test' at 127.0.0.1:" in err
+            assert f"kill -CONT {master}" in err
+        finally:
+            os.kill(master, signal.SIGCONT)
+        assert status_of(run)["state"] == "running"
+
+
+def test_a_job_all_of_which_was_killed_is_not_said_to_run(tmp_path, run):
+    with Launched(tmp_path, ROLES, args=["--detach"]) as job:
+        job.output()
+        started = job.wait_for("start", "", COUNT)
+        master = job.master()
+        with open(f"/proc/{master}/stat") as stat:
+            keeper = int(stat.read().rpartition(")")[2].split()[1])
+        for pid in {keeper, *keepers_in(job.run_folder)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(each["pid"]) for each in started))
+        wait_until(job.ended)
+        assert status_of(run)["code"] is None
+        code, out, _ = run("stop", "test")
+        assert code == 0
+        assert "it ended without saying how" in out
+
+
+def test_logs_show_all_lines_or_those_of_a_process(tmp_path, run):
+    with Launched(tmp_path, ROLES) as job:
+        job.wait_for("start", "", COUNT)
+        wait_until(lambda: "trainer-0 | trainer-0 was here" in run("logs", "test")[1])
+        assert run("logs", "test", "loader-0") == (0, "loader-0 was here\n", "")
+        code, out, err = run("logs", "test", "loader-7")
+        assert (code, out) == (3, "")
+        assert "that has a log (loader-0, master-0, parameter-server-0, trainer-0), got 'loader-7'." in err
+        command = [sys.executable, "-m", "karvan", "logs", "test", "--follow", "--tail", "1"]
+        follower = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert follower.stdout.readline().endswith(" was here\n")
+        job.order("end-trainer", 0)
+        printed = job.output()
+        followed = follower.communicate(timeout=60)[0].splitlines()
+    lines = run("logs", "test")[1].splitlines()
+    assert lines == printed  # what the launcher has shown
+    assert not any(line.startswith("job | ") for line in lines)
+    assert "launcher | trainer-0 is done." in followed
+    assert len(followed) < len(lines)
+    assert run("logs", "test", "trainer-0", "--tail", 0)[1] == ""
+
+
+def test_the_tasks_of_a_trainer_that_dies_are_given_back(tmp_path, run):
+    with Launched(tmp_path, ROLES) as job:
+        trainer = job.wait_for("start", "trainer")[0]
+        job.wait_for("start", "", COUNT)
+        path = job.run_folder / "token"
+        address = trainer["env"]["KARVAN_REGISTRY"]
+        holder = holder_of("trainer", 0, trainer["env"]["KARVAN_PROCESS"], "part")
+        client = WorkClient(address, holder, Security(token=path.read_text().strip()))
+        client.open(WorkSpec((("f", 10),), 2, epochs=2))
+        first = client.lease(most=3)
+        client.acknowledge({first[0].token: 2}, [first[0].token])
+        found = status_of(run)["work"]
+        assert (found["done"], found["leased"], found["waiting"], found["tasks"]) == (1, 2, 0, 5)
+        assert "epoch 1 of 2, tasks: 1 of 5 done, 2 leased, 0 waiting" in run("status", "test")[1]
+        os.kill(job.master(), signal.SIGKILL)  # the ledger is as before
+        job.kill("trainer-0")
+        wait_for(lambda: status_of(run)["work"]["waiting"] == 2)
+        other = WorkClient(address, "another", Security(token=path.read_text().strip()))
+        assert sorted(lease.task.first for lease in other.lease(most=2)) == [2, 4]
+        other.close()
+        client.close()
+        job.wait_for("start", "trainer", 2)
+        job.order("end-trainer", 0)
+        lines = job.output()
+    assert "launcher | 2 tasks of trainer-0 are leased to others." in lines

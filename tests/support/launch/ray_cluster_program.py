@@ -1,0 +1,57 @@
+"""A Ray cluster on this machine, at first of one node: `python ray_cluster_program.py FOLDER`.
+
+It writes its address to FOLDER/address, and ends when none of the processes that have a file FOLDER/users/PID
+is alive. So the processes of a test run share one, and a run that is killed leaves none behind. A file
+FOLDER/orders/add-NAME adds a node with one of the resource NAME, whose raylet is in FOLDER/nodes/NAME.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from ray.cluster_utils import Cluster
+
+STORE = 80 << 20
+HEAD = {"num_cpus": 16, "include_dashboard": False, "object_store_memory": STORE, "resources": {"scarce": 1}}
+
+
+def add_node(cluster, resources):
+    """Add a node; its raylet."""
+    node = cluster.add_node(num_cpus=16, object_store_memory=STORE, resources=resources)
+    [raylet] = node.all_processes["raylet"]
+    return raylet.process
+
+
+def is_used(users):
+    alive = False
+    for user in users.iterdir():
+        try:
+            os.kill(int(user.name), 0)
+            alive = True
+        except ProcessLookupError:
+            user.unlink(missing_ok=True)
+    return alive
+
+
+def write(path, text):
+    """Write a file that is whole from the start."""
+    path.with_suffix(".new").write_text(str(text))
+    path.with_suffix(".new").rename(path)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
+    write(folder / "address", cluster.address)
+    raylets = []
+    while is_used(folder / "users"):
+        for order in (folder / "orders").glob("add-*"):
+            name = order.name.removeprefix("add-")
+            raylets.append(add_node(cluster, {name.partition("-")[0]: 1}))
+            write(folder / "nodes" / name, raylets[-1].pid)
+            order.unlink()
+        for raylet in raylets:
+            raylet.poll()  # one that was killed must not stay a zombie: its workers would take it for alive
+        time.sleep(0.1)
+    cluster.shutdown()

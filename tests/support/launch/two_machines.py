@@ -1,0 +1,90 @@
+"""A Ray cluster of two machines: this one, and a network namespace that does not see some folder."""
+
+import os
+import secrets
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from engine_helpers import token_settings
+from launch_helpers import wait_until
+
+STORE = str(80 << 20)
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def can_make_namespaces():
+    """Whether this user may, and the tools are there."""
+    try:
+        done = subprocess.run(["unshare", "-m", "-n", "ip", "link"], capture_output=True)
+    except FileNotFoundError:
+        return False
+    return os.geteuid() == 0 and done.returncode == 0
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def namespace(name, here, there):
+    """A network namespace with one address, which this machine reaches from another one."""
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b")
+        ip("link", "set", f"{name}b", "netns", name)
+        ip("addr", "add", f"{here}/24", "dev", f"{name}a")
+        ip("link", "set", f"{name}a", "up")
+        for words in (["addr", "add", f"{there}/24", "dev", f"{name}b"], ["link", "set", f"{name}b", "up"]):
+            ip("-n", name, *words)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "route", "add", "default", "via", here)
+        yield
+    finally:
+        ip("netns", "del", name)
+
+
+@contextmanager
+def node(command, log, environment):
+    """A Ray node that ends with the context."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def two_machines(folder, hidden, number):
+    """The address of the cluster, that of its second machine, which has the resource `far`, and the
+    environment of programs that connect to it.
+
+    The cluster has a token of its own: all its processes must have the same, and it is not that of the user.
+    """
+    token = folder / "ray-token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    environment = {**os.environ, **token_settings(token)}
+    here, there = f"10.77.{number}.1", f"10.77.{number}.2"
+    address = f"{here}:6390"
+    common = ["--num-cpus=16", f"--object-store-memory={STORE}", "--block", "--disable-usage-stats"]
+    head = [RAY, "start", "--head", f"--node-ip-address={here}", "--port=6390", "--include-dashboard=false"]
+    join = [RAY, "start", f"--address={address}", f"--node-ip-address={there}", '--resources={"far": 1}']
+    without = f'mount -t tmpfs none "{hidden}" && exec "$@"'
+    elsewhere = ["ip", "netns", "exec", f"kv{number}", "unshare", "-m", "sh", "-c", without, "sh"]
+    with ExitStack() as stack:
+        stack.enter_context(namespace(f"kv{number}", here, there))
+        stack.enter_context(
+            node(
+                [*head, *common, f"--ray-client-server-port={20000 + number}"],
+                folder / "head.log",
+                environment,
+            )
+        )
+        wait_until(lambda: "Ray runtime started" in (folder / "head.log").read_text(), "the head")
+        stack.enter_context(node([*elsewhere, *join, *common], folder / "node.log", environment))
+        wait_until(lambda: "Ray runtime started" in (folder / "node.log").read_text(), "the node")
+        yield address, there, environment
