@@ -1,4 +1,15 @@
-"""Leased work: how many tasks a second a master leases, and how much memory it needs for many.
+"""Elastic jobs: what they cost while nothing happens, how fast they recover, and how fast a master leases.
+
+- elastic_vs_fixed: samples a second of a launched job (DLRM of `train.py`, two trainers of one thread, one
+  server) with `sharding: dynamic`, beside the same job with fixed shares; modes hybrid and sync, in turns.
+- recovery: from a kill -9 of a trainer to the next step of the other, and to the first step of its
+  replacement; from a kill of the server to the next step.
+- loss_of_half_vs_ideal: a job that loses one of two trainers half-way, beside the time that the rates of two
+  trainers and of one give.
+- simulated_goodput: of 1,000 workers with these costs and published rates of preemption, the worst of them
+  (`support/goodput.py`).
+
+--quick leaves out all but elastic_vs_fixed and leases.
 
 A task is leased and acknowledged, each in a transaction of the ledger's file. The ledger alone is measured
 with one task at a time; the service, in a process of its own, with clients that lease some at a time over
@@ -7,15 +18,21 @@ sockets, as trainers do. Memory is that of the ledger's process after a tenth of
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
+import train
 from common import Report, parser
+from support.elastic_jobs import TimedJob, rate
+from support.goodput import DAY, PUBLISHED, Costs, simulate
 
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Client
@@ -83,7 +100,7 @@ def service_rate(folder: Path, tasks: int) -> float:
 
 
 def work(client: Client, holder: str) -> None:
-    """TaskLease and acknowledge tasks until there are none."""
+    """Lease and acknowledge tasks until there are none."""
     head = {"holder": holder, "last_token": 0, "kinds": ["train"], "most": TASKS_AT_ONCE}
     while leases := client.call("lease_tasks", head).head["leases"]:
         done = [[lease["token"], lease["task"]["records"]] for lease in leases]
@@ -107,11 +124,108 @@ def memory_growth(folder: Path, tasks: int) -> tuple[float, float, float]:
     return early, late, size
 
 
+FIXED = "mode: {mode}"
+ELASTIC = "mode: {mode}\nsharding: dynamic"
+
+
+def undisturbed(folder: Path, settings: str, trainers: str, epochs: int) -> float:
+    """Return samples a second of a job that nothing happens to."""
+    with TimedJob(folder, settings, trainers, epochs) as job:
+        job.wait()
+        return rate(job.longest())
+
+
+def compare(report: Report, folder: Path, rounds: int, epochs: int, modes: Sequence[str]) -> None:
+    """Elastic jobs beside fixed ones, in turns."""
+    for mode in modes:
+        rates: dict[str, list[float]] = {"fixed": [], "elastic": []}
+        for _ in range(rounds):
+            for name, settings in (("fixed", FIXED), ("elastic", ELASTIC)):
+                settings = settings.format(mode=mode)
+                rates[name].append(undisturbed(folder, settings, "replicas: 2", epochs))
+        medians = {name: statistics.median(measured) for name, measured in rates.items()}
+        for name, median in medians.items():
+            report.figures[f"{mode}_{name}_samples_per_s"] = median
+        ratio = "elastic_vs_fixed" if mode == "hybrid" else f"elastic_vs_fixed_{mode}"
+        report.ratios[ratio] = medians["elastic"] / medians["fixed"]
+
+
+def recover(report: Report, folder: Path, epochs: int) -> Costs:
+    """Kill a trainer and a server of an elastic job; returns what that costs."""
+    with TimedJob(folder, ELASTIC.format(mode="hybrid"), "replicas: 2", epochs) as job:
+        job.wait_for(20, trainers=2)
+        before = job.longest()
+        known = set(job.steps())
+        moment = job.kill_trainer()
+        next_step = job.wait_for_step_after(moment)
+        joined = job.wait_for_step_after(moment, but=known)
+        job.wait_for(len(before) + 20, trainers=2)
+        steps = job.longest()
+        gaps = [(late.time - early.time, late, early) for early, late in pairwise(steps)]
+        rejoin = max((gap for gap, late, early in gaps if late.trainers > early.trainers), default=0.0)
+        restored = job.wait_for_step_after(job.kill_server() + 0.05)
+    step_seconds = statistics.median(late.time - early.time for early, late in pairwise(before))
+    report.figures |= {
+        "seconds_to_next_step_after_trainer": next_step,
+        "seconds_to_replacement": joined,
+        "seconds_of_pause_for_joiner": rejoin,
+        "seconds_to_next_step_after_server": restored,
+        "step_seconds": step_seconds,
+    }
+    return Costs(
+        step_seconds=step_seconds,
+        reform_seconds=next_step,
+        replace_seconds=joined,
+        rejoin_seconds=rejoin,
+        checkpoint_seconds=step_seconds,
+        checkpoint_every=600.0,
+    )
+
+
+def lose_half(report: Report, folder: Path, epochs: int, steps: int) -> None:
+    """A job that loses one of two trainers half-way."""
+    elastic, trainers = ELASTIC.format(mode="hybrid"), "replicas: {}, min: 1, max: 2"
+    one = undisturbed(folder, elastic, trainers.format(1), max(1, epochs // 2))
+    two = undisturbed(folder, elastic, trainers.format(2), epochs)
+    samples = epochs * steps * train.BATCH
+    with TimedJob(folder, elastic, trainers.format(2), epochs) as job:
+        while sum(step.samples for step in job.longest()) < samples / 2:
+            time.sleep(0.01)
+        job.scale(1)
+        job.wait()
+        made = job.longest()
+    both = [step for step in made if step.trainers == 2]
+    alone = [step for step in made if step.trainers == 1]
+    ideal = sum(each.samples for each in both) / two + sum(each.samples for each in alone) / one
+    report.figures |= {"one_trainer_samples_per_s": one, "two_trainers_samples_per_s": two}
+    report.ratios["loss_of_half_vs_ideal"] = (made[-1].time - made[0].time) / ideal
+
+
+def jobs(report: Report, quick: bool) -> None:
+    """Everything about launched jobs."""
+    steps, epochs, rounds = (40, 1, 1) if quick else (100, 4, 5)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train.Data(folder, steps, 20_000)
+        compare(report, folder, rounds, epochs, ["hybrid"] if quick else ["hybrid", "sync"])
+        if quick:  # the rest takes minutes
+            return
+        costs = recover(report, folder, 1000)
+        lose_half(report, folder, epochs, steps)
+    for name, seconds in PUBLISHED.items():
+        made = simulate(costs, workers=1000, mean_between_failures=seconds, seconds=7 * DAY, seed=0)
+        report.figures[f"goodput: {name}"] = made.goodput
+    report.ratios["simulated_goodput"] = min(
+        value for name, value in report.figures.items() if str(name).startswith("goodput: ")
+    )
+
+
 def main() -> None:
     """Measure and report."""
     arguments = parser(__doc__ or "").parse_args()
     report = Report("elastic", arguments.quick)
-    rounds = 3 if arguments.quick else 9
+    jobs(report, arguments.quick)
+    rounds = 1 if arguments.quick else 9
     rates: dict[str, list[float]] = {"ledger": [], "service": []}
     for _ in range(rounds):
         for name, measure, tasks in (("ledger", ledger_rate, 5_000), ("service", service_rate, 20_000)):
@@ -119,7 +233,7 @@ def main() -> None:
                 rates[name].append(measure(Path(folder), tasks))
     for name, measured in rates.items():
         report.figures[f"{name}_leases_per_s"] = sorted(measured)[len(measured) // 2]
-    many = 200_000 if arguments.quick else 10_000_000
+    many = 100_000 if arguments.quick else 10_000_000
     with tempfile.TemporaryDirectory() as folder:
         early, late, size = memory_growth(Path(folder), many)
     report.figures |= {"tasks": many, "memory_mb_early": early, "memory_mb_late": late, "file_mb": size}

@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_tests = 0
 _SUPPORT = Path(__file__).parent / "support"
 
 _COMMON = {
@@ -47,6 +48,14 @@ def _same_numbers_every_time():
     """Tests that draw from torch's own generator get the same numbers in every run and order."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_jobs(monkeypatch, tmp_path_factory):
+    """Jobs that a test launches are in a folder of its own: many tests have jobs of the same name."""
+    global _tests
+    _tests += 1
+    monkeypatch.setenv("KARVAN_JOBS", str(tmp_path_factory.getbasetemp() / f"jobs-{_tests}"))
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ PROGRAMS = {
     "export",
     "make",
     "nft",
+    "ray",
     "openssl",
     "pip",
     "printf",

@@ -99,6 +99,7 @@ def test_a_program_that_is_started_with_a_former_name_fails():
 
 
 def test_a_misspelled_name_is_one_warning(monkeypatch, caplog):
+    monkeypatch.delenv("KARVAN_JOBS", raising=False)  # which all tests set
     monkeypatch.setenv("KARVAN_THREAD", "4")
     monkeypatch.setenv("KARVAN_MASTER_PORT", "tcp://10.0.0.1:80")  # as Kubernetes sets it for a service
     monkeypatch.setenv("KARVAN_OF_MY_OWN", "x")

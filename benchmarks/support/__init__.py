@@ -1,0 +1,1 @@
+"""What benchmarks compute with: simulations that take measured costs."""
