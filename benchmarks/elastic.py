@@ -9,7 +9,7 @@
 - simulated_goodput: of 1,000 workers with these costs and published rates of preemption, the worst of them
   (`support/goodput.py`).
 
---quick leaves out all but elastic_vs_fixed and leases.
+--quick measures elastic_vs_fixed in mode hybrid, and leases. --only measures one part.
 
 A task is leased and acknowledged, each in a transaction of the ledger's file. The ledger alone is measured
 with one task at a time; the service, in a process of its own, with clients that lease some at a time over
@@ -39,6 +39,8 @@ from karvan.wire import Client
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.spec import WorkSpec
 
+PARTS = ("comparison", "recovery", "loss", "leases")
+QUICK_PARTS = ("comparison", "leases")
 TASKS_AT_ONCE = 32
 CLIENTS = 2
 MASTER = """
@@ -201,17 +203,8 @@ def lose_half(report: Report, folder: Path, epochs: int, steps: int) -> None:
     report.ratios["loss_of_half_vs_ideal"] = (made[-1].time - made[0].time) / ideal
 
 
-def jobs(report: Report, quick: bool) -> None:
-    """Everything about launched jobs."""
-    steps, epochs, rounds = (40, 1, 1) if quick else (100, 4, 5)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        train.Data(folder, steps, 20_000)
-        compare(report, folder, rounds, epochs, ["hybrid"] if quick else ["hybrid", "sync"])
-        if quick:  # the rest takes minutes
-            return
-        costs = recover(report, folder, 1000)
-        lose_half(report, folder, epochs, steps)
+def goodput(report: Report, costs: Costs) -> None:
+    """Simulate many workers with the costs of recovery that were measured."""
     for name, seconds in PUBLISHED.items():
         made = simulate(costs, workers=1000, mean_between_failures=seconds, seconds=7 * DAY, seed=0)
         report.figures[f"goodput: {name}"] = made.goodput
@@ -220,24 +213,41 @@ def jobs(report: Report, quick: bool) -> None:
     )
 
 
-def main() -> None:
-    """Measure and report."""
-    arguments = parser(__doc__ or "").parse_args()
-    report = Report("elastic", arguments.quick)
-    jobs(report, arguments.quick)
-    rounds = 1 if arguments.quick else 9
+def leases(report: Report, rounds: int, tasks: int) -> None:
+    """How fast a master leases, and how much memory it needs for many tasks."""
     rates: dict[str, list[float]] = {"ledger": [], "service": []}
     for _ in range(rounds):
-        for name, measure, tasks in (("ledger", ledger_rate, 5_000), ("service", service_rate, 20_000)):
+        for name, measure, count in (("ledger", ledger_rate, 5_000), ("service", service_rate, 20_000)):
             with tempfile.TemporaryDirectory() as folder:
-                rates[name].append(measure(Path(folder), tasks))
+                rates[name].append(measure(Path(folder), count))
     for name, measured in rates.items():
         report.figures[f"{name}_leases_per_s"] = sorted(measured)[len(measured) // 2]
-    many = 100_000 if arguments.quick else 10_000_000
     with tempfile.TemporaryDirectory() as folder:
-        early, late, size = memory_growth(Path(folder), many)
-    report.figures |= {"tasks": many, "memory_mb_early": early, "memory_mb_late": late, "file_mb": size}
+        early, late, size = memory_growth(Path(folder), tasks)
+    report.figures |= {"tasks": tasks, "memory_mb_early": early, "memory_mb_late": late, "file_mb": size}
     report.ratios["memory_late_vs_early"] = late / early
+
+
+def main() -> None:
+    """Measure and report."""
+    arguments_parser = parser(__doc__ or "")
+    arguments_parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    arguments = arguments_parser.parse_args()
+    quick = arguments.quick
+    parts = arguments.only or (QUICK_PARTS if quick else PARTS)
+    steps, epochs, rounds = (40, 1, 1) if quick else (100, 2, 3)
+    report = Report("elastic", quick)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train.Data(folder, steps, 20_000)
+        if "comparison" in parts:
+            compare(report, folder, rounds, epochs, ["hybrid"] if quick else ["hybrid", "sync"])
+        if "recovery" in parts:
+            goodput(report, recover(report, folder, 1000))
+        if "loss" in parts:
+            lose_half(report, folder, 2 * epochs, steps)
+    if "leases" in parts:
+        leases(report, 1 if quick else 9, 100_000 if quick else 10_000_000)
     report.finish()
     report.show()
     report.write(arguments.json)

@@ -4,7 +4,7 @@
 |---|---|---|
 | files, or train | paths, folders, globs, URLs | required |
 | batch_size | | 4096 |
-| columns | file_keys, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
+| columns | names, or mappings with `name`, `kind` (fixed, varlen, raw) and its arguments | all |
 | others of `kv.data.read` | format, options, shuffle, seed, drop_remainder, workers, prefetch, … | |
 
 Keys that begin with `eval` are for trainers.
@@ -61,7 +61,7 @@ def make(settings: RoleSettings) -> Service:
 
 
 def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
-    """What loader `index` of `count` reads; a ValueError file_keys what is wrong with `data`."""
+    """What loader `index` of `count` reads; a ValueError names what is wrong with `data`."""
     options = {name: value for name, value in data.items() if not name.startswith("eval")}
     file_keys = [name for name in ("files", "train") if name in options]
     if len(file_keys) != 1:
