@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -68,7 +69,7 @@ def start_loop(files, master, how):
 
 def acknowledged(text):
     lines = text.splitlines()
-    batches = [line for line, after in zip(lines, [*lines[1:], ""], strict=True) if after == "acknowledged"]
+    batches = [line for line, after in pairwise(lines) if after == "acknowledged"]
     return Counter(int(number) for line in batches for number in line.split())
 
 

@@ -133,7 +133,7 @@ def test_a_call_that_is_under_way_when_the_connection_breaks_is_waited_for(servi
         network.cut()
         reply.wait()
         assert service.done[peer._session] == ["sleep"]
-        assert peer.connections == 2  # the second one was told that the call is being done
+        assert peer.connections >= 2  # later ones were told that the call is being done
 
 
 def test_a_write_that_nobody_reads_does_not_hold_a_peer_up(network):
