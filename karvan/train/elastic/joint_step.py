@@ -185,11 +185,11 @@ class JointStep:
         taken = agreement.taken
         if agreement.samples:
             assert self._total is not None
+            self._commit(agreement, taken)  # servers apply it while this trainer makes the dense step
             if taken:
                 self._set_gradients(self._total / agreement.samples)
                 self._update.count_tables({table for each in agreement.batches for table in each.tables})
             self._update.finish(taken)
-            self._commit(agreement, taken)
         self._mine, self._total, self._staged = {}, None, {}
         return taken
 
@@ -199,6 +199,7 @@ class JointStep:
         pushes = [(member, number) for each in agreement.batches for member, number in each.pushes]
         scale = 1.0 / agreement.samples
         self._commits.commit(agreement.step, pushes if taken else [], scale, agreement.as_json())
+        self._commits.send()
 
     def missed(self, step: int) -> dict[str, Any] | None:
         """What a server says of this step, if it was committed by a trainer that is gone."""
