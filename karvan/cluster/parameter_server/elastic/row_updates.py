@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from karvan import _native
+from karvan import _native, output_buffers
 from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush
 from karvan.cluster.parameter_server.elastic.table_reads import TableReads
 from karvan.cluster.parameter_server.server_tables import ServerTables
@@ -230,7 +230,10 @@ class JointUpdates(RowUpdates):
 
 def scaled(gradients: Vectors, scale: float) -> Vectors:
     """Gradients times scale, in float32, as a trainer would send them."""
-    return gradients if scale == 1.0 else gradients * np.float32(scale)
+    if scale == 1.0:
+        return gradients
+    made: Vectors = output_buffers.empty(len(gradients)).numpy()
+    return np.multiply(gradients, np.float32(scale), out=made)
 
 
 def _engine_of(part: StagedPush) -> _Engine:
