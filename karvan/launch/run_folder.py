@@ -11,6 +11,7 @@ A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user 
     token             the job's token, unless it has a file of its own
     rendezvous.db     the keys of trainers that connect to each other
     work.db           the ledger of leased work, if the job has no folder of checkpoints
+    group.json        the group of its trainers, if they come and go
     processes/        the files of keepers (`engines/local.py`)
     logs/             the output of every process; master-0.log has all lines, with the name of their process
 
@@ -84,6 +85,11 @@ class RunFolder:
     def ledger(self) -> Path:
         """The ledger of a job without checkpoints."""
         return self.path / "work.db"
+
+    @property
+    def group(self) -> Path:
+        """The file of the group of trainers."""
+        return self.path / "group.json"
 
     @property
     def outcome_file(self) -> Path:

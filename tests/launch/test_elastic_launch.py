@@ -1,104 +1,15 @@
 """Launched elastic jobs: trainers are killed, come and go; every record counts once, without a rollback."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from support_paths import support_path
+from elastic_launch import ElasticLaunch
 
 from karvan.cli.main import main
-
-PROGRAM = support_path("train/elastic_trainer.py")
-
-
-class ElasticLaunch:
-    """`karvan launch` of a job that counts how often each record is trained."""
-
-    def __init__(self, folder, records=600, epochs=2, trainers="{replicas: 2}", pause=0.1, mode="hybrid"):
-        self.folder, self.records, self.epochs = folder, records, epochs
-        self.data, self.notes = folder / "data", folder / "notes"
-        for each in (self.data, self.notes):
-            each.mkdir()
-        (self.data / "records").write_text(str(records))
-        for part in range(3):
-            mine = [number for number in range(records) if number % 3 == part]
-            pq.write_table(pa.table({"record": pa.array(mine, pa.int64())}), self.data / f"{part}.parquet")
-        arguments = [str(self.data), str(folder / "checkpoints"), str(self.notes), str(epochs)]
-        settings = {"PAUSE": str(pause), "ROWS": "1"}
-        section = f"{trainers[:-1]}, args: {json.dumps(arguments)}, env: {json.dumps(settings)}, threads: 1}}"
-        (folder / "job.yaml").write_text(
-            f"name: elastic\nentry: {PROGRAM}\nmode: {mode}\nsharding: dynamic\n"
-            f"checkpoints: {folder / 'checkpoints'}\nmax_restarts: 1000\nrestart_window: 1\n"
-            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: 2, threads: 1}}\n"
-        )
-        self.log = folder / "log"
-        command = [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def pids(self, role):
-        found = []
-        for place in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                values = place.read_bytes().split(b"\0")
-                checkpoints = f"KARVAN_CHECKPOINTS={self.folder / 'checkpoints'}".encode()
-                if f"KARVAN_ROLE={role}".encode() in values and checkpoints in values:
-                    found.append(int(place.parent.name))
-        return found
-
-    def worlds(self):
-        """The steps and the number of trainers that living trainers have noted last."""
-        found = {}
-        for path in self.notes.glob("step-*"):
-            with suppress(OSError, ValueError):
-                step, world = path.read_text().split()
-                if Path(f"/proc/{path.name.removeprefix('step-')}").exists():
-                    found[int(path.name.removeprefix("step-"))] = (int(step), int(world))
-        return found
-
-    def wait(self, condition, seconds=120.0):
-        until = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < until, self.log.read_text()
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.02)
-
-    def wait_for_world(self, world, seconds=120.0):
-        """Wait until this many trainers train together."""
-        self.wait(
-            lambda: len(self.worlds()) >= world and {each for _, each in self.worlds().values()} == {world},
-            seconds,
-        )
-
-    def finish(self):
-        (self.notes / "hurry").touch()
-        assert self.process.wait(180) == 0, self.log.read_text()
-        results = [json.loads(path.read_text()) for path in self.notes.glob("result-*[0-9]")]
-        assert results
-        for result in results:
-            assert result["times"] == [float(self.epochs)] * self.records
-            assert result["rows"] == [float(self.epochs)] * self.records
-        return self.log.read_text()
 
 
 @pytest.mark.slow

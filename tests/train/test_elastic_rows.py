@@ -1,10 +1,8 @@
 """Elastic jobs with rows on servers: what a dead trainer had sent counts exactly when its step does."""
 
-import hashlib
-
 import pytest
+from checkpoint_bits import assert_same, rows_of, state_of
 from elastic_jobs import elastic_job
-from test_planned_steps import assert_same, state_of
 
 MODES = {"hybrid": {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 4}, "sync": {"KARVAN_MODE": "sync"}}
 
@@ -45,13 +43,6 @@ def test_all_trainers_die_and_rows_return_to_the_checkpoint(tmp_path, mode):
         check(job, job.results(1))
 
 
-def rows_of(folder):
-    """A checksum of each file of rows in the last checkpoint."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    files = sorted(newest.glob("tables/**/*.safetensors"))
-    return {str(path.relative_to(newest)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def train(folder, trainers, disturb=None, **settings):
     """The state and the rows that a job with fixed batches ends with."""
     folder.mkdir()
@@ -62,7 +53,8 @@ def train(folder, trainers, disturb=None, **settings):
             job.hurry()
         else:
             disturb(job, started)
-        return state_of(job.results(1)[0]["path"]), rows_of(folder)
+        path = job.results(1)[0]["path"]
+        return state_of(path), rows_of(path)
 
 
 def kill_and_join(job, started):

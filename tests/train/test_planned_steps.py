@@ -1,35 +1,8 @@
 """Steps with fixed batches: the same bits on any number of trainers, and while they come and go."""
 
 import pytest
-import torch
+from checkpoint_bits import assert_same, state_of
 from elastic_jobs import elastic_job
-
-from karvan.checkpoint import find
-
-
-def state_of(path):
-    """All tensors and numbers of a checkpoint, by their place in it."""
-    found = {}
-
-    def walk(value, name):
-        if isinstance(value, dict):
-            for key, entry in value.items():
-                walk(entry, f"{name}/{key}")
-        elif isinstance(value, list | tuple):
-            for number, entry in enumerate(value):
-                walk(entry, f"{name}/{number}")
-        else:
-            found[name] = value
-
-    walk(find(path).state(), "")
-    return {name: value for name, value in found.items() if not name.startswith("/data/identity")}
-
-
-def assert_same(one, two):
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        same = torch.equal(value, two[name]) if isinstance(value, torch.Tensor) else value == two[name]
-        assert same, name
 
 
 def train(folder, trainers, disturb=None, **settings):

@@ -139,13 +139,9 @@ def _services(
         work = WorkService(ledger)
     except LedgerError as error:
         raise MasterError(str(error), USAGE) from None
-    trainers = ledger.with_name("group.json")
-    if not state.begun:
-        trainers.unlink(missing_ok=True)  # of a job of the same name that has ended
-
     with closing(work):
         group = TrainerGroup(
-            trainers,
+            folder.group,
             least=spec.roles.trainers.least,
             lost_after=_SLOWER_TRAINERS * timing.lost,
             settled=partial(release_all, work),
