@@ -36,16 +36,15 @@ trainer = kv.Trainer(
         top=(32,),
     ),
     kv.losses.BinaryCrossEntropy(),
-    dense_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    sparse_optimizer=kv.optim.Adagrad(lr=0.1),
-    scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.7),
+    dense_optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.02),
+    sparse_optimizer=kv.optim.Adagrad(lr=0.05),
     metrics={"auc": kv.metrics.AUC()},
     checkpoints=checkpoints,
-    checkpoint_every=100,
+    checkpoint_every=500,
     callbacks=[Note()],
     progress="plain",
 )
-read = kv.data.read(str(data / "part-0000[0-5].parquet"), batch_size=256, transform=features)
+read = kv.data.read(str(data / "part-0000[0-5].parquet"), batch_size=64, transform=features)
 test = kv.data.read(str(data / "part-0000[67].parquet"), batch_size=4096, transform=features)
 result = trainer.fit(read, epochs=epochs, eval_data=test)
 if result.stopped is None:

@@ -9,7 +9,10 @@ from karvan.checkpoint import find
 
 
 def state_of(path):
-    """All tensors and numbers of a checkpoint, by their place in it."""
+    """All tensors and numbers of a checkpoint, by their place in it, without the metrics of training.
+
+    Those lack the batches of trainers that are gone.
+    """
     found = {}
 
     def walk(value, name):
@@ -23,7 +26,11 @@ def state_of(path):
             found[name] = value
 
     walk(find(path).state(), "")
-    return {name: value for name, value in found.items() if not name.startswith("/data/identity")}
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith("/data/identity") and "/metrics/" not in name
+    }
 
 
 def assert_same(one, two):
