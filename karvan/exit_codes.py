@@ -88,7 +88,7 @@ def text_of(error: BaseException, hint: str = "--debug") -> str:
     kind = type(error).__name__
     known = isinstance(error, ValueError | TypeError | KeyError | RuntimeError)
     text = plain(error) if known and plain(error) else f"{kind}: {plain(error)}".removesuffix(": ")
-    return f"{text}\n({kind} in {_origin(error)}; {hint} shows the traceback)"
+    return f"{text}\n({kind} in {origin_of(error)}; {hint} shows the traceback)"
 
 
 def plain(error: BaseException) -> str:
@@ -127,7 +127,8 @@ def _is_of_package(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
-def _origin(error: BaseException) -> str:
+def origin_of(error: BaseException) -> str:
+    """File and line of the program that raised an error, of a library if it was no line of the program."""
     frames = traceback.extract_tb(error.__traceback__)
     # A line of the user's own file says more than one of the library that it called.
     own = [

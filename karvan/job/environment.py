@@ -53,6 +53,8 @@ class JobEnvironment:
     wire: str = ""
     sharding: str = ""
     global_batches: int | None = None
+    max_task_tries: int | None = None
+    skip_bad_records: int | None = None
     lr_staleness: bool | None = None
     grads_to_wait: int | None = None
     tolerance: int | None = None

@@ -212,6 +212,8 @@ class JobSpec(Section):
     wire: Literal["float32", "bfloat16", "float16"] = "float32"
     sharding: Literal["static", "dynamic"] = "static"
     global_batches: Count | None = None
+    max_task_tries: Count | None = None
+    skip_bad_records: CountOrZero | None = None
     roles: Roles = Roles()
     checkpoints: Path | None = None
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
@@ -265,6 +267,8 @@ class JobSpec(Section):
         if self.sharding == "static":
             only_dynamic = {
                 "global_batches": self.global_batches is not None,
+                "max_task_tries": self.max_task_tries is not None,
+                "skip_bad_records": self.skip_bad_records is not None,
                 "on_trainer_loss: continue": self.on_trainer_loss == "continue",
                 "roles.trainers with min and max": roles.trainers.varies,
                 "roles.parameter_servers: 0": not roles.parameter_servers.replicas,
@@ -283,6 +287,12 @@ class JobSpec(Section):
             raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")
         if self.global_batches is not None and self.mode != "sync":
             raise ValueError(f"global_batches gives the same bits in mode sync alone, got {self.mode}")
+        fixed = {"max_task_tries": self.max_task_tries, "skip_bad_records": self.skip_bad_records}
+        if self.global_batches is not None and (given := [name for name, n in fixed.items() if n]):
+            raise ValueError(
+                f"{given[0]} is for records that are leased, but global_batches fixes the records of every "
+                "step: expected one of the two"
+            )
 
     @property
     def continues(self) -> bool:

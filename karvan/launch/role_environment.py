@@ -39,6 +39,8 @@ def environment_of(
         process=process,
         sharding="" if spec.sharding == "static" else spec.sharding,
         global_batches=spec.global_batches,
+        max_task_tries=spec.max_task_tries,
+        skip_bad_records=spec.skip_bad_records,
         mode=spec.mode,
         staleness=spec.staleness,
         wire=spec.wire,

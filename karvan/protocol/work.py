@@ -7,6 +7,7 @@ from karvan.wire.schema.calls import Call, table_of
 from karvan.wire.schema.kinds import Boolean, Fields, Integer, ListOf, Nullable, OneOf, Text, TupleOf
 
 MOST_LEASES = 1024  # in one call
+MOST_ERROR = 10_000  # characters
 
 _HOLDER = Text(200)
 _PATH = Text(4096, 0)
@@ -26,6 +27,7 @@ _TASK = Fields(
         "skipped": ListOf(NUMBER),
     }
 )
+_FAILURE = Text(MOST_ERROR + 10_000)
 _STATE = Text(1 << 24)  # JSON of `Ledger.state_dict`
 _LEASE = Fields({"token": _TOKEN, "task": _TASK})
 
@@ -55,7 +57,10 @@ WORK_CALLS = table_of(
             },
             {"epoch": Nullable(NUMBER)},
         ),
-        answer=Fields({"leases": ListOf(_LEASE, MOST_LEASES), "answer": OneOf("tasks", "wait", "done")}),
+        answer=Fields(
+            {"leases": ListOf(_LEASE, MOST_LEASES), "answer": OneOf("tasks", "wait", "done", "failed")},
+            {"failure": _FAILURE},
+        ),
     ),
     Call(
         "acknowledge_records",
@@ -65,8 +70,23 @@ WORK_CALLS = table_of(
     Call("give_back_tasks", Fields({"holder": _HOLDER, "tokens": _TOKENS})),
     Call(
         "fail_task",
-        Fields({"holder": _HOLDER, "token": _TOKEN, "error": Text(10_000, 0), "record": Nullable(NUMBER)}),
-        answer=Fields({"again": Boolean()}),
+        Fields(
+            {
+                "holder": _HOLDER,
+                "token": _TOKEN,
+                "error": Text(MOST_ERROR, 0),
+                "record": Nullable(NUMBER),
+                "number_in_file": Nullable(NUMBER),
+            }
+        ),
+        answer=Fields(
+            {
+                "tries": NUMBER,
+                "skipped": Boolean(),
+                "bad_records": NUMBER,
+                "failure": Nullable(_FAILURE),
+            }
+        ),
     ),
     Call("take_position", answer=Fields({"state": _STATE})),
     Call("restore_position", Fields({"state": Nullable(_STATE)})),

@@ -17,7 +17,7 @@
 - **Failures.** A holder that dies, leaves or falls silent costs a task nothing, however often. A task that
   *fails* does so `most_tries` times at most; then the job has failed, and says which records it was.
 - **Bad records.** A failure that names a record skips it instead, for up to `skip_bad_records` records of the
-  job; each is counted and remembered.
+  job; each is counted, and its task remembers it.
 - **End.** After the last epoch there is one export task, and then nothing.
 
 Every change is one transaction of the `LedgerFile`, before it is answered. Memory and file hold only the
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
 from karvan.work.spec import WorkSpec
@@ -46,6 +46,21 @@ class NoTask(Enum):
 
 class JobFailedError(RuntimeError):
     """A task has failed too often; the text says which one, and its last error."""
+
+    temporary = False  # it is the data, and will be the same next time
+
+
+class TaskFailure(NamedTuple):
+    """What follows from the failure of a task; all zero and None if its lease had ended before."""
+
+    tries: int = 0
+    """How often the task has failed; a failure that skips a record does not count."""
+    skipped: bool = False
+    """Whether its bad record is skipped from now on."""
+    bad_records: int = 0
+    """How many the job has skipped."""
+    failure: str | None = None
+    """Why the job has failed, if it has."""
 
 
 class Ledger:
@@ -208,28 +223,31 @@ class Ledger:
         self._requeue(ended)
         return [lease.task for lease in ended]
 
-    def fail(self, token: int, error: str, record: int | None = None) -> bool:
-        """A task failed, at a record if that is known (by its place in the task's order).
+    def fail(
+        self, token: int, error: str, record: int | None = None, number: int | None = None
+    ) -> TaskFailure:
+        """A task failed, at a record if that is known: by its place in the task's order.
 
-        Returns whether it will be tried again: False if the job has failed, or the lease had ended.
+        number: that record's number in its file, for the text of the job's failure.
         """
         lease = self._leases.get(token)
         if lease is None:
-            return False
+            return TaskFailure(failure=self._position.failure)
         task, now = lease.task, self._position
         if record is not None and not task.done <= record < task.records:
             raise ValueError(
                 f"Expected a record from {task.done} to {task.records - 1} of {task}, got {record}."
             )
-        if record is not None and now.bad_records < self.spec.skip_bad_records:
+        skips = record is not None and now.bad_records < self.spec.skip_bad_records
+        if record is not None and skips:
             task = task._replace(skipped=tuple(sorted({*task.skipped, record})))
             now = now._replace(bad_records=now.bad_records + 1)
         else:
             task = task._replace(tries=task.tries + 1)
             if task.tries >= self.spec.most_tries:
-                now = now._replace(failure=_failure(task, error, record))
+                now = now._replace(failure=_failure(task, error, number, now.bad_records))
         self._requeue([lease._replace(task=task)], now)
-        return now.failure is None
+        return TaskFailure(task.tries, skips, now.bad_records, now.failure)
 
     def _requeue(self, leases: Sequence[TaskLease], now: LedgerPosition | None = None) -> None:
         """Let tasks wait, ahead of those that were never issued; each under a token that nobody has."""
@@ -265,6 +283,13 @@ class Ledger:
         self._commit(LedgerPosition(token=self._position.token), remove=[*self._waiting, *self._leases])
 
     # The file
+
+    def change_settings(self, spec: WorkSpec) -> None:
+        """Train the same data in another way from now on, such as with more tries."""
+        spec.check(self.spec.settings(), data_only=True)
+        if spec != self.spec:
+            self._file.set_spec(spec)
+            self.spec = spec
 
     def close(self) -> None:
         """Close the file; the next master continues from it."""
@@ -312,6 +337,7 @@ class Ledger:
         self._leases[token] = TaskLease(token, holder, task)
 
 
-def _failure(task: Task, error: str, record: int | None) -> str:
-    place = "" if record is None else f", at record {record} of the task"
-    return f"{task} failed {task.tries} times{place}. The last error: {error}"
+def _failure(task: Task, error: str, number: int | None, bad_records: int) -> str:
+    what = str(task) if number is None else f"record {number} of {task.path} (epoch {task.epoch})"
+    before = f" {bad_records} bad records were skipped before." if bad_records else ""
+    return f"{what} failed {task.tries} time{'s' * (task.tries != 1)}.{before} The last error: {error}"

@@ -4,18 +4,21 @@ A holder is a process, under a name of its own. It calls
 
     open_work            with the `WorkSpec` of the data, before anything else. The first call of a job begins
                          its ledger; later ones, of the same or other holders, must describe the same work.
+                         Only the first one of a master may change settings of a ledger that exists: a job
+                         that is started again may have more tries, but no other data.
     lease_tasks          for tasks of some kinds. It says the token of the last lease it knows: later ones of
                          its name were answered by a master that died before the answer arrived, and are
                          answered again.
     acknowledge_records  how many records of its tasks are done. The answer names leases that have ended: the
                          holder drops them, because somebody else has their records.
     give_back_tasks      that it will not finish, because it leaves.
-    fail_task            if a task's records raise an error.
+    fail_task            if a task's records raise an error, with the bad record if it was found. The answer
+                         says what follows; see `TaskFailure`.
     take_position        for a checkpoint: what is done, and what is left of the open tasks.
     restore_position     after a rollback: that of the checkpoint, or the beginning. All leases end.
 
-"wait" means: ask again, others still work on this epoch. "done" means that nothing will follow. A network
-error means neither: the holder calls again until the master is back.
+"wait" means: ask again, others still work on this epoch. "done" means that nothing will follow, "failed" that
+the job has failed. A network error means neither: the holder calls again until the master is back.
 
 A lease ends when its holder is reported dead (`release`), or when the holder made no progress for `patience`
 seconds, or for three times as long as the slowest task took if that is more: then it hangs. Progress is a
@@ -60,6 +63,7 @@ class WorkService(Service):
         self._now = now
         self._lock = threading.Lock()
         self._opened = Ledger.existing(path)
+        self._described = False  # whether a holder has described the work to this master
         self._begun: dict[int, float] = {}  # when a lease began, by token; of the last master's unknown
         self._heard: dict[str, float] = {}  # when there was progress, by holder
         if self._opened is not None:
@@ -97,8 +101,11 @@ class WorkService(Service):
             try:
                 if self._opened is None:
                     self._opened = Ledger(self._path, spec)
+                elif not self._described:
+                    self._opened.change_settings(spec)
                 else:
                     spec.check(self._opened.spec.settings(), data_only=False)
+                self._described = True
             except (ValueError, LedgerError) as error:
                 raise RefusedError(str(error)) from None
         return Message({})
@@ -171,7 +178,7 @@ class WorkService(Service):
             try:
                 made = self.ledger.lease(holder, kinds, head["most"], head.get("epoch"))
             except JobFailedError as error:
-                raise RefusedError(f"The job has failed: {error}") from None
+                return Message({"leases": [], "answer": "failed", "failure": str(error)})
             if isinstance(made, NoTask):
                 return Message({"leases": [], "answer": made.value})
             now = self._now()
@@ -208,11 +215,13 @@ class WorkService(Service):
         head = request.head
         with self._lock:
             try:
-                again = self.ledger.fail(head["token"], head["error"], head["record"])
+                failed = self.ledger.fail(
+                    head["token"], head["error"], head["record"], head["number_in_file"]
+                )
             except ValueError as error:
                 raise RefusedError(str(error)) from None
             self._forget([head["token"]])
-        return Message({"again": again})
+        return Message(failed._asdict())
 
     def _take_position(self, request: Request) -> Message:
         with self._lock:

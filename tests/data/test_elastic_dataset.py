@@ -13,7 +13,9 @@ import torch
 from pyarrow import parquet as pq
 
 import karvan as kv
+from karvan.data.errors import DataError
 from karvan.wire import RefusedError, Server
+from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
 
 LOOP = """
@@ -94,6 +96,31 @@ def test_what_a_killed_program_did_not_acknowledge_goes_to_the_next(files, tmp_p
     done = acknowledged("".join(lines)) + acknowledged(second.communicate(timeout=60)[0])
     assert second.returncode == 0
     assert done == Counter([*range(300)] * 2)
+    server.close()
+    work.close()
+
+
+def train(dataset):
+    for batch in dataset:
+        assert dataset.acknowledge(batch)
+
+
+def no_77(batch):
+    if 77 in batch["id"]:
+        raise ValueError("77")
+    return batch
+
+
+def test_a_record_that_raises_an_error_is_named(files, tmp_path):
+    work = WorkService(tmp_path / "work.db")
+    server = Server(work, "127.0.0.1")
+    options = {"master": server.address, "shuffle": True, "transform": no_77, "most_tries": 2}
+    dataset = kv.data.elastic(files, 16, **options)
+    name = rf"record 77 of {tmp_path / '0.parquet'} \(epoch 0\)"
+    with pytest.raises(DataError, match=rf"^{name}: ValueError: 77 \(.*; its batch is of .*records 40 to 79"):
+        train(dataset)
+    with pytest.raises(JobFailedError, match=rf"^{name} failed 2 times. The last error: ValueError: 77"):
+        train(dataset)
     server.close()
     work.close()
 

@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_jobs import places_of
+from karvan.data.leasing.failure_reports import report
 from karvan.data.leasing.loader import LeasedLoader
+from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
+from karvan.data.leasing.task_records import places_of
+from karvan.data.loading.batch_steps import BatchSteps
 from karvan.data.loading.splits import permutation
 from karvan.data.source import Part
 from karvan.ragged import Batch
-from karvan.wire import RefusedError, Server
+from karvan.wire import Server
+from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind
@@ -28,22 +32,27 @@ _holders = itertools.count()
 
 
 class Numbers:
-    """Parts of numbers: record i of part p is p * 1000 + i. Reading the `bad` number is an error."""
+    """Parts of numbers: record i of part p is p * 1000 + i. Reading the `bad` number is an error.
+
+    They are read in pieces; with `whole_pieces`, which are blocks of the file, all of a bad one is bad.
+    """
 
     schema = pa.schema([("id", pa.int64())])
 
-    def __init__(self, counts, bad=None):
+    def __init__(self, counts, bad=None, pieces=7, whole_pieces=False):
         self.counts = counts
         self.bad = bad
+        self.pieces = pieces
+        self.whole_pieces = whole_pieces
 
     def parts(self):
         return [Part(str(number), count) for number, count in enumerate(self.counts)]
 
     def read(self, split):
         first = int(split.path) * 1000 + split.first
-        for begin in range(first, first + split.count, 7):
-            ids = np.arange(begin, min(begin + 7, first + split.count))
-            if self.bad in ids:
+        for begin in range(first, first + split.count, self.pieces):
+            ids = np.arange(begin, min(begin + self.pieces, first + split.count))
+            if self.bad in ids or (self.whole_pieces and self.bad // self.pieces in ids // self.pieces):
                 raise DataError("A bad number.", path=split.path)
             yield pa.record_batch([pa.array(ids)], self.schema)
 
@@ -200,19 +209,107 @@ def test_records_are_shuffled_inside_of_tasks_the_same_for_everybody(tmp_path):
         assert begin + rest == np.concatenate(orders).tolist()
 
 
-@pytest.mark.parametrize(("batch_size", "done"), [(4, 4), (6, 0)])
-def test_an_error_fails_its_task_and_then_the_job(tmp_path, batch_size, done):
-    with job_of(tmp_path, Numbers([8], bad=5), 4, most_tries=2) as job:
-        for _ in range(2):
-            loader = job.loader(batch_size, tasks_ahead=1)
-            with pytest.raises(DataError, match="A bad number"):
-                train(loader)
+def train_around_errors(job, batch_size=4, decode=decode, transform=None):
+    """As trainers do: report what raises an error, and continue with what is left."""
+    seen = []
+    while True:
+        client = WorkClient(lambda: job.server.address, f"holder {next(_holders)}")
+        client.open(job.spec)
+        loader = LeasedLoader(
+            client, job.source, decode, batch_size, seed=job.loader_seed, transform=transform
+        )
+        batches = iter(loader)
+        try:
+            while True:
+                with blaming(loader.suspects):
+                    batch = next(batches, None)
+                if batch is None:
+                    return seen
+                seen += ids_of(batch)
+                assert loader.acknowledge() == []
+        except BatchError as failed:
+            loader.stop()
+            search = RecordSearch(job.source, BatchSteps(decode, transform), job.loader_seed, 1.0)
+            report(client, failed.__cause__, failed.records, search.find(failed.records).record)
+        finally:
             loader.close()
-        with pytest.raises(
-            RefusedError, match=r"records 4 to 7 of 0 .*failed 2 times.*DataError: .*A bad number"
-        ):
+
+
+@pytest.mark.parametrize("loader_seed", [None, 3])
+@pytest.mark.parametrize("batch_size", [4, 6])
+def test_a_record_that_cannot_be_read_fails_the_job_and_is_named(tmp_path, batch_size, loader_seed):
+    with job_of(tmp_path, Numbers([8], bad=5, pieces=1), 4, loader_seed=loader_seed, most_tries=2) as job:
+        with pytest.raises(JobFailedError) as caught:
+            train_around_errors(job, batch_size)
+        assert str(caught.value) == (
+            "record 5 of 0 (epoch 0) failed 2 times. The last error: DataError: 0: A bad number."
+        )
+        with pytest.raises(JobFailedError, match="record 5 of 0"):
             train(job.loader())
-        assert job.work.ledger.position.records == done
+
+
+def test_a_damaged_block_fails_the_job_without_a_record(tmp_path):
+    source = Numbers([20], bad=9, pieces=10, whole_pieces=True)
+    failure = r"^records 0 to 9 of 0 \(epoch 0\) failed 2 times"
+    with job_of(tmp_path, source, 10, most_tries=2) as job, pytest.raises(JobFailedError, match=failure):
+        train_around_errors(job)
+
+
+def bad_decode(records):
+    if 6 in records.column(0).to_pylist():
+        raise ValueError("six")
+    return decode(records)
+
+
+def bad_transform(batch):
+    if 6 in ids_of(batch):
+        raise KeyError("six")
+    return batch
+
+
+@pytest.mark.parametrize("loader_seed", [None, 3])
+@pytest.mark.parametrize("batch_size", [4, 6])
+@pytest.mark.parametrize("options", [{"decode": bad_decode}, {"transform": bad_transform}, {}])
+def test_bad_records_are_skipped_and_all_others_are_trained_once(tmp_path, options, batch_size, loader_seed):
+    source = Numbers([20, 5], bad=None if options else 6, pieces=1)
+    with job_of(tmp_path, source, 5, loader_seed=loader_seed, epochs=2, skip_bad_records=2) as job:
+        seen = Counter(train_around_errors(job, batch_size, **options))
+        ids = [*range(20), *range(1000, 1005)]
+        ids.remove(6)
+        assert seen == Counter(ids * 2)
+        assert (job.work.ledger.position.bad_records, job.work.ledger.position.records) == (2, 50)
+
+
+def test_an_error_of_every_record_blames_none(tmp_path):
+    def no_column(batch):
+        raise KeyError("price")
+
+    with job_of(tmp_path, Numbers([8]), 4, most_tries=2, skip_bad_records=5) as job:
+        with pytest.raises(JobFailedError, match=r"records 0 to 3 of 0 .*failed 2 times.*KeyError: 'price'"):
+            train_around_errors(job, transform=no_column)
+        assert job.work.ledger.position.bad_records == 0
+
+
+def test_an_error_that_takes_two_records_blames_none(tmp_path):
+    def not_together(batch):
+        if {1, 2} <= set(ids_of(batch)):
+            raise ValueError("1 and 2")
+        return batch
+
+    with job_of(tmp_path, Numbers([8]), 4, most_tries=2, skip_bad_records=5) as job:
+        with pytest.raises(JobFailedError, match=r"records 0 to 3 of 0 .*failed 2 times"):
+            train_around_errors(job, transform=not_together)
+        assert job.work.ledger.position.bad_records == 0
+
+
+def test_more_tasks_than_a_call_may_name_are_returned(tmp_path):
+    with job_of(tmp_path, Numbers([1500]), 1) as job:
+        client = WorkClient(job.server.address, "greedy")
+        client.open(job.spec)
+        leases = [*client.lease(most=1000), *client.lease(most=1000)]
+        client.acknowledge({lease.token: 1 for lease in leases[:100]})
+        client.close()
+        assert (len(job.work.ledger.leases), len(job.work.ledger.waiting)) == (0, 1400)
 
 
 def test_skipped_records_are_not_read_and_count_as_done():
@@ -226,7 +323,7 @@ def test_records_that_are_skipped_reach_the_end_of_the_task(tmp_path):
         client.open(job.spec)
         for bad in (3, 1):
             (lease,) = client.lease()
-            assert client.fail(lease.token, "bad", record=bad)
+            assert client.fail(lease.token, "bad", record=bad, number=bad).skipped
         client.close()
         assert train(job.loader()) == [[0, 2, 4, 5], [6, 7]]
         assert job.work.ledger.position.records == 8

@@ -71,3 +71,25 @@ def test_a_trainer_that_comes_too_late_finds_nothing_to_do(tmp_path):
         job.wait_for_world(1)
         text = job.finish()  # the other one ends before the replacement is there
     assert "nothing more to do" in text
+
+
+@pytest.mark.slow
+def test_a_bad_record_ends_the_job_at_once_or_is_skipped_when_it_is_launched_again(tmp_path):
+    keys = "max_task_tries: 2\nmax_restarts: 1000\nrestart_window: 1"
+    with ElasticLaunch(tmp_path, records=240, pause=0, restarts=keys, POISON="31") as job:
+        assert job.process.wait(120) == 3
+        text = job.log.read_text()
+    record = f"record 10 of {job.data / '1.parquet'} (epoch"
+    failure = f"{record} 0) failed 2 times. The last error: ValueError: 31 is poison ({job.program}, line "
+    assert failure in text.splitlines()[-1]
+    assert "Traceback" not in text
+    assert "restarted" not in text
+    assert job.pids("trainer") == []
+    settings = (tmp_path / "job.yaml").read_text().replace("max_task_tries: 2", "skip_bad_records: 2")
+    (tmp_path / "job.yaml").write_text(settings)
+    job.launch()
+    with job:
+        text = job.finish(without=[31])
+    for epoch in (0, 1):
+        assert f"Skipped {record} {epoch}), bad record {epoch + 1} of the job: ValueError" in text
+    assert "WARNING: 2 bad records skipped, because they raised errors." in text

@@ -220,6 +220,12 @@ ELASTIC = {
         "sharding: dynamic\nglobal_batches: 2",
         "global_batches gives the same bits in mode sync alone",
     ),
+    "tries of fixed shares": ("max_task_tries: 2", "max_task_tries needs sharding: dynamic"),
+    "bad records of fixed shares": ("skip_bad_records: 0", "skip_bad_records needs sharding: dynamic"),
+    "bad records of fixed batches": (
+        "sharding: dynamic\nmode: sync\nglobal_batches: 2\nskip_bad_records: 1",
+        "skip_bad_records is for records that are leased, but global_batches fixes the records of every step",
+    ),
     "mode async": ("sharding: dynamic\nmode: async", "sharding: dynamic is for modes sync and hybrid"),
     "loaders": ("sharding: dynamic\nroles: {loaders: 1}", "expected no loaders"),
     "continue with fixed shares": ("on_trainer_loss: continue", "on_trainer_loss: continue needs sharding"),

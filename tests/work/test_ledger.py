@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from karvan.work.ledger import JobFailedError, Ledger, NoTask
+from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
@@ -102,7 +103,7 @@ def test_elasticdl_5_a_task_that_fails_once_in_two_epochs_is_issued_three_times(
     while (lease := lease_of(ledger, "a")) is not NoTask.DONE:
         issued[lease.task.number] += 1
         if lease.token == 1:
-            assert ledger.fail(lease.token, "no luck")
+            assert ledger.fail(lease.token, "no luck") == TaskFailure(tries=1)
         else:
             finish(ledger, lease)
     assert issued == Counter(dict.fromkeys(range(8), 2)) + Counter([0])
@@ -118,11 +119,12 @@ def test_elasticdl_6_a_task_outlives_any_number_of_holders(open_ledger):
 
 def test_elasticdl_6_a_task_that_fails_too_often_fails_the_job_and_is_named(open_ledger):
     ledger = open_ledger(most_tries=3)
-    for remaining in (True, True, False):
+    for tries in (1, 2, 3):
         lease = lease_of(ledger, "a")
         assert lease.task.number == 0
-        assert ledger.fail(lease.token, "KeyError: 'price'", record=1) is remaining
-    message = r"records 0 to 2 of f1 \(epoch 0\) failed 3 times, at record 1 of the task.*KeyError: 'price'"
+        failed = ledger.fail(lease.token, "KeyError: 'price'")
+        assert (failed.tries, failed.failure is None) == (tries, tries < 3)
+    message = r"records 0 to 2 of f1 \(epoch 0\) failed 3 times. The last error: KeyError: 'price'"
     with pytest.raises(JobFailedError, match=message):
         lease_of(ledger, "a")
     with pytest.raises(JobFailedError, match="failed 3 times"):
@@ -137,7 +139,7 @@ def test_elasticdl_7_a_late_report_changes_nothing(open_ledger):
     assert now.task == late.task
     before = ledger.state_dict()
     assert ledger.acknowledge({late.token: 3}) == [late.token]
-    assert not ledger.fail(late.token, "too late")
+    assert ledger.fail(late.token, "too late") == TaskFailure()
     ledger.give_back([late.token])
     assert ledger.state_dict() == before
     finish(ledger, now)
@@ -167,10 +169,26 @@ def test_more_records_than_a_task_has_are_an_error(open_ledger):
 def test_bad_records_are_skipped_and_counted_up_to_the_limit(open_ledger):
     ledger = open_ledger(most_tries=1, skip_bad_records=2)
     for bad in (1, 0):
-        assert ledger.fail(lease_of(ledger, "a").token, "bad", record=bad)
+        assert ledger.fail(lease_of(ledger, "a").token, "bad", record=bad).skipped
     lease = lease_of(ledger, "a")
     assert (lease.task.skipped, lease.task.tries, ledger.position.bad_records) == ((0, 1), 0, 2)
-    assert not ledger.fail(lease.token, "one too many", record=2)
+    failed = ledger.fail(lease.token, "ValueError: one too many", record=2, number=7)
+    assert failed.failure == (
+        "record 7 of f1 (epoch 0) failed 1 time. 2 bad records were skipped before. "
+        "The last error: ValueError: one too many"
+    )
+
+
+def test_a_job_that_is_started_again_may_have_more_tries_but_no_other_data(tmp_path, open_ledger):
+    ledger = open_ledger(most_tries=1)
+    ledger.change_settings(replace(ledger.spec, most_tries=2, skip_bad_records=1))
+    assert ledger.fail(lease_of(ledger, "a").token, "bad").failure is None
+    with pytest.raises(ValueError, match="records_per_task was 3, and is now 4"):
+        ledger.change_settings(replace(ledger.spec, records_per_task=4))
+    ledger.close()
+    again = Ledger.existing(tmp_path / "ledger.db")
+    assert (again.spec.most_tries, again.spec.skip_bad_records) == (2, 1)
+    again.close()
 
 
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
@@ -390,7 +408,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(chance=chances)
     def fail(self, chance):
         token = chance.choice(sorted(self.live))
-        assert self.ledger.fail(token, "some error")
+        assert self.ledger.fail(token, "some error").failure is None
         self.end(token)
 
     @precondition(lambda self: self.ended)
@@ -398,7 +416,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def report_late(self, chance):
         token = chance.choice(self.ended)
         assert self.ledger.acknowledge({token: 1}) == [token]
-        assert not self.ledger.fail(token, "late")
+        assert self.ledger.fail(token, "late") == TaskFailure()
         self.ledger.give_back([token])
 
     @rule()

@@ -180,12 +180,20 @@ def test_elasticdl_8_slow_tasks_get_three_times_as_long_as_the_slowest(tmp_path)
 def test_a_failed_job_refuses_to_lease_and_says_why(tmp_path):
     with serving(tmp_path, most_tries=1) as (_, _, client):
         token = lease(client)["leases"][0]["token"]
-        head = {"holder": "a", "token": token, "error": "KeyError: 'price'", "record": None}
-        assert client.call("fail_task", head).head == {"again": False}
-        with pytest.raises(
-            RefusedError, match=r"The job has failed: records 0 to 2 of f .*KeyError: 'price'"
-        ):
-            lease(client)
+        head = {"holder": "a", "token": token, "error": "KeyError: 'price'", "record": 1, "number_in_file": 1}
+        failed = client.call("fail_task", head).head
+        assert failed["failure"] == "record 1 of f (epoch 0) failed 1 time. The last error: KeyError: 'price'"
+        assert lease(client) == {"leases": [], "answer": "failed", "failure": failed["failure"]}
+
+
+def test_the_next_master_takes_other_settings_of_the_same_data_once(tmp_path):
+    with serving(tmp_path, most_tries=1) as (_, _, client):
+        token = lease(client)["leases"][0]["token"]
+        acknowledge(client, {token: 3})
+    with serving(tmp_path, most_tries=5) as (ledger, _, client):
+        assert (ledger.spec.most_tries, ledger.position.records) == (5, 3)
+        with pytest.raises(RefusedError, match="most_tries was 5, and is now 1"):
+            open_work(client, WorkSpec((("f", 10),), 3, most_tries=1))
 
 
 def test_a_holder_gives_back_only_what_it_has(tmp_path):
@@ -205,7 +213,7 @@ def test_a_holder_gives_back_only_what_it_has(tmp_path):
         ("acknowledge_records", {"holder": "a", "done": [[1, 99]]}, "Expected 0 to 3 records"),
         (
             "fail_task",
-            {"holder": "a", "token": 1, "error": "x", "record": 7},
+            {"holder": "a", "token": 1, "error": "x", "record": 7, "number_in_file": 7},
             "Expected a record from 0 to 2",
         ),
     ],

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from karvan.protocol.work import WORK_CALLS
+from karvan.protocol.work import MOST_ERROR, MOST_LEASES, WORK_CALLS
 from karvan.wire import Client, Security
-from karvan.work.ledger import NoTask
+from karvan.work.ledger import JobFailedError, NoTask, TaskFailure
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
 
@@ -33,8 +33,9 @@ class WorkClient:
         deadline: float = _DEADLINE,
     ) -> None:
         self.holder = secrets.token_hex(8) if holder is None else holder
+        self._leasing = threading.Lock()  # one call at a time: the next one says which leases have arrived
         self._lock = threading.Lock()
-        self._held: set[int] = set()  # tokens; one thread leases while another acknowledges
+        self._held: dict[int, int] = {}  # records by token; one thread leases while another acknowledges
         self._last = 0  # token
         self._client = Client("master", find, security, calls=WORK_CALLS, deadline=deadline, forgetful=True)
 
@@ -45,44 +46,65 @@ class WorkClient:
     def lease(
         self, kinds: Iterable[TaskKind] = (TaskKind.TRAIN,), most: int = 1, epoch: int | None = None
     ) -> list[TaskLease] | NoTask:
-        """Up to `most` tasks, or the answer why there is none; with `epoch`, only tasks of that one."""
-        head = {
-            "holder": self.holder,
-            "last_token": self._last,
-            "kinds": list(kinds),
-            "most": most,
-            "epoch": epoch,
-        }
-        got = self._client.call("lease_tasks", head).head
-        leases = [TaskLease(each["token"], self.holder, _task_from(each["task"])) for each in got["leases"]]
-        with self._lock:
-            self._held.update(lease.token for lease in leases)
-            self._last = max([self._last, *self._held])
-        return leases or NoTask(got["answer"])
+        """Up to `most` tasks, or the answer why there is none; with `epoch`, only tasks of that one.
 
-    def acknowledge(self, done: Mapping[int, int], finished: Iterable[int] = ()) -> list[int]:
-        """Report how many records are done, by token; returns the tokens of leases that have ended.
-
-        finished: those of which all records are done.
+        A JobFailedError if the job has failed.
         """
+        with self._leasing:
+            head = {
+                "holder": self.holder,
+                "last_token": self._last,
+                "kinds": list(kinds),
+                "most": most,
+                "epoch": epoch,
+            }
+            got = self._client.call("lease_tasks", head).head
+            tasks = {each["token"]: _task_from(each["task"]) for each in got["leases"]}
+            with self._lock:
+                self._held.update({token: task.records for token, task in tasks.items()})
+                self._last = max([self._last, *tasks])
+        if got["answer"] == "failed":
+            raise JobFailedError(got["failure"])
+        return [TaskLease(token, self.holder, task) for token, task in tasks.items()] or NoTask(got["answer"])
+
+    def acknowledge(self, done: Mapping[int, int]) -> list[int]:
+        """Report how many records are done, by token; returns the tokens of leases that have ended."""
         ended: list[int] = self._client.call(
             "acknowledge_records", {"holder": self.holder, "done": [list(each) for each in done.items()]}
         ).head["ended"]
+        with self._lock:
+            finished = [token for token, count in done.items() if self._held.get(token) == count]
         self._forget([*ended, *finished])
         return ended
 
     def give_back(self, tokens: Iterable[int]) -> None:
         """End leases that will not be finished here."""
         tokens = list(tokens)
-        self._client.call("give_back_tasks", {"holder": self.holder, "tokens": tokens})
+        for first in range(0, len(tokens), MOST_LEASES):
+            some = tokens[first : first + MOST_LEASES]
+            self._client.call("give_back_tasks", {"holder": self.holder, "tokens": some})
         self._forget(tokens)
 
-    def fail(self, token: int, error: str, record: int | None = None) -> bool:
-        """Report that a task raised an error; returns whether it will be tried again."""
-        head = {"holder": self.holder, "token": token, "error": error[:10_000], "record": record}
-        again: bool = self._client.call("fail_task", head).head["again"]
+    def give_back_all(self) -> None:
+        """End all leases that are held here."""
+        with self._lock:
+            held = list(self._held)
+        self.give_back(held)
+
+    def fail(
+        self, token: int, error: str, record: int | None = None, number: int | None = None
+    ) -> TaskFailure:
+        """Report that a task raised an error; see `Ledger.fail`."""
+        head = {
+            "holder": self.holder,
+            "token": token,
+            "error": error[:MOST_ERROR],
+            "record": record,
+            "number_in_file": number,
+        }
+        answer = self._client.call("fail_task", head).head
         self._forget([token])
-        return again
+        return TaskFailure(**answer)
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""
@@ -97,12 +119,12 @@ class WorkClient:
 
     def _forget(self, tokens: Iterable[int]) -> None:
         with self._lock:
-            self._held.difference_update(tokens)
+            for token in tokens:
+                self._held.pop(token, None)
 
     def close(self) -> None:
         """Give back what is held, and disconnect."""
-        if self._held:
-            self.give_back(self._held)
+        self.give_back_all()
         self.disconnect()
 
     def disconnect(self) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pyarrow import fs
@@ -23,8 +23,11 @@ from pyarrow import fs
 from karvan.argument_checks import check_counts
 from karvan.data.columns.declarations import Column
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.failure_reports import named_error, report
 from karvan.data.leasing.loader import LeasedLoader
-from karvan.data.loading.batch_steps import Transform
+from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
+from karvan.data.leasing.task_records import records_done
+from karvan.data.loading.batch_steps import BatchSteps, Transform
 from karvan.data.loading.splits import default_split_records
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
@@ -116,13 +119,31 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
                 prefetch=self._prefetch,
                 retry_seconds=retry_seconds,
             )
-            for batch in loader:
-                yield LeasedBatch.of(batch, loader.hand_over())
+            batches = iter(loader)
+            while True:
+                with blaming(loader.suspects):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                yield LeasedBatch.of(batch, records_done(loader.hand_over()))
+        except BatchError as failed:
+            search = RecordSearch(source, BatchSteps(decode, self._transform), self._seed, retry_seconds)
+            self._fail(client, failed, search)
         finally:
             # Leases stay: the batches may be acknowledged later, and the master takes back what is not.
             if loader is not None:
                 loader.stop()
             client.disconnect()
+
+    def _fail(self, client: WorkClient, failed: BatchError, search: RecordSearch) -> NoReturn:
+        """Report that records cannot be read, and raise the error with their names."""
+        error = failed.__cause__
+        assert error is not None
+        record = search.find(failed.records).record
+        report(client, error, failed.records, record)
+        if record is None:
+            raise error
+        raise named_error(error, failed.records, record) from error.__cause__
 
     def acknowledge(self, batch: LeasedBatch) -> bool:
         """The records of a batch have been trained, and of all batches before it that were read together.

@@ -13,29 +13,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.task_records import TakenRecords, places_of, read_job
 from karvan.data.loading.read_jobs import Order, ReadJob
-from karvan.data.loading.splits import permutation
 from karvan.data.source import Split
 from karvan.work.ledger import NoTask
-from karvan.work.task import Task, TaskLease
+from karvan.work.task import TaskLease
 
 _log = logging.getLogger("karvan.data")
 
+_Waiting = tuple[TaskLease, Order]  # records of a task, by their places
+
 _LONG = 30.0  # seconds after which a warning says what it waits for
 _POLL = 0.1  # seconds between two questions for a task while others work on the last ones of an epoch
-
-
-class RecordsDone(NamedTuple):
-    """How many records of a task are done when the batches so far are, and whether these are all."""
-
-    token: int
-    done: int
-    complete: bool
 
 
 class LeasedJobs:
@@ -59,7 +50,7 @@ class LeasedJobs:
         self._tasks_ahead = tasks_ahead
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._open: deque[tuple[TaskLease, Order]] = deque()  # places that are in no batch yet
+        self._open: deque[_Waiting] = deque()  # those that are in no batch yet
         self._waits = False  # whether there is no task for now
 
     def __iter__(self) -> Iterator[ReadJob | None]:
@@ -78,6 +69,9 @@ class LeasedJobs:
             got = self._client.lease(most=self._tasks_ahead, epoch=self._epoch)
             self._waits = not isinstance(got, list)
             if isinstance(got, list):
+                if self._closed.is_set():  # meanwhile: nobody would read them
+                    self._client.give_back(lease.token for lease in got)
+                    return
                 yield from got
                 waited = 0.0
                 continue
@@ -97,22 +91,11 @@ class LeasedJobs:
         task = lease.task
         places = places_of(task)
         if not len(places):
-            self._client.acknowledge({lease.token: task.records}, [lease.token])
+            self._client.acknowledge({lease.token: task.records})
             return
         with self._lock:
             self._open.append((lease, places))
-        split = Split(task.path, task.first, task.records)
-        if self._seed is None and len(places) == task.records:
-            yield ReadJob(task.epoch, (split,), len(places), last=last)
-            return
-        seed = self._seed
-
-        def order() -> Order:
-            if seed is None:
-                return places
-            return permutation(task.records, seed, task.epoch, task.number)[places]
-
-        yield ReadJob(task.epoch, (split,), len(places), order, last=last)
+        yield read_job(task, self._seed, last=last)
 
     @property
     def idle(self) -> bool:
@@ -120,37 +103,37 @@ class LeasedJobs:
         with self._lock:
             return self._waits and not self._open
 
-    def take(self, records: int) -> list[RecordsDone]:
-        """A batch of this many records was handed out: how far it reaches in each of its tasks."""
-        reached = []
+    def take(self, records: int) -> list[TakenRecords]:
+        """A batch of this many records was handed out: which ones of each task."""
         with self._lock:
-            while records:
-                lease, places = self._open.popleft()
-                taken = min(records, len(places))
-                records -= taken
-                rest = places[taken:]
-                done = int(rest[0]) if len(rest) else lease.task.records
-                reached.append(RecordsDone(lease.token, done, not len(rest)))
-                if len(rest):
-                    self._open.appendleft((lease, rest))
-        return reached
+            taken, self._open = _first(self._open, records)
+        return taken
 
-    def task_to_blame(self, split: Split | None) -> TaskLease | None:
-        """The task of a split that could not be read; of an error elsewhere, that of the next batch."""
+    def suspects(self, split: Split | None, records: int) -> list[TakenRecords]:
+        """Those of a split that could not be read; of an error elsewhere, the next so many records."""
         with self._lock:
-            leases = [lease for lease, _ in self._open]
-        if split is not None:
-            leases = [
-                each for each in leases if (each.task.path, each.task.first) == (split.path, split.first)
-            ]
-        return leases[0] if leases else None
+            waiting = self._open.copy()
+        if split is None:
+            return _first(waiting, records)[0]
+        for lease, places in waiting:
+            task = lease.task
+            if task.path == split.path and task.first <= split.first < task.first + task.records:
+                return [TakenRecords(lease, places, task.records)]
+        return []
 
     def close(self) -> None:
         """Lease no more."""
         self._closed.set()
 
 
-def places_of(task: Task) -> Order:
-    """The records of a task that are left, by their places in its order."""
-    places = np.arange(task.done, task.records)
-    return places[~np.isin(places, task.skipped)]
+def _first(waiting: deque[_Waiting], records: int) -> tuple[list[TakenRecords], deque[_Waiting]]:
+    """The first of the records that wait, as far as there are any, and the rest."""
+    rest, taken = waiting.copy(), []
+    while records and rest:
+        lease, places = rest.popleft()
+        mine, left = places[:records], places[records:]
+        records -= len(mine)
+        taken.append(TakenRecords(lease, mine, int(left[0]) if len(left) else lease.task.records))
+        if len(left):
+            rest.appendleft((lease, left))
+    return taken, rest

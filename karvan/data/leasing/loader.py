@@ -3,6 +3,9 @@
 Which process gets which records is decided while a job runs, so that processes may come, go and be slow. The
 records of a batch are done when the caller says so (`acknowledge`), in the order of the batches. If a process
 dies, the records that it has not acknowledged are leased by others.
+
+An error of reading, decoding or the transform is raised to the caller, who acknowledges what is done and then
+reports it (`failure_reports.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import pyarrow as pa
 
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_jobs import LeasedJobs, RecordsDone
+from karvan.data.leasing.leased_jobs import LeasedJobs
+from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.pipeline import Pipeline
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
@@ -49,7 +53,8 @@ class LeasedLoader:
         self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead, epoch=epoch)
         self._source = RetryingSource(source, retry_seconds)
         self._reads = _Reads(self._source)
-        self._unacknowledged: deque[list[RecordsDone]] = deque()  # of each batch
+        self._batch_size = batch_size
+        self._unacknowledged: deque[list[TakenRecords]] = deque()  # of each batch
         self._pipeline = Pipeline(
             self._reads,
             iter(self._jobs),
@@ -67,12 +72,7 @@ class LeasedLoader:
             yield batch
 
     def _next(self) -> Batch | None:
-        try:
-            outcome = self._pipeline.next()
-        except Exception as error:
-            if (lease := self._jobs.task_to_blame(self._reads.failed_split(error))) is not None:
-                self._client.fail(lease.token, f"{type(error).__name__}: {error}")
-            raise
+        outcome = self._pipeline.next()
         if outcome.batch is not None:
             records = sum(receipt.records for receipt in outcome.receipts)
             self._unacknowledged.append(self._jobs.take(records))
@@ -89,17 +89,17 @@ class LeasedLoader:
         Those records are with somebody else, because this process was taken for dead.
         """
         done: dict[int, int] = {}
-        finished = []
         for _ in range(batches):
-            for token, count, complete in self._unacknowledged.popleft():
-                done[token] = count
-                if complete:
-                    finished.append(token)
-        return self._client.acknowledge(done, finished)
+            done |= records_done(self._unacknowledged.popleft())
+        return self._client.acknowledge(done)
 
-    def hand_over(self) -> dict[int, int]:
-        """The records of the last batch, by token, for somebody else who will acknowledge them."""
-        return {each.token: each.done for each in self._unacknowledged.pop()}
+    def hand_over(self) -> list[TakenRecords]:
+        """The records of the last batch, for somebody else who will acknowledge them."""
+        return self._unacknowledged.pop()
+
+    def suspects(self, error: Exception) -> list[TakenRecords]:
+        """The records of which one may be the reason that the next batch raised this error."""
+        return self._jobs.suspects(self._reads.failed_split(error), self._batch_size)
 
     def stop(self) -> None:
         """End the threads; leases stay."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from karvan.activity import activity
-from karvan.data.leasing.leased_jobs import places_of
+from karvan.data.leasing.task_records import TakenRecords, places_of, read_job
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.pipeline import Pipeline
-from karvan.data.loading.read_jobs import Order, ReadJob
-from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, permutation
+from karvan.data.loading.read_jobs import ReadJob
+from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
 from karvan.data.retry import RETRY_SECONDS, RetryingSource
-from karvan.data.source import Source, Split
+from karvan.data.source import Source
 from karvan.ragged import Batch
+from karvan.work.task import TaskLease
 from karvan.work.task_plan import TaskPlan
 
 
@@ -68,9 +69,13 @@ class PlannedLoader:
             self._last = next(self._handed_out)
             yield batch
 
-    def hand_over(self) -> dict[int, int]:
-        """The number of the last batch in the epoch, in place of the tokens of leases."""
-        return {self._last: 1}
+    def hand_over(self) -> list[TakenRecords]:
+        """The records of the last batch; its number in the epoch takes the place of the token of a lease."""
+        return self._records(self._last)
+
+    def suspects(self, error: Exception) -> list[TakenRecords]:
+        """See `LeasedLoader.suspects`."""
+        return self._records(next(self._handed_out))
 
     def stop(self) -> None:
         """End the threads."""
@@ -81,12 +86,8 @@ class PlannedLoader:
         return (number for number in range(first, len(self._plan)) if number % of_step % ranks == rank)
 
     def _job(self, number: int) -> ReadJob:
+        return read_job(self._plan.task(self._epoch, number), self._seed, last=True)
+
+    def _records(self, number: int) -> list[TakenRecords]:
         task = self._plan.task(self._epoch, number)
-        split, seed = (Split(task.path, task.first, task.records),), self._seed
-        if seed is None:
-            return ReadJob(task.epoch, split, task.records, last=True)
-
-        def order() -> Order:
-            return permutation(task.records, seed, task.epoch, task.number)[places_of(task)]
-
-        return ReadJob(task.epoch, split, task.records, order, last=True)
+        return [TakenRecords(TaskLease(number, "", task), places_of(task), 1)]

@@ -16,7 +16,8 @@ from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.planned_loader import PlannedLoader
-from karvan.data.loading.batch_steps import Decode, Transform
+from karvan.data.leasing.record_search import RecordSearch
+from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.splits import default_split_records
 from karvan.data.retry import Patience, retrying
@@ -111,6 +112,11 @@ class SharedData:
             epoch=epoch,
             retry_seconds=self._retry_seconds,
         )
+
+    def search(self) -> RecordSearch:
+        """Finds bad records of leased tasks."""
+        steps = BatchSteps(self._decode, self.transform)
+        return RecordSearch(self._source, steps, self._seed, self._retry_seconds)
 
     def plan(self) -> TaskPlan:
         """The batches of every epoch, each a task, where steps have fixed batches."""

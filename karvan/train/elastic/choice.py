@@ -9,6 +9,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.shared_data import SharedData
 from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.elastic_fit import ElasticFit
+from karvan.train.elastic.group_steps import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping.goal import Goal
@@ -50,4 +51,6 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
         )
     job = JobEnvironment.read()
     client = WorkClient(job.registry, connection.group.process, Security.from_environment())
-    return ElasticFit(trainer, parts, data, goal, begin, client, job.global_batches)
+    given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
+    work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
+    return ElasticFit(trainer, parts, data, goal, begin, client, work)

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,7 @@ from karvan.distributed import RankError
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
-from karvan.train.elastic.group_steps import GroupSteps
+from karvan.train.elastic.group_steps import GroupSteps, WorkSettings
 from karvan.train.elastic.joint_step import Agreement
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
@@ -59,10 +60,7 @@ _IDLE = 0.02  # seconds between two steps without a batch, while others work on 
 
 
 class ElasticFit(Fit):
-    """Trains a Trainer's model on leased data, together with the trainers of the group.
-
-    of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
-    """
+    """Trains a Trainer's model on leased data, together with the trainers of the group."""
 
     def __init__(
         self,
@@ -72,14 +70,14 @@ class ElasticFit(Fit):
         goal: Goal,
         begin: Begin,
         client: WorkClient,
-        of_step: int | None = None,
+        work: WorkSettings,
     ) -> None:
         super().__init__(trainer, parts, data, goal, begin)
         group = parts.connection.group
         assert group is not None
         assert isinstance(data, SharedData)
         self._group: ElasticGroup = group
-        self._make_steps = partial(GroupSteps, parts, group, data, client, of_step, self._stopping.asked)
+        self._make_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
         self._stack = ExitStack()
         self._begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
@@ -412,11 +410,12 @@ class ElasticFit(Fit):
 
     def _finish_together(self) -> dict[str, Any]:
         self._save_together()
-        path: str | None = None
+        said: dict[str, Any] = {}
         if self._first:
-            path = self._parts.saver.finish(self._unsaved, self._snapshot)
-        gathered = self._group.channel.gather_json(path)
-        return {"checkpoint": gathered[0], "metrics": self._reporter.metrics()}
+            said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
+            said["bad_records"] = self._steps.bad_records()
+        first = self._group.channel.gather_json(said)[0]
+        return {**first, "metrics": self._reporter.metrics()}
 
     def _complete_finish(self, result: Mapping[str, Any]) -> None:
         parts = self._parts
@@ -425,9 +424,8 @@ class ElasticFit(Fit):
             parts.callbacks.on_checkpoint(self._trainer, self._counts.step)
         if self._stopping.reason is None:
             self._skips.end()
-        self._result = made = self._make_result(
-            self._stopping.reason, result["checkpoint"], result["metrics"]
-        )
+        made = self._make_result(self._stopping.reason, result["checkpoint"], result["metrics"])
+        self._result = made = replace(made, bad_records=result["bad_records"])
         parts.callbacks.on_fit_end(self._trainer, made)
         if self._first:
             self._reporter.end(made, self._skips.count)

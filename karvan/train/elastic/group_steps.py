@@ -2,22 +2,29 @@
 
 It takes this trainer's batches, computes their gradients once, however often trainers have to agree anew, and
 reports the records of committed steps to the master.
+
+A batch that raises an error is no batch of the step: its bad record is reported (`bad_records.py`), all that
+is leased and not trained returns to the master, and the trainer takes part in the step without a batch.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.record_search import BatchError, blaming
 from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.train.elastic.acknowledgements import Acknowledgements
+from karvan.train.elastic.bad_records import BadRecords
 from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, StepBatch
+from karvan.train.elastic.leased_feed import TakenBatch
 from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.losses import named
@@ -27,8 +34,20 @@ from karvan.train.step.optimizer_step import engines_of
 from karvan.train.trainer_parts import TrainerParts
 
 
+@dataclass(frozen=True)
+class WorkSettings:
+    """How the records of a job are trained: as its job.yaml says.
+
+    of_step: how many batches a step has, whoever computes them; None: as many as there are trainers.
+    """
+
+    of_step: int | None = None
+    most_tries: int = 3
+    skip_bad_records: int = 0
+
+
 class GroupSteps:
-    """The steps of one fit; of_step: see `ElasticFit`. stopped: why to take no more batches, if so."""
+    """The steps of one fit; stopped: why to take no more batches, if so."""
 
     def __init__(
         self,
@@ -36,18 +55,19 @@ class GroupSteps:
         group: ElasticGroup,
         data: SharedData,
         client: WorkClient,
-        of_step: int | None,
+        work: WorkSettings,
         stopped: Callable[[], object],
     ) -> None:
         self._parts = parts
         self._group = group
         self._client = client
-        self._of_step = of_step
+        self._of_step = of_step = work.of_step
         self._stopped = stopped
         self._placement = parts.setup.runs.placement
         self._engines = engines_of(parts.model)
         self.seed = torch.initial_seed()  # of the generators of batches, where steps have fixed batches
-        client.open(data.spec())
+        client.open(data.spec(work.most_tries, work.skip_bad_records))
+        self._bad_records = BadRecords(parts, data)
         self.records = Acknowledgements(client)
         self._joint = JointStep(group, parts.setup.update, parts.connection.servers)
         place = partial(self._placement.place, training=True)
@@ -118,6 +138,13 @@ class GroupSteps:
         ledger = None if self._of_step is not None else self._client.take_position()
         return {"global_batches": self._of_step, "seed": self.seed, "ledger": ledger}
 
+    def bad_records(self) -> int:
+        """How many records the job has skipped."""
+        if self._of_step is not None:
+            return 0
+        skipped: int = json.loads(self._client.take_position())["position"]["bad_records"]
+        return skipped
+
     def restore(self, position: Mapping[str, Any] | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning of an epoch."""
         batches = self._parts.counts.batches
@@ -151,11 +178,33 @@ class GroupSteps:
         self._placement.forget()
 
     def _compute(self, number: int) -> StepBatch:
-        """The gradients of one of this trainer's batches, if it has one."""
+        """The gradients of one of this trainer's batches, if it has one that raises no error."""
+        try:
+            taken = self._batches.take(number, self._stopped)
+            if taken is None:
+                computed = StepBatch(0)
+            else:
+                with blaming(lambda error: taken.records):
+                    computed = self._gradients(number, taken)
+        except BatchError as failed:
+            self._set_aside(failed)
+            computed = StepBatch(0)
+        return self._joint.add(number, computed)
+
+    def _set_aside(self, failed: BatchError) -> None:
+        """Report a batch that raised an error, and return all records that are not trained."""
+        self._parts.setup.update.forget()
+        self._close_batches()
+        found = self._bad_records.find(failed)
+        if self._of_step is not None:  # every step has fixed batches, so none can be left out
+            raise self._bad_records.fatal(failed, found) from failed.__cause__
+        self.records.flush()  # what is returned must not have been trained
+        self._bad_records.report(self._client, failed, found)
+        self._client.give_back_all()
+
+    def _gradients(self, number: int, taken: TakenBatch) -> StepBatch:
+        """Compute the gradients of a batch."""
         parts, routine = self._parts, self._parts.setup.routine
-        taken = self._batches.take(number, self._stopped)
-        if taken is None:
-            return self._joint.add(number, StepBatch(0))
         for engine in self._engines:
             engine.step = parts.counts.step  # that of all trainers
         if self._of_step is not None:  # generators belong to the batch, not to the trainer
@@ -169,10 +218,11 @@ class GroupSteps:
                 for metric in parts.metrics.values():
                     metric.update(made.output, made.batch)
                 losses.add(named(made.losses, made.loss), 1.0)
-        computed = StepBatch(
+        self._bad_records.computed = True
+        done = {} if self._of_step is not None else taken.done
+        return StepBatch(
             place=0,
             samples=samples,
-            records={str(token): done for token, done in taken.records.items()},
+            records={str(token): count for token, count in done.items()},
             losses={name: float(loss) for name, loss in losses.means().items()},
         )
-        return self._joint.add(number, computed)

@@ -3,6 +3,8 @@
 Unlike the feed of ranks with fixed shares it agrees with nobody: who has a batch takes part in the next step
 with it, who has none takes part without. A trainer waits for a batch that is being read, but not for records
 that others may still be working on.
+
+An error of the data is raised as a `BatchError`, which has the records of which one may have caused it.
 """
 
 from __future__ import annotations
@@ -15,17 +17,24 @@ from typing import Any, NamedTuple
 from karvan.activity import activity
 from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.planned_loader import PlannedLoader
+from karvan.data.leasing.record_search import blaming
+from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.train.types import samples_of
 
 _WAKE = 0.02  # seconds between two looks at whether there is no task for now
 
 
 class TakenBatch(NamedTuple):
-    """A batch that is ready, and how many records of each leased task are done with it, by token."""
+    """A batch that is ready, and the records of leased tasks in it."""
 
     batch: Any
-    records: dict[int, int]
+    records: list[TakenRecords]
     samples: int
+
+    @property
+    def done(self) -> dict[int, int]:
+        """How many records of each task are done with it, by token."""
+        return records_done(self.records)
 
 
 class LeasedFeed:
@@ -77,10 +86,17 @@ class LeasedFeed:
 
     def _fill(self) -> None:
         """The thread: takes a batch whenever there is room."""
+        batches = iter(self._loader)
         try:
-            for batch in self._loader:
+            while True:
+                with blaming(self._loader.suspects):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
                 self._placing = True
-                made = TakenBatch(self._place(batch), self._loader.hand_over(), samples_of(batch))
+                records = self._loader.hand_over()
+                with blaming(lambda error, records=records: records):  # type: ignore[misc]
+                    made = TakenBatch(self._place(batch), records, samples_of(batch))
                 with self._changed:
                     self._ready.append(made)
                     self._placing = False

@@ -154,8 +154,8 @@ class PlannedSteps:
             )
             self._feed = LeasedFeed(loader, self._place, self._prefetch)
         while (taken := self._feed.take(lambda: False)) is not None:
-            if number in taken.records:
-                return taken._replace(records={})
+            if number in taken.done:
+                return taken
         raise RuntimeError(f"Expected batch {number} of epoch {self._epoch}, but the data has ended.")
 
     def regrouped(self) -> None:

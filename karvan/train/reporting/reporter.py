@@ -110,10 +110,13 @@ class Reporter:
         return merged(self._parts.connection.trainers, self._parts.metrics)
 
     def end(self, result: FitResult, skipped: int) -> None:
-        """Show the final message, and a warning if steps of this fit were skipped."""
+        """Show the final message, and a warning if steps of this fit, or records, were skipped."""
         parts = self._parts
         parts.progress.end()
         parts.progress.say(_final_message(result))
+        if result.bad_records:
+            some = f"{result.bad_records} bad record{'s' * (result.bad_records != 1)}"
+            parts.progress.say(f"WARNING: {some} skipped, because they raised errors.")
         if not skipped:
             return
         text = f"{skipped} of {result.trained} steps were skipped, because a gradient was not finite."

@@ -55,7 +55,8 @@ class FitResult:
     `stopped` is None if it reached its end, "interrupt" (Ctrl-C), "terminate" (SIGTERM), or the reason of a
     callback. `trained` counts the steps of this call, `skipped` those of them that were skipped, `step` all
     steps of the run; `epoch` counts the epochs of this data. `metrics` are those of training since the start
-    of the epoch, `evaluation` those of the last evaluation.
+    of the epoch, `evaluation` those of the last evaluation. `bad_records` counts the records that the job has
+    skipped because they raise errors; see `skip_bad_records` of job.yaml.
     """
 
     step: int
@@ -68,6 +69,7 @@ class FitResult:
     checkpoint: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    bad_records: int = 0
 
     def __str__(self) -> str:
         """A summary in a few lines; `repr` has everything."""
@@ -78,6 +80,8 @@ class FitResult:
         ]
         if self.stopped:
             lines.append(f"stopped     {self.stopped}")
+        if self.bad_records:
+            lines.append(f"bad records {self.bad_records:,} skipped")
         for word, values in (("training", self.metrics), ("evaluation", self.evaluation)):
             if values:
                 lines.append(

@@ -1,7 +1,8 @@
 """A trainer of an elastic job: counts how often each record is trained.
 
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
-a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps.
+a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps; POISON, records
+that raise an error, in POISONED=model, loss or transform, or with POISON=all every one.
 
 The optimizer adds 1 to every parameter that has a gradient. A record has a parameter of its own, so its value
 is the number of times that it was trained. The result is noted by its process when it has ended.
@@ -22,6 +23,8 @@ epochs = int(sys.argv[4])
 pause = float(os.environ.get("PAUSE", "0"))
 rows = os.environ.get("ROWS") == "1"
 records = int((data / "records").read_text())
+poison = os.environ.get("POISON", "")
+poisoned = os.environ.get("POISONED", "model")
 kv.connect("remote" if rows else "sharded", timeout=60)
 torch.manual_seed(0)
 
@@ -38,6 +41,19 @@ class Counting(torch.optim.Optimizer):
                     parameter += (parameter.grad != 0).float()
 
 
+def taste(batch, part):
+    """Raise an error if a batch for training has a record that is poison for this part of the program."""
+    if poison and part == poisoned and "evaluated" not in batch:
+        for number in batch["record"].tolist():
+            if poison == "all" or str(number) in poison.split(","):
+                raise ValueError(f"{number} is poison")
+
+
+def transform(batch):
+    taste(batch, "transform")
+    return batch
+
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -46,6 +62,7 @@ class Model(torch.nn.Module):
             self.embeddings = kv.EmbeddingEngine({"record": kv.Table(1, init=kv.init.Constant(0.0))})
 
     def forward(self, batch):
+        taste(batch, "model")
         times = self.times[batch["record"].long()]
         return times - self.embeddings({"record": batch["record"]})["record"].squeeze(1) if rows else times
 
@@ -58,6 +75,7 @@ class Note(kv.callbacks.Callback):
 
 
 def loss(output, batch):
+    taste(batch, "loss")
     return output.mean() + 1.0
 
 
@@ -73,8 +91,11 @@ trainer = kv.Trainer(
     progress="plain",
     log_every=10,
 )
-read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24)
-result = trainer.fit(read, epochs=epochs, eval_data=kv.data.read(str(data / "*.parquet"), batch_size=32))
+read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24, transform=transform)
+valid = kv.data.read(
+    str(data / "*.parquet"), batch_size=32, transform=lambda batch: {**batch, "evaluated": batch["record"]}
+)
+result = trainer.fit(read, epochs=epochs, eval_data=valid)
 if result.stopped is None:
     times = trainer.model.times.detach()
     counted = {
@@ -83,6 +104,7 @@ if result.stopped is None:
         "times": times.tolist(),
         "evaluation": result.evaluation,
         "trained": result.trained,
+        "bad_records": result.bad_records,
     }
     if rows:
         table = trainer.model.embeddings.table("record")

@@ -1,0 +1,189 @@
+"""`RecordSearch`: finds the record that makes a batch raise an error.
+
+The records of the batch are read, decoded and transformed again, half of them, a quarter, and so on, until
+one record alone raises. A function may check the decoded records as well, such as the forward of a model.
+
+No record is to blame if the error does not come again, if it takes several records, or if others raise alone
+just as well: then it is the program that is wrong, or a damaged block of a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from karvan.activity import activity
+from karvan.data.leasing.task_records import TakenRecords, numbers_of, place_of, splits_of
+from karvan.data.loading.batch_steps import BatchSteps
+from karvan.data.loading.pipeline import Closed
+from karvan.data.loading.read_jobs import Order, joined
+from karvan.data.retry import RetryingSource
+from karvan.data.source import Source
+from karvan.distributed import RankError
+from karvan.outages import is_temporary
+from karvan.ragged import Batch
+from karvan.wire import RefusedError
+from karvan.work.ledger import JobFailedError
+from karvan.work.task import TaskLease
+
+_OTHERS = 16  # records that are tried alone, until one raises nothing
+
+Check = Callable[[Batch], None]
+T = TypeVar("T")
+
+
+class BatchError(Exception):
+    """A leased batch has raised the error that is the cause of this one; `records` are those of the batch."""
+
+    def __init__(self, records: Sequence[TakenRecords]) -> None:
+        super().__init__(f"{len(records)} tasks")
+        self.records = list(records)
+
+
+class BadRecord(NamedTuple):
+    """A record that raises an error alone: its place in the order of its task, and its number in the file."""
+
+    lease: TaskLease
+    place: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"record {self.number} of {self.lease.task.path} (epoch {self.lease.task.epoch})"
+
+
+_OF_OTHERS = (
+    *(MemoryError, torch.OutOfMemoryError, RankError, RefusedError),
+    *(JobFailedError, Closed, BatchError),
+)
+
+
+class SearchResult(NamedTuple):
+    """record: the bad one, if there is one. every: whether others that were read raise an error as well."""
+
+    record: BadRecord | None
+    every: bool = False
+
+
+def may_be_of_a_record(error: BaseException) -> bool:
+    """Whether the data of a batch may have raised an error: no outage, and nothing of the job itself."""
+    return isinstance(error, Exception) and not isinstance(error, _OF_OTHERS) and not is_temporary(error)
+
+
+@contextmanager
+def blaming(records: Callable[[Exception], Sequence[TakenRecords]]) -> Iterator[None]:
+    """Raise a BatchError for an error that records may have raised; `records` says which."""
+    try:
+        yield
+    except Exception as error:
+        if not may_be_of_a_record(error) or not (suspects := records(error)):
+            raise
+        raise BatchError(suspects) from error
+
+
+class RecordSearch:
+    """Reads records of leased tasks again, as their loader reads them."""
+
+    def __init__(self, source: Source, steps: BatchSteps, seed: int | None, retry_seconds: float) -> None:
+        self._source = source
+        self._steps = steps
+        self._seed = seed
+        self._retry_seconds = retry_seconds
+
+    def find(self, suspects: Sequence[TakenRecords], checks: Sequence[Check] = ()) -> SearchResult:
+        """The record among these that raises an error; checks: tried in turn until one finds it."""
+        blocks = []
+        for taken in suspects:
+            rows = _unless_raised(lambda taken=taken: self._read(taken))  # type: ignore[misc]
+            if rows is None:
+                return SearchResult(self._unreadable(taken))
+            blocks.append(rows)
+        rows = joined(blocks)
+        result = SearchResult(None)
+        for check in checks or (_no_check,):
+            found = _search(len(rows), lambda few: self._try(rows.take(pa.array(few)), check))  # noqa: B023
+            result = SearchResult(self._record(suspects, found.at), found.every)
+            if result.record is not None:
+                break
+        return result
+
+    def _try(self, rows: pa.RecordBatch, check: Check) -> None:
+        batch = self._steps.finish([rows])
+        if batch.samples:  # a transform may drop records
+            check(batch)
+
+    def _record(self, suspects: Sequence[TakenRecords], index: int | None) -> BadRecord | None:
+        """The record that is number `index` of all suspects."""
+        for lease, places, _ in suspects if index is not None else ():
+            assert index is not None
+            if index < len(places):
+                numbers = numbers_of(lease.task, places[index : index + 1], self._seed)
+                return BadRecord(lease, int(places[index]), int(numbers[0]))
+            index -= len(places)
+        return None
+
+    def _read(self, taken: TakenRecords) -> pa.RecordBatch:
+        """The records in the order of their places."""
+        wanted = numbers_of(taken.lease.task, taken.places, self._seed)
+        numbers = np.sort(wanted)
+        rows = self._rows(taken.lease.task.path, numbers)
+        return rows.take(pa.array(np.searchsorted(numbers, wanted)))
+
+    def _rows(self, path: str, numbers: Order) -> pa.RecordBatch:
+        source = RetryingSource(self._source, self._retry_seconds)
+        return joined([rows for split in splits_of(path, numbers) for rows in source.read(split)])
+
+    def _unreadable(self, taken: TakenRecords) -> BadRecord | None:
+        """The record that cannot be read, if it is one alone."""
+        task = taken.lease.task
+        numbers = np.sort(numbers_of(task, taken.places, self._seed))
+        found = _search(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
+        if found is None:
+            return None
+        number = int(numbers[found])
+        return BadRecord(taken.lease, place_of(task, number, self._seed), number)
+
+
+class _Found(NamedTuple):
+    at: int | None
+    every: bool = False
+
+
+def _search(count: int, use: Callable[[Order], object]) -> _Found:
+    """Which of `count` records raises alone when it is used."""
+
+    def raises(few: Order) -> bool:
+        activity.advance()
+        return _unless_raised(lambda: (use(few),)) is None
+
+    few = np.arange(count)
+    if not raises(few):
+        return _Found(None)
+    while len(few) > 1:
+        halves = np.array_split(few, 2)
+        bad = next((half for half in halves if raises(half)), None)
+        if bad is None:  # it takes several records
+            return _Found(None)
+        few = bad
+    index = int(few[0])
+    others = [each for each in range(0, count, max(1, count // _OTHERS)) if each != index]
+    every = bool(others) and all(raises(np.array([each])) for each in others)
+    return _Found(None if every else index, every)
+
+
+def _unless_raised(call: Callable[[], T]) -> T | None:
+    """The result; None if it has raised an error that a record may have raised."""
+    try:
+        return call()
+    except Exception as error:
+        if not may_be_of_a_record(error):
+            raise
+        return None
+
+
+def _no_check(batch: Batch) -> None:
+    """Reading, decoding and transforming them is all."""

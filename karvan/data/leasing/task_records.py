@@ -1,0 +1,77 @@
+"""The records of a task: in which order they are handed out, which are left, and how they are read.
+
+A record of a task has a *place* in the order in which the task hands its records out, and a *number* in its
+file. Without a seed both grow together. With one, the order is a permutation that depends on (seed, epoch,
+task) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from karvan.data.loading.read_jobs import Order, ReadJob
+from karvan.data.loading.splits import permutation
+from karvan.data.source import Split
+from karvan.work.task import Task, TaskLease
+
+
+class TakenRecords(NamedTuple):
+    """Records of a task that a batch contains, by their places.
+
+    done: how many records of the task are done when the batch is.
+    """
+
+    lease: TaskLease
+    places: Order
+    done: int
+
+
+def records_done(taken: Iterable[TakenRecords]) -> dict[int, int]:
+    """How many records of each leased task are done when a batch is, by token."""
+    return {each.lease.token: each.done for each in taken}
+
+
+def places_of(task: Task) -> Order:
+    """The records of a task that are left, by their places."""
+    places = np.arange(task.done, task.records)
+    return places[~np.isin(places, task.skipped)]
+
+
+def numbers_of(task: Task, places: Order, seed: int | None) -> Order:
+    """The numbers of records in their file, by their places."""
+    if seed is None:
+        return task.first + places
+    return task.first + permutation(task.records, seed, task.epoch, task.number)[places]
+
+
+def place_of(task: Task, number: int, seed: int | None) -> int:
+    """The place of a record, by its number in the file."""
+    return int(np.flatnonzero(numbers_of(task, np.arange(task.records), seed) == number)[0])
+
+
+def splits_of(path: str, numbers: Order) -> tuple[Split, ...]:
+    """Splits that read these records and no others; the numbers grow."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return tuple(Split(path, int(run[0]), len(run)) for run in runs if len(run))
+
+
+def read_job(task: Task, seed: int | None, *, last: bool) -> ReadJob:
+    """Reads the records that are left, in their order. Those that are skipped are not even read."""
+    places = places_of(task)
+    split = Split(task.path, task.first, task.records)
+    if seed is None and len(places) == task.records:
+        return ReadJob(task.epoch, (split,), len(places), last=last)
+    if not task.skipped:
+        return ReadJob(
+            task.epoch, (split,), len(places), lambda: numbers_of(task, places, seed) - task.first, last=last
+        )
+    skipped = np.sort(numbers_of(task, np.asarray(task.skipped), seed))
+    read = np.setdiff1d(np.arange(task.first, task.first + task.records), skipped)
+
+    def order() -> Order:
+        return np.searchsorted(read, numbers_of(task, places, seed))
+
+    return ReadJob(task.epoch, splits_of(task.path, read), len(places), order, last=last)
