@@ -88,6 +88,7 @@ WORK_CALLS = table_of(
             }
         ),
     ),
+    Call("begin_export", Fields({"holder": _HOLDER}), answer=Fields({"token": _TOKEN})),
     Call("take_position", answer=Fields({"state": _STATE})),
     Call("restore_position", Fields({"state": Nullable(_STATE)})),
 )

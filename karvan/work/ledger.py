@@ -18,7 +18,9 @@
   *fails* does so `most_tries` times at most; then the job has failed, and says which records it was.
 - **Bad records.** A failure that names a record skips it instead, for up to `skip_bad_records` records of the
   job; each is counted, and its task remembers it.
-- **End.** After the last epoch there is one export task, and then nothing.
+- **End.** After the last epoch there is one export task, the final checkpoint, and then nothing. Where
+  trainers decide when the job ends, they ask for it (`begin_export`). It is done when the checkpoint is
+  complete; if its holder dies before, another one makes it.
 
 Every change is one transaction of the `LedgerFile`, before it is answered. Memory and file hold only the
 open tasks. Deadlines are not stored: after a restart every holder has its full time again.
@@ -155,7 +157,8 @@ class Ledger:
             if TaskKind.EXPORT not in kinds:
                 return NoTask.WAIT
             tasks = [Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0)]
-            now = now._replace(exported=1)
+        if any(task.kind is TaskKind.TRAIN for task in tasks):
+            now = now._replace(exported=0)  # what was exported is not the end any more
         leases = [TaskLease(token, holder, task) for token, task in enumerate(tasks, now.token + 1)]
         put = [OpenTask(*lease) for lease in leases]
         self._commit(now._replace(token=now.token + len(leases)), remove=waiting, put=put)
@@ -175,14 +178,26 @@ class Ledger:
         now = self._position
         if now.epoch != epoch:
             return now.epoch > epoch
-        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
-        return now.issued >= len(self._plan) and all(task.kind is not TaskKind.TRAIN for task in tasks)
+        tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
+        return now.issued >= len(self._plan) and not tasks
 
     def add(self, tasks: Sequence[Task]) -> None:
         """Add tasks that are not in the plan, such as an evaluation; they are leased before the plan's."""
         now = self._position
         put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
         self._commit(now._replace(token=now.token + len(tasks)), put=put)
+
+    def begin_export(self, holder: str) -> TaskLease:
+        """All is trained: lease the export task, also if another holder has it."""
+        now = self._position
+        lease = TaskLease(now.token + 1, holder, Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0))
+        before = [token for token, task in self._open() if task.kind is TaskKind.EXPORT]
+        self._commit(now._replace(token=lease.token, exported=0), remove=before, put=[OpenTask(*lease)])
+        return lease
+
+    def _open(self) -> list[tuple[int, Task]]:
+        """All open tasks, by token."""
+        return [*self._waiting.items(), *((lease.token, lease.task) for lease in self._leases.values())]
 
     # Reports of holders
 
@@ -194,7 +209,7 @@ class Ledger:
         gone = [token for token in done if token not in self._leases]
         put: list[OpenTask] = []
         remove: list[int] = []
-        records = self._position.records
+        now = self._position
         for token, count in done.items():
             lease = self._leases.get(token)
             if lease is None:
@@ -203,14 +218,17 @@ class Ledger:
             if not 0 <= count <= task.records:
                 raise ValueError(f"Expected 0 to {task.records} records of {task} to be done, got {count}.")
             if count > task.done or not task.records:
-                records += count - task.done if task.kind is TaskKind.TRAIN else 0
+                if task.kind is TaskKind.TRAIN:
+                    now = now._replace(records=now.records + count - task.done)
+                elif task.kind is TaskKind.EXPORT:
+                    now = now._replace(exported=1)
                 task = task._replace(done=count)
                 if task.left:
                     put.append(OpenTask(token, lease.holder, task))
                 else:
                     remove.append(token)
         if put or remove:
-            self._commit(self._position._replace(records=records), remove=remove, put=put)
+            self._commit(now, remove=remove, put=put)
         return gone
 
     def give_back(self, tokens: Iterable[int]) -> None:
@@ -260,8 +278,11 @@ class Ledger:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left."""
-        tasks = [*self._waiting.values(), *(lease.task for lease in self._leases.values())]
+        """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left.
+
+        An export task is not in it: it is the checkpoint itself.
+        """
+        tasks = [task for _, task in self._open() if task.kind is not TaskKind.EXPORT]
         return {
             "spec": self.spec.settings(),
             "position": self._position._asdict(),

@@ -37,7 +37,7 @@ class LedgerPosition(NamedTuple):
     """Records of training tasks that have been acknowledged since the job began."""
     bad_records: int = 0
     exported: int = 0
-    """How many export tasks have been issued."""
+    """Whether the export task is done, and nothing was trained since: 0 or 1."""
     failure: str | None = None
 
 

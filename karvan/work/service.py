@@ -14,6 +14,8 @@ A holder is a process, under a name of its own. It calls
     give_back_tasks      that it will not finish, because it leaves.
     fail_task            if a task's records raise an error, with the bad record if it was found. The answer
                          says what follows; see `TaskFailure`.
+    begin_export         when all is trained, before the final checkpoint. It is acknowledged when that is
+                         complete; until then the job has not ended.
     take_position        for a checkpoint: what is done, and what is left of the open tasks.
     restore_position     after a rollback: that of the checkpoint, or the beginning. All leases end.
 
@@ -77,6 +79,7 @@ class WorkService(Service):
                 "acknowledge_records": self._acknowledge,
                 "give_back_tasks": self._give_back,
                 "fail_task": self._fail,
+                "begin_export": self._begin_export,
                 "take_position": self._take_position,
                 "restore_position": self._restore_position,
             },
@@ -133,17 +136,19 @@ class WorkService(Service):
             if self._opened is None:
                 return None
             position, spec = self._opened.position, self._opened.spec
-            leased, waiting = len(self._opened.leases), len(self._opened.waiting)
-            tasks = len(spec.plan())
+            leased, waiting = [each.task for each in self._opened.leases], self._opened.waiting
+            training = sum(task.kind is TaskKind.TRAIN for task in (*leased, *waiting))
+            exports = any(task.kind is TaskKind.EXPORT for task in (*leased, *waiting))
             return {
                 "epoch": position.epoch,
                 "epochs": spec.epochs,
-                "tasks": tasks,
-                "done": max(0, position.issued - leased - waiting),
-                "leased": leased,
-                "waiting": waiting,
+                "tasks": len(spec.plan()),
+                "done": max(0, position.issued - training),
+                "leased": len(leased),
+                "waiting": len(waiting),
                 "records": position.records,
                 "bad_records": position.bad_records,
+                "export": "done" if position.exported else "open" if exports else "none",
                 "failure": position.failure,
             }
 
@@ -172,7 +177,8 @@ class WorkService(Service):
         holder = head["holder"]
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
-            leases = [lease for lease in self.ledger.leases_of(holder) if lease.token > head["last_token"]]
+            held = self.ledger.leases_of(holder)
+            leases = [each for each in held if each.token > head["last_token"] and each.task.kind in kinds]
             if leases:
                 return Message({"leases": [_as_json(lease) for lease in leases], "answer": "tasks"})
             try:
@@ -222,6 +228,13 @@ class WorkService(Service):
                 raise RefusedError(str(error)) from None
             self._forget([head["token"]])
         return Message(failed._asdict())
+
+    def _begin_export(self, request: Request) -> Message:
+        holder = request.head["holder"]
+        with self._lock:
+            lease = self.ledger.begin_export(holder)
+            self._begun[lease.token] = self._heard[holder] = self._now()
+        return Message({"token": lease.token})
 
     def _take_position(self, request: Request) -> Message:
         with self._lock:

@@ -99,6 +99,28 @@ def test_a_master_that_is_restarted_is_found_again(job):
     check(job, job.results(1))
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_trainers_that_die_in_the_final_save_leave_it_to_others(tmp_path, both):
+    with elastic_job(tmp_path, records=120, least=2, HOLD=1) as job:
+        trainers = job.start(), job.start()
+        (saver,) = job.wait(lambda: list(job.notes.glob("saves-*")))
+        assert job.work.progress()["export"] == "open"
+        for trainer in trainers:
+            if both or saver.name == f"saves-{trainer.pid}":
+                trainer.kill()
+        if both:
+            job.start(), job.start()
+        job.wait(lambda: len(list(job.notes.glob("saves-*"))) == 2)
+        assert job.work.progress()["export"] == "open"
+        assert not list(job.notes.glob("result-*"))
+        (job.notes / "save").touch()
+        results = job.results(1 + both)
+        check(job, results)
+        assert job.work.progress()["export"] == "done"
+        assert job.work.ledger.leases == job.work.ledger.waiting == []
+        assert (job.checkpoints / f"step-{results[0]['step']:012d}").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_many_kills(tmp_path, seed):

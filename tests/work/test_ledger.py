@@ -221,6 +221,21 @@ def test_the_last_task_is_one_export(open_ledger):
     assert lease_of(ledger, "a") is NoTask.DONE
 
 
+def test_trainers_ask_for_the_export_and_what_is_trained_after_it_needs_another(open_ledger):
+    ledger = open_ledger(size=10, epochs=None)
+    finish(ledger, lease_of(ledger, "a"))
+    finish(ledger, lease_of(ledger, "a"))
+    lost = ledger.begin_export("a")
+    assert ledger.state_dict()["tasks"] == []
+    export = ledger.begin_export("b")  # whether or not the first one is dead
+    assert ledger.acknowledge({lost.token: 0}) == [lost.token]
+    assert ledger.position.exported == 0
+    finish(ledger, export)
+    assert (ledger.position.exported, ledger.leases) == (1, [])
+    lease_of(ledger, "a", [TaskKind.TRAIN])
+    assert ledger.position.exported == 0
+
+
 def test_a_checkpoint_has_the_position_and_a_rollback_returns_to_it(open_ledger):
     ledger = open_ledger(epochs=2, seed=1)
     for _ in range(5):

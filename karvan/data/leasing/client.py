@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -105,6 +106,15 @@ class WorkClient:
         answer = self._client.call("fail_task", head).head
         self._forget([token])
         return TaskFailure(**answer)
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        """While this process makes the final checkpoint of the job; an error leaves it to be made again."""
+        token: int = self._client.call("begin_export", {"holder": self.holder}).head["token"]
+        with self._lock:
+            self._held[token], self._last = 0, max(self._last, token)
+        yield
+        self.acknowledge({token: 0})
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""

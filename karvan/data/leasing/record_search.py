@@ -57,7 +57,7 @@ class BadRecord(NamedTuple):
 
 
 _OF_OTHERS = (
-    *(MemoryError, torch.OutOfMemoryError, RankError, RefusedError),
+    *(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, RankError, RefusedError),
     *(JobFailedError, Closed, BatchError),
 )
 

@@ -16,7 +16,9 @@ When the round is over, because a trainer was lost or one wants to join, they me
   acknowledged, and what they had not is not.
 
 An action that was not completed anywhere starts again, except that the gradients of a step are not computed
-again. The first trainer of the round reports, saves, and acknowledges the records of all.
+again. The first trainer of the round reports, saves, and acknowledges the records of all. The final
+checkpoint is a task of the master's ledger, the export: if the first trainer dies while it makes it, the next
+one does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -412,7 +414,9 @@ class ElasticFit(Fit):
         self._save_together()
         said: dict[str, Any] = {}
         if self._first:
-            said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
+            finished = self._has_all() or self._parts.stop_request.final
+            with self._steps.export() if finished else nullcontext():
+                said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
             said["bad_records"] = self._steps.bad_records()
         first = self._group.channel.gather_json(said)[0]
         return {**first, "metrics": self._reporter.metrics()}

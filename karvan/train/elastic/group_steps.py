@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,6 +138,11 @@ class GroupSteps:
         self.records.flush()  # the position has the records of this step
         ledger = None if self._of_step is not None else self._client.take_position()
         return {"global_batches": self._of_step, "seed": self.seed, "ledger": ledger}
+
+    def export(self) -> AbstractContextManager[None]:
+        """While this trainer makes the final checkpoint, which is a task of the job like others."""
+        self._close_batches()
+        return self._client.export()
 
     def bad_records(self) -> int:
         """How many records the job has skipped."""

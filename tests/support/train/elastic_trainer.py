@@ -2,7 +2,8 @@
 
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
 a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps; POISON, records
-that raise an error, in POISONED=model, loss or transform, or with POISON=all every one.
+that raise an error, in POISONED=model, loss or transform, or with POISON=all every one; HOLD=1 for a disk
+that hangs in the final save until there is a note that says save.
 
 The optimizer adds 1 to every parameter that has a gradient. A record has a parameter of its own, so its value
 is the number of times that it was trained. The result is noted by its process when it has ended.
@@ -74,6 +75,15 @@ class Note(kv.callbacks.Callback):
             time.sleep(pause)
 
 
+class SlowDisk(kv.Checkpoints):
+    def save(self, step, state, model, **options):
+        if os.environ.get("HOLD") == "1" and state["data"]["finished"]:
+            (notes / f"saves-{os.getpid()}").touch()
+            while not (notes / "save").exists():
+                time.sleep(0.01)
+        return super().save(step, state, model, **options)
+
+
 def loss(output, batch):
     taste(batch, "loss")
     return output.mean() + 1.0
@@ -85,7 +95,7 @@ trainer = kv.Trainer(
     dense_optimizer=Counting,
     # Gradients are clipped to ±2^-20, so that every update adds exactly 1 to a row.
     sparse_optimizer=kv.optim.SGD(lr=2.0**20, clip_value=2.0**-20) if rows else None,
-    checkpoints=checkpoints,
+    checkpoints=SlowDisk(checkpoints),
     checkpoint_every=int(os.environ.get("SAVE_EVERY", "5")),
     callbacks=[Note()],
     progress="plain",
