@@ -88,6 +88,16 @@ WORK_CALLS = table_of(
             }
         ),
     ),
+    Call(
+        "begin_evaluation",
+        Fields(
+            {
+                "evaluation": Integer(1),
+                "parts": ListOf(TupleOf(_PATH, NUMBER)),
+                "records_per_task": Integer(1),
+            }
+        ),
+    ),
     Call("begin_export", Fields({"holder": _HOLDER}), answer=Fields({"token": _TOKEN})),
     Call("take_position", answer=Fields({"state": _STATE})),
     Call("restore_position", Fields({"state": Nullable(_STATE)})),

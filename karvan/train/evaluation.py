@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from karvan.activity import activity
 from karvan.argument_checks import listed
 from karvan.data.leasing.shared_data import SharedData
+from karvan.distributed import CollectiveChannel
 from karvan.label_columns import required_labels
 from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
@@ -23,6 +25,16 @@ from karvan.train.losses import named, total
 from karvan.train.state.gathering import merged, summed
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
+
+
+@dataclass
+class EvaluationSums:
+    """What this rank has evaluated so far: metrics, losses times samples, and how many samples."""
+
+    metrics: Mapping[str, MetricLike]
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    samples: int = 0
+    nonfinite: NonFinite = field(default_factory=lambda: NonFinite("The loss"))
 
 
 class Evaluator:
@@ -43,18 +55,25 @@ class Evaluator:
         if group is not None and isinstance(data, SharedData):
             channel = group.channel
             data = data.share(channel.rank, channel.world_size)
+        sums = self.begin(metrics)
+        self.add(sums, data, data)
+        return self.results(sums, channel)
+
+    def begin(self, metrics: Mapping[str, MetricLike]) -> EvaluationSums:
+        """An evaluation without batches yet."""
         fresh = {name: copy.deepcopy(metric) for name, metric in metrics.items()}
         for metric in fresh.values():
             metric.reset()
-        sums: dict[str, Tensor] = {}
-        samples = 0
-        seen = NonFinite("The loss")
-        required = required_labels(data, self._loss, metrics.values())
+        return EvaluationSums(fresh)
+
+    def add(self, sums: EvaluationSums, data: Iterable[Any], batches_of_data: Iterable[Any]) -> None:
+        """Evaluate some or all batches of data."""
+        required = required_labels(data, self._loss, sums.metrics.values())
         with (
             activity.task("evaluate"),
             required,
             same_random_state_afterwards(),
-            self._runs.evaluation_feed(data) as batches,
+            self._runs.evaluation_feed(batches_of_data) as batches,
         ):
             for batch, output in self._outputs(batches):
                 count = samples_of(batch)
@@ -63,17 +82,23 @@ class Evaluator:
                     losses = self._loss(output, batch)
                     means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
                     for name, loss in means.items():
-                        sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + loss * count
-                    seen.see(batch, all(bool(torch.isfinite(loss).all()) for loss in means.values()))
-                    for metric in fresh.values():
+                        before = sums.losses.get(name, torch.zeros((), dtype=torch.float64))
+                        sums.losses[name] = before + loss * count
+                    fine = all(bool(torch.isfinite(loss).all()) for loss in means.values())
+                    sums.nonfinite.see(batch, fine)
+                    for metric in sums.metrics.values():
                         metric.update(output, batch)
-                samples += count
-        seen.warn()
-        self.nonfinite = seen.columns
-        of_all = summed(channel, {"": samples, **{name: float(value) for name, value in sums.items()}})
-        of_ranks = of_all.pop("")
-        require_samples(of_ranks)
-        return {**{name: value / of_ranks for name, value in of_all.items()}, **merged(channel, fresh)}
+                sums.samples += count
+
+    def results(self, sums: EvaluationSums, channel: CollectiveChannel) -> dict[str, float]:
+        """The results of the batches of all ranks; a collective. Nothing changes, so it may be repeated."""
+        sums.nonfinite.warn()
+        self.nonfinite = sums.nonfinite.columns
+        losses = {name: float(value) for name, value in sums.losses.items()}
+        of_all = summed(channel, {"": sums.samples, **losses})
+        samples = of_all.pop("")
+        require_samples(samples)
+        return {**{name: value / samples for name, value in of_all.items()}, **merged(channel, sums.metrics)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""

@@ -18,6 +18,8 @@
   *fails* does so `most_tries` times at most; then the job has failed, and says which records it was.
 - **Bad records.** A failure that names a record skips it instead, for up to `skip_bad_records` records of the
   job; each is counted, and its task remembers it.
+- **Evaluations.** Trainers begin one (`begin_evaluation`), and lease its tasks. It is theirs to know when
+  it is complete: tasks of an earlier one end when the next begins.
 - **End.** After the last epoch there is one export task, the final checkpoint, and then nothing. Where
   trainers decide when the job ends, they ask for it (`begin_export`). It is done when the checkpoint is
   complete; if its holder dies before, another one makes it.
@@ -37,6 +39,7 @@ from typing import Any, NamedTuple
 from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
+from karvan.work.task_plan import TaskPlan
 
 
 class NoTask(Enum):
@@ -142,15 +145,17 @@ class Ledger:
             return NoTask.DONE
         waiting = list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
         tasks = [self._waiting[token] for token in waiting]
-        now = self._next_position()
+        following = self._next_position()
+        now = self._position
         if TaskKind.TRAIN in kinds:
+            now = following
             issued = min(now.issued + most - len(tasks), len(self._plan))
             tasks += [self._plan.task(now.epoch, index) for index in range(now.issued, issued)]
             now = now._replace(issued=issued)
         if epoch is not None and now.epoch < epoch:
             return NoTask.WAIT
         if not tasks:
-            if self._waiting or self._leases or now.issued < len(self._plan):
+            if self._waiting or self._leases or following.issued < len(self._plan):
                 return NoTask.WAIT
             if not self.spec.export or now.exported:
                 return NoTask.DONE
@@ -181,19 +186,27 @@ class Ledger:
         tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
         return now.issued >= len(self._plan) and not tasks
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        """Add tasks that are not in the plan, such as an evaluation; they are leased before the plan's."""
+    def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
+        """Let the tasks of an evaluation wait, once: whoever takes part in it calls this with its number."""
         now = self._position
+        if now.evaluation == number:
+            return
+        plan = TaskPlan(parts, records_per_task)
+        tasks = [plan.task(number, index, TaskKind.EVALUATE) for index in range(len(plan))]
         put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
-        self._commit(now._replace(token=now.token + len(tasks)), put=put)
+        now = now._replace(token=now.token + len(tasks), evaluation=number)
+        self._commit(now, remove=self._tokens_of(TaskKind.EVALUATE), put=put)
 
     def begin_export(self, holder: str) -> TaskLease:
         """All is trained: lease the export task, also if another holder has it."""
         now = self._position
         lease = TaskLease(now.token + 1, holder, Task(TaskKind.EXPORT, now.epoch, 0, "", 0, 0))
-        before = [token for token, task in self._open() if task.kind is TaskKind.EXPORT]
-        self._commit(now._replace(token=lease.token, exported=0), remove=before, put=[OpenTask(*lease)])
+        over = [*self._tokens_of(TaskKind.EXPORT), *self._tokens_of(TaskKind.EVALUATE)]
+        self._commit(now._replace(token=lease.token, exported=0), remove=over, put=[OpenTask(*lease)])
         return lease
+
+    def _tokens_of(self, kind: TaskKind) -> list[int]:
+        return [token for token, task in self._open() if task.kind is kind]
 
     def _open(self) -> list[tuple[int, Task]]:
         """All open tasks, by token."""
@@ -280,9 +293,9 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left.
 
-        An export task is not in it: it is the checkpoint itself.
+        Only training tasks are: an evaluation is made again, and the export is the checkpoint itself.
         """
-        tasks = [task for _, task in self._open() if task.kind is not TaskKind.EXPORT]
+        tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
         return {
             "spec": self.spec.settings(),
             "position": self._position._asdict(),
@@ -293,7 +306,7 @@ class Ledger:
         """Return to the position of a checkpoint. All leases end; tokens are not used again."""
         self.spec.check(state["spec"], data_only=True)
         tasks = [task_from(fields) for fields in state["tasks"]]
-        now = LedgerPosition(**{**state["position"], "failure": None})
+        now = LedgerPosition(**{**state["position"], "failure": None, "evaluation": 0})
         token = max(now.token, self._position.token)
         put = [OpenTask(number, None, task) for number, task in enumerate(tasks, token + 1)]
         remove = [*self._waiting, *self._leases]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind
 
-VERSION = 1
+VERSION = 2
 
 
 class LedgerPosition(NamedTuple):
@@ -39,6 +39,8 @@ class LedgerPosition(NamedTuple):
     exported: int = 0
     """Whether the export task is done, and nothing was trained since: 0 or 1."""
     failure: str | None = None
+    evaluation: int = 0
+    """The number of the last evaluation that has begun."""
 
 
 class OpenTask(NamedTuple):

@@ -14,6 +14,8 @@ A holder is a process, under a name of its own. It calls
     give_back_tasks      that it will not finish, because it leaves.
     fail_task            if a task's records raise an error, with the bad record if it was found. The answer
                          says what follows; see `TaskFailure`.
+    begin_evaluation     by every trainer, before it leases tasks of an evaluation: the first call of its
+                         number begins it.
     begin_export         when all is trained, before the final checkpoint. It is acknowledged when that is
                          complete; until then the job has not ended.
     take_position        for a checkpoint: what is done, and what is left of the open tasks.
@@ -79,6 +81,7 @@ class WorkService(Service):
                 "acknowledge_records": self._acknowledge,
                 "give_back_tasks": self._give_back,
                 "fail_task": self._fail,
+                "begin_evaluation": self._begin_evaluation,
                 "begin_export": self._begin_export,
                 "take_position": self._take_position,
                 "restore_position": self._restore_position,
@@ -228,6 +231,12 @@ class WorkService(Service):
                 raise RefusedError(str(error)) from None
             self._forget([head["token"]])
         return Message(failed._asdict())
+
+    def _begin_evaluation(self, request: Request) -> Message:
+        head = request.head
+        with self._lock:
+            self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
+        return Message({})
 
     def _begin_export(self, request: Request) -> Message:
         holder = request.head["holder"]

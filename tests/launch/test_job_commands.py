@@ -174,7 +174,7 @@ def test_the_tasks_of_a_trainer_that_dies_are_given_back(tmp_path, run):
         client = WorkClient(address, holder, Security(token=path.read_text().strip()))
         client.open(WorkSpec((("f", 10),), 2, epochs=2))
         first = client.lease(most=3)
-        client.acknowledge({first[0].token: 2}, [first[0].token])
+        client.acknowledge({first[0].token: 2})
         found = status_of(run)["work"]
         assert (found["done"], found["leased"], found["waiting"], found["tasks"]) == (1, 2, 0, 5)
         assert "epoch 1 of 2, tasks: 1 of 5 done, 2 leased, 0 waiting" in run("status", "test")[1]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 
 import pytest
 from elastic_jobs import elastic_job
@@ -97,6 +98,28 @@ def test_a_master_that_is_restarted_is_found_again(job):
     one.kill()
     job.hurry()
     check(job, job.results(1))
+
+
+def test_a_trainer_that_hangs_or_dies_costs_an_evaluation_its_tasks_alone(tmp_path):
+    with elastic_job(tmp_path, records=960, epochs=1, least=2) as job:
+        hangs, other = job.start(HANG=1), job.start()
+        job.wait(lambda: (job.notes / f"evaluated-{hangs.pid}").exists())
+
+        def evaluated():
+            path = job.notes / f"evaluated-{other.pid}"
+            return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+        job.wait(lambda: not job.work.ledger.waiting)  # the other one takes all that is left
+        leases = [each for each in job.work.ledger.leases if each.holder.startswith("trainer-0 ")]
+        held = sum(each.task.records for each in leases)
+        job.wait(lambda: len(evaluated()) == 960 - held)
+        assert 0 < held < 480
+        hangs.kill()
+        (result,) = job.results(1)
+        check(job, [result])
+        assert result["evaluation"] == {"loss": 2.0}
+        assert Counter(evaluated()) == Counter(range(960))  # what it had evaluated before was not lost
+        assert job.work.ledger.leases == job.work.ledger.waiting == []
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from karvan.work.ledger import JobFailedError, Ledger, NoTask, TaskFailure
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
-from karvan.work.task import Task, TaskKind, TaskLease
+from karvan.work.task import TaskKind, TaskLease
 
 PARTS = (("f1", 10), ("f2", 10))
 
@@ -194,7 +194,7 @@ def test_a_job_that_is_started_again_may_have_more_tries_but_no_other_data(tmp_p
 def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
     ledger = open_ledger(size=10, epochs=2)
     held = lease_of(ledger, "slow")
-    ledger.add([Task(TaskKind.EVALUATE, 0, 0, "valid", 0, 5)])
+    ledger.begin_evaluation(1, [("valid", 5)], 5)
     lease = lease_of(ledger, "a", [TaskKind.EVALUATE])
     assert lease.task.path == "valid"
     finish(ledger, held)
@@ -203,6 +203,27 @@ def test_evaluation_tasks_come_first_and_do_not_stop_an_epoch(open_ledger):
     assert ledger.position.records == 20
     finish(ledger, lease)
     assert ledger.position.records == 20
+
+
+def test_an_evaluation_begins_once_and_ends_with_the_next(open_ledger):
+    ledger = open_ledger(size=20, epochs=None)
+    finish(ledger, lease_of(ledger))
+    for _ in range(2):  # by each trainer
+        ledger.begin_evaluation(1, [("valid", 5)], 2)
+    lost = lease_of(ledger, "a", [TaskKind.EVALUATE])
+    finish(ledger, lease_of(ledger, "a", [TaskKind.EVALUATE]))
+    ledger.release("a")
+    records = [lease_of(ledger, "b", [TaskKind.EVALUATE]).task.first for _ in range(2)]
+    assert records == [4, 0]
+    assert lease_of(ledger, "b", [TaskKind.EVALUATE]) is NoTask.WAIT
+    assert (ledger.position.epoch, ledger.state_dict()["tasks"]) == (0, [])
+    ledger.begin_evaluation(2, [("valid", 5)], 5)
+    assert [task.epoch for task in ledger.waiting] == [2]
+    assert ledger.leases == []
+    assert ledger.acknowledge({lost.token: 2}) == [lost.token]
+    ledger.load_state_dict(ledger.state_dict())
+    ledger.begin_evaluation(2, [("valid", 5)], 5)  # in the next run, whose numbers begin again
+    assert len(ledger.waiting) == 1
 
 
 def test_the_last_task_is_one_export(open_ledger):
@@ -308,7 +329,7 @@ def test_a_full_disk_changes_nothing(open_ledger):
     pages = ledger._file._database.execute("PRAGMA page_count").fetchone()[0]
     ledger._file._database.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(LedgerError, match=r"could not be written, nothing was changed: .*full"):
-        ledger.add([Task(TaskKind.PREDICT, 0, number, "x" * 3000, 0, 1) for number in range(10)])
+        ledger.begin_evaluation(1, [("x" * 3000, 10)], 1)
     assert ledger.state_dict() == before
     finish(ledger, lease)
     assert open_ledger().position.records == 3

@@ -70,9 +70,11 @@ class WorkClient:
 
     def acknowledge(self, done: Mapping[int, int]) -> list[int]:
         """Report how many records are done, by token; returns the tokens of leases that have ended."""
-        ended: list[int] = self._client.call(
-            "acknowledge_records", {"holder": self.holder, "done": [list(each) for each in done.items()]}
-        ).head["ended"]
+        ended: list[int] = []
+        pairs = [list(each) for each in done.items()]
+        for first in range(0, len(pairs), MOST_LEASES):
+            head = {"holder": self.holder, "done": pairs[first : first + MOST_LEASES]}
+            ended += self._client.call("acknowledge_records", head).head["ended"]
         with self._lock:
             finished = [token for token, count in done.items() if self._held.get(token) == count]
         self._forget([*ended, *finished])
@@ -106,6 +108,12 @@ class WorkClient:
         answer = self._client.call("fail_task", head).head
         self._forget([token])
         return TaskFailure(**answer)
+
+    def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
+        """Take part in an evaluation, whose tasks can be leased then; see `Ledger.begin_evaluation`."""
+        listed = [list(part) for part in parts]
+        head = {"evaluation": number, "parts": listed, "records_per_task": records_per_task}
+        self._client.call("begin_evaluation", head)
 
     @contextmanager
     def export(self) -> Iterator[None]:

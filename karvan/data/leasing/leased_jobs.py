@@ -19,7 +19,7 @@ from karvan.data.leasing.task_records import TakenRecords, places_of, read_job
 from karvan.data.loading.read_jobs import Order, ReadJob
 from karvan.data.source import Split
 from karvan.work.ledger import NoTask
-from karvan.work.task import TaskLease
+from karvan.work.task import TaskKind, TaskLease
 
 _log = logging.getLogger("karvan.data")
 
@@ -33,7 +33,8 @@ class LeasedJobs:
     """Iterates over jobs, with None between them: each is read alone, so that errors have a task.
 
     tasks_ahead: how many tasks are leased at a time. seed: of the order of records inside of a task; None for
-    the order of the source. epoch: whose tasks to lease, None for those of all.
+    the order of the source. epoch: whose tasks to lease, None for those of all. kind: of tasks. Where these
+    are for training, it waits for those that others may return; otherwise it ends when there is none.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class LeasedJobs:
         seed: int | None,
         tasks_ahead: int = 2,
         epoch: int | None = None,
+        kind: TaskKind = TaskKind.TRAIN,
     ) -> None:
         self._epoch = epoch
+        self._kind = kind
         self._client = client
         self._seed = seed
         self._tasks_ahead = tasks_ahead
@@ -66,7 +69,7 @@ class LeasedJobs:
         """All leases; None where there is none for now, and at the end."""
         waited = 0.0
         while not self._closed.is_set():
-            got = self._client.lease(most=self._tasks_ahead, epoch=self._epoch)
+            got = self._client.lease((self._kind,), most=self._tasks_ahead, epoch=self._epoch)
             self._waits = not isinstance(got, list)
             if isinstance(got, list):
                 if self._closed.is_set():  # meanwhile: nobody would read them
@@ -76,7 +79,7 @@ class LeasedJobs:
                 waited = 0.0
                 continue
             yield None
-            if got is NoTask.DONE:
+            if got is NoTask.DONE or self._kind is not TaskKind.TRAIN:
                 return
             self._closed.wait(_POLL)
             waited += _POLL

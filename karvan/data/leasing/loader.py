@@ -25,13 +25,14 @@ from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
 from karvan.data.retry import RETRY_SECONDS, RetryingSource
 from karvan.data.source import Part, Source, Split
 from karvan.ragged import Batch
+from karvan.work.task import TaskKind
 
 
 class LeasedLoader:
     """Iterates once over the batches of leased tasks, until all tasks of the job, or of the epoch, are done.
 
-    seed: of the order of records inside of each task, None for the order of the source. The other arguments
-    are those of `Loader`.
+    seed: of the order of records inside of each task, None for the order of the source. kind: of tasks, see
+    `LeasedJobs`. The other arguments are those of `Loader`.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class LeasedLoader:
         prefetch: int = 4,
         tasks_ahead: int = 2,
         epoch: int | None = None,
+        kind: TaskKind = TaskKind.TRAIN,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._client = client
-        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead, epoch=epoch)
+        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead, epoch=epoch, kind=kind)
         self._source = RetryingSource(source, retry_seconds)
         self._reads = _Reads(self._source)
         self._batch_size = batch_size

@@ -1,8 +1,8 @@
 """`SharedData`: data whose records the trainers of a job lease while they train, instead of fixed shares.
 
 `kv.data.read` gives it in the trainers of a job with `sharding: dynamic`. `Trainer.fit` leases its records,
-epoch by epoch, and acknowledges those of every step. An evaluation divides it by ranks, as ever: it reads all
-records once, and starts again if a trainer is lost meanwhile.
+epoch by epoch, and acknowledges those of every step. Its evaluations lease their records as well. Outside of
+a fit an evaluation divides it by ranks, as ever.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from karvan.data.retry import Patience, retrying
 from karvan.data.source import Source
 from karvan.ragged import Batch
 from karvan.work.spec import WorkSpec
+from karvan.work.task import TaskKind
 from karvan.work.task_plan import TaskPlan
 
 # Tasks of an epoch, unless they would be smaller than a batch. With a few large ones, some trainers have
 # nothing to do while others work on the last of them.
 _TASKS = 256
+_MOST_OF_EVALUATION = 1024  # tasks, about: the master stores them all
 
 
 class SharedData:
@@ -110,6 +112,23 @@ class SharedData:
             workers=self._workers,
             prefetch=self._prefetch,
             epoch=epoch,
+            retry_seconds=self._retry_seconds,
+        )
+
+    def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
+        """The batches that this process leases of an evaluation; they end when no task waits."""
+        size = max(self._records_per_task, -(-self.records // _MOST_OF_EVALUATION))
+        client.begin_evaluation(number, self._parts, size)
+        return LeasedLoader(
+            client,
+            self._source,
+            self._decode,
+            self.batch_size,
+            transform=self.transform,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            tasks_ahead=1,
+            kind=TaskKind.EVALUATE,
             retry_seconds=self._retry_seconds,
         )
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 from karvan.data.leasing.client import WorkClient
 
-_MOST = 1000  # leases in one call
-
 
 class Acknowledgements:
     """The records of steps that are committed and may not be acknowledged yet."""
@@ -81,9 +79,7 @@ class Acknowledgements:
                 done: dict[int, int] = {}
                 for step in sorted(taken):
                     done |= taken[step]
-                listed = list(done.items())
-                for first in range(0, len(listed), _MOST):
-                    self._client.acknowledge(dict(listed[first : first + _MOST]))
+                self._client.acknowledge(done)
                 self._confirmed = max(taken)
         except BaseException as error:
             with self._changed:

@@ -43,6 +43,7 @@ from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
 from karvan.train.elastic.group_steps import GroupSteps, WorkSettings
 from karvan.train.elastic.joint_step import Agreement
+from karvan.train.elastic.leased_evaluation import LeasedEvaluation
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
@@ -79,6 +80,8 @@ class ElasticFit(Fit):
         assert group is not None
         assert isinstance(data, SharedData)
         self._group: ElasticGroup = group
+        self._client = client
+        self._evaluation: LeasedEvaluation | None = None  # that is in progress
         self._make_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
         self._stack = ExitStack()
         self._begun = False  # whether this trainer has the state of training
@@ -384,15 +387,25 @@ class ElasticFit(Fit):
         self._window.reset()
 
     def _evaluate_together(self) -> dict[str, float]:
-        assert self._goal.eval_data is not None
+        data = self._goal.eval_data
+        assert data is not None
         before = time.monotonic()
-        results = self._trainer.evaluate(self._goal.eval_data)
+        if isinstance(data, SharedData):
+            if self._evaluation is None:
+                number = self._actions + 1
+                self._evaluation = LeasedEvaluation(self._parts, data, self._client, number)
+            results = self._evaluation.results(self._group.channel)
+        else:
+            results = self._trainer.evaluate(data)
         self._reporter.exclude(time.monotonic() - before)
         return results
 
     def _complete_evaluation(self, results: Mapping[str, float]) -> None:
         parts, counts = self._parts, self._counts
         counts.evaluation = dict(results)
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
         if self._first:
             self._reporter.evaluation(counts.evaluation)
         self._note_evaluation()

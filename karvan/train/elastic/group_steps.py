@@ -163,9 +163,10 @@ class GroupSteps:
             )
         if position is not None:
             self.seed = position["seed"]
+        ledger: str | None = None
         if self._of_step is None:
             ledger = None if position is None else position["ledger"]
-            self._client.restore_position(ledger)
+        self._client.restore_position(ledger)
 
     def leave(self) -> None:
         """Return the records that were leased and not trained: the others continue without this trainer."""

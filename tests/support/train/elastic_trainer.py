@@ -3,7 +3,8 @@
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
 a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps; POISON, records
 that raise an error, in POISONED=model, loss or transform, or with POISON=all every one; HOLD=1 for a disk
-that hangs in the final save until there is a note that says save.
+that hangs in the final save until there is a note that says save; HANG=1 to hang after the first batch of an
+evaluation. Every record that is evaluated is noted.
 
 The optimizer adds 1 to every parameter that has a gradient. A record has a parameter of its own, so its value
 is the number of times that it was trained. The result is noted by its process when it has ended.
@@ -64,6 +65,11 @@ class Model(torch.nn.Module):
 
     def forward(self, batch):
         taste(batch, "model")
+        if "evaluated" in batch:
+            with (notes / f"evaluated-{os.getpid()}").open("a") as file:
+                file.write("".join(f"{number}\n" for number in batch["record"].tolist()))
+            while os.environ.get("HANG") == "1":
+                time.sleep(0.01)
         times = self.times[batch["record"].long()]
         return times - self.embeddings({"record": batch["record"]})["record"].squeeze(1) if rows else times
 
