@@ -1,5 +1,9 @@
 """Records that raise errors in elastic jobs: found, skipped and counted, or named by the error of the job."""
 
+import os
+import random
+import signal
+
 import pytest
 import torch
 from elastic_jobs import elastic_job
@@ -40,6 +44,31 @@ def test_bad_records_are_skipped_and_all_others_are_trained_once(tmp_path, poiso
         assert "ValueError: 31 is poison (" in job.logs()
         assert "WARNING: 4 bad records skipped, because they raised errors." in job.logs()
         assert job.work.progress()["bad_records"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "servers"), [(0, 0), (1, 0), (2, 1)])
+def test_bad_records_are_skipped_while_trainers_die(tmp_path, seed, servers):
+    order = random.Random(seed)
+    bad = order.sample(range(900), 12)
+    settings = {"POISON": ",".join(map(str, bad)), "KARVAN_SKIP_BAD_RECORDS": 24, "PAUSE": 0.1}
+    with elastic_job(tmp_path, records=900, epochs=EPOCHS, servers=servers, **settings) as job:
+        alive = [job.start(), job.start(), job.start()]
+        for _ in range(6):
+            job.wait(lambda: all(job.step(each)[1] for each in alive) or list(job.notes.glob("result-*")))
+            if list(job.notes.glob("result-*[0-9]")):
+                break
+            victim = order.choice(alive)
+            os.kill(victim.pid, order.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            victim.wait(30)
+            alive.remove(victim)
+            alive.append(job.start())
+        job.hurry()
+        times = [0.0 if number in bad else float(EPOCHS) for number in range(900)]
+        for result in job.results(1):
+            assert result["times"] == times
+            assert result.get("rows", times) == times
+            assert result["bad_records"] == EPOCHS * len(bad)
 
 
 def test_a_bad_record_fails_the_job_after_its_tries(tmp_path):
