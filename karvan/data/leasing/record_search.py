@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -41,7 +42,7 @@ class BatchError(Exception):
     """A leased batch has raised the error that is the cause of this one; `records` are those of the batch."""
 
     def __init__(self, records: Sequence[TakenRecords]) -> None:
-        super().__init__(f"{len(records)} tasks")
+        super().__init__(" and ".join(str(each.lease.task) for each in records))
         self.records = list(records)
 
 
@@ -75,12 +76,17 @@ def may_be_of_a_record(error: BaseException) -> bool:
 
 
 @contextmanager
-def blaming(records: Callable[[Exception], Sequence[TakenRecords]]) -> Iterator[None]:
-    """Raise a BatchError for an error that records may have raised; `records` says which."""
+def blaming(
+    records: Sequence[TakenRecords] | Callable[[Exception], Sequence[TakenRecords]],
+) -> Iterator[None]:
+    """Raise a BatchError for an error that these records may have raised, or those that a function names."""
     try:
         yield
     except Exception as error:
-        if not may_be_of_a_record(error) or not (suspects := records(error)):
+        if not may_be_of_a_record(error):
+            raise
+        suspects = records(error) if callable(records) else records
+        if not suspects:
             raise
         raise BatchError(suspects) from error
 
@@ -98,21 +104,21 @@ class RecordSearch:
         """The record among these that raises an error; checks: tried in turn until one finds it."""
         blocks = []
         for taken in suspects:
-            rows = _unless_raised(lambda taken=taken: self._read(taken))  # type: ignore[misc]
+            rows = _unless_raised(partial(self._read, taken))
             if rows is None:
                 return SearchResult(self._unreadable(taken))
             blocks.append(rows)
         rows = joined(blocks)
         result = SearchResult(None)
         for check in checks or (_no_check,):
-            found = _search(len(rows), lambda few: self._try(rows.take(pa.array(few)), check))  # noqa: B023
+            found = _search(len(rows), partial(self._try, rows, check))
             result = SearchResult(self._record(suspects, found.at), found.every)
             if result.record is not None:
                 break
         return result
 
-    def _try(self, rows: pa.RecordBatch, check: Check) -> None:
-        batch = self._steps.finish([rows])
+    def _try(self, rows: pa.RecordBatch, check: Check, few: Order) -> None:
+        batch = self._steps.finish([rows.take(pa.array(few))])
         if batch.samples:  # a transform may drop records
             check(batch)
 

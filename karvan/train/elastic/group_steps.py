@@ -191,7 +191,7 @@ class GroupSteps:
             if taken is None:
                 computed = StepBatch(0)
             else:
-                with blaming(lambda error: taken.records):
+                with blaming(taken.records):
                     computed = self._gradients(number, taken)
         except BatchError as failed:
             self._set_aside(failed)

@@ -95,7 +95,7 @@ class LeasedFeed:
                     return
                 self._placing = True
                 records = self._loader.hand_over()
-                with blaming(lambda error, records=records: records):  # type: ignore[misc]
+                with blaming(records):
                     made = TakenBatch(self._place(batch), records, samples_of(batch))
                 with self._changed:
                     self._ready.append(made)
