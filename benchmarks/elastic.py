@@ -6,6 +6,8 @@
   replacement; from a kill of the server to the next step.
 - loss_of_half_vs_ideal: a job that loses one of two trainers half-way, beside the time that the rates of two
   trainers and of one give.
+- ray_vs_local: the elastic job of the first line on a Ray cluster of this machine (`--engine ray`), beside
+  the same without Ray (`--engine local`), in turns.
 - simulated_goodput: of 1,000 workers with these costs and published rates of preemption, the worst of them
   (`support/goodput.py`).
 
@@ -18,6 +20,7 @@ sockets, as trainers do. Memory is that of the ledger's process after a tenth of
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import subprocess
 import sys
@@ -39,7 +42,7 @@ from karvan.wire import Client
 from karvan.work.ledger import Ledger, NoTask
 from karvan.work.spec import WorkSpec
 
-PARTS = ("comparison", "recovery", "loss", "leases")
+PARTS = ("comparison", "engines", "recovery", "loss", "leases")
 QUICK_PARTS = ("comparison", "leases")
 TASKS_AT_ONCE = 32
 CLIENTS = 2
@@ -130,9 +133,9 @@ FIXED = "mode: {mode}"
 ELASTIC = "mode: {mode}\nsharding: dynamic"
 
 
-def undisturbed(folder: Path, settings: str, trainers: str, epochs: int) -> float:
+def undisturbed(folder: Path, settings: str, trainers: str, epochs: int, engine: str = "local") -> float:
     """Return samples a second of a job that nothing happens to."""
-    with TimedJob(folder, settings, trainers, epochs) as job:
+    with TimedJob(folder, settings, trainers, epochs, engine) as job:
         job.wait()
         return rate(job.longest())
 
@@ -150,6 +153,19 @@ def compare(report: Report, folder: Path, rounds: int, epochs: int, modes: Seque
             report.figures[f"{mode}_{name}_samples_per_s"] = median
         ratio = "elastic_vs_fixed" if mode == "hybrid" else f"elastic_vs_fixed_{mode}"
         report.ratios[ratio] = medians["elastic"] / medians["fixed"]
+
+
+def compare_engines(report: Report, folder: Path, rounds: int, epochs: int) -> None:
+    """The elastic job on a Ray cluster beside the same without one, in turns."""
+    settings = ELASTIC.format(mode="hybrid")
+    rates: dict[str, list[float]] = {"local": [], "ray": []}
+    for _ in range(rounds):
+        for engine, measured in rates.items():
+            measured.append(undisturbed(folder, settings, "replicas: 2", epochs, engine))
+    medians = {engine: statistics.median(measured) for engine, measured in rates.items()}
+    for engine, median in medians.items():
+        report.figures[f"{engine}_engine_samples_per_s"] = median
+    report.ratios["ray_vs_local"] = medians["ray"] / medians["local"]
 
 
 def recover(report: Report, folder: Path, epochs: int) -> Costs:
@@ -242,6 +258,8 @@ def main() -> None:
         train.Data(folder, steps, 20_000)
         if "comparison" in parts:
             compare(report, folder, rounds, epochs, ["hybrid"] if quick else ["hybrid", "sync"])
+        if "engines" in parts and importlib.util.find_spec("ray") is not None:  # an extra
+            compare_engines(report, folder, rounds, 2 * epochs)
         if "recovery" in parts:
             goodput(report, recover(report, folder, 1000))
         if "loss" in parts:

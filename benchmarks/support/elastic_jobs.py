@@ -28,10 +28,12 @@ class TimedJob:
     """A launched job; ends with the block it is used in.
 
     folder: has the data. settings: lines of its job.yaml. trainers: the section of its trainers, without
-    arguments.
+    arguments. engine: the engine that runs its roles; Ray's has a cluster of its own, on this machine.
     """
 
-    def __init__(self, folder: Path, settings: str, trainers: str, epochs: int) -> None:
+    def __init__(
+        self, folder: Path, settings: str, trainers: str, epochs: int, engine: str = "local"
+    ) -> None:
         self._folder = folder
         for name in ("times", "jobs", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -43,9 +45,10 @@ class TimedJob:
             "  parameter_servers: {replicas: 1, threads: 1}\n"
         )
         self._environment = {**os.environ, "KARVAN_JOBS": str(folder / "jobs")}
+        self._environment.pop("RAY_ADDRESS", None)
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml")],
+                [sys.executable, "-m", "karvan", "launch", str(folder / "job.yaml"), "--engine", engine],
                 env=self._environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
