@@ -13,3 +13,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host means all interfaces of a machine, such as 0.0.0.0."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -4,6 +4,9 @@ The launcher hosts nothing. **It dies** (kill -9): the master's keeper has the m
 so that trainers save, unless the job is detached. **The master dies**: its keeper restarts it. **The keeper
 dies**, and the master with it: the launcher starts both again, and the new master adopts the processes of the
 job.
+
+With a running Ray cluster, the master is not a process of this machine but a detached actor, which Ray
+restarts on any node (`engines/ray/master/actor.py`).
 """
 
 from __future__ import annotations
@@ -16,29 +19,29 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karvan.clock import clock
-from karvan.exit_codes import FAILED
+from karvan.exit_codes import FAILED, TEMPORARY, USAGE
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
-from karvan.launch.engines.local import LocalEngine
+from karvan.launch.engines.choice import make_master_engine
+from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
-from karvan.launch.run_folder import RunFolder
+from karvan.launch.role_environment import security_of
+from karvan.launch.run_folder import RunFolder, shared_folder
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
 from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
 from karvan.launch.token import make_token
 
 if TYPE_CHECKING:
-    from karvan.launch.job_spec import JobSpec
     from karvan.launch.role_commands import Commands
 
-_ATTACHED_GRACE = 60.0  # seconds besides the job's own, in which a job ends whose launcher was killed
 _MOST_STARTS = 3  # of a master whose keeper was killed
 _SUSPENDED_WITHIN = 2.0  # seconds; a reader of the output may be stopped already by the same Ctrl-Z
 _RESUMED_WITHIN = 0.3
@@ -49,7 +52,7 @@ class Launcher:
     """Starts a job and follows it.
 
     detach: the job runs on without the launcher. timing: for the supervisor. engine: the name of the engine
-    that runs the job's roles, with its address if it has one; the master itself runs on this machine.
+    that runs the job's roles, with its address if it has one.
     """
 
     def __init__(
@@ -83,16 +86,19 @@ class Launcher:
             for index in range(self._spec.of_role(role).replicas)
         ]
         self._logs = MergedLogs(names)
-        away = None if self._detach else self._spec.grace + _ATTACHED_GRACE
-        engine = LocalEngine(
-            self._show,
-            self._folder.path,
-            away=away,
-            ended_file=self._folder.outcome_file,
-            restarts=self._spec.max_restarts,
-            window=self._spec.restart_window,
-        )
-        with self._signals():
+        with ExitStack() as stack:
+            stack.enter_context(self._signals())
+            made = make_master_engine(
+                *(self._engine, self._show, self._spec, self._folder),
+                address=self._address,
+                detach=self._detach,
+            )
+            try:
+                engine = stack.enter_context(made)
+            except ConnectionError as error:
+                return JobOutcome(TEMPORARY, str(error))
+            except ValueError as error:
+                return JobOutcome(USAGE, str(error))
             with self._folder.launching():
                 self._prepare()
                 self._start(engine)
@@ -104,6 +110,8 @@ class Launcher:
                     break
                 self._logs.say("The keeper of the master was killed; both are started again.")
                 self._start(engine)
+        if self._on_cluster and outcome is not None:  # the master has no access to the run folder
+            self._folder.remove_files_of_the_run()
         self._folder.remove_processes()
         return outcome or JobOutcome(FAILED, self._lost())
 
@@ -116,6 +124,14 @@ class Launcher:
         if spec.token_file is None:
             make_token(folder.token)
         absolute = {"token_file": (spec.token_file or folder.token).absolute()}
+        launch = secrets.token_hex(16)
+        shared: Path | None = None
+        if self._on_cluster:  # the master may run in another folder
+            for name in ("checkpoints", "logs"):
+                if (path := getattr(spec, name)) is not None:
+                    absolute[name] = path.absolute()
+            shared = folder.path if spec.checkpoints is None else shared_folder(spec.checkpoints, launch)
+            shared.mkdir(0o700, parents=True, exist_ok=True)
         if spec.tls is not None:  # for commands that run elsewhere
             files = {name: path.absolute() for name, path in vars(spec.tls).items() if isinstance(path, Path)}
             absolute["tls"] = spec.tls.model_copy(update=files)  # type: ignore[assignment]
@@ -125,7 +141,8 @@ class Launcher:
             "timing": asdict(self._timing),
             "engine": self._engine,
             "address": self._address,
-            "owner": secrets.token_hex(16),
+            "owner": launch,
+            "shared": None if shared is None else str(shared),
             "detached": self._detach,
             "launched": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
             "folder": os.getcwd(),
@@ -141,11 +158,21 @@ class Launcher:
             process=token,
             checkpoints="" if checkpoints is None else str(checkpoints),
         ).variables()
-        command = (sys.executable, "-m", "karvan.launch.master.process", str(self._folder.path))
+        command: tuple[str, ...] = (sys.executable, "-m", "karvan.launch.master.process")
+        if self._on_cluster:
+            job = JobSpec.model_validate(self._job["spec"])
+            environment |= security_of(job)
+        else:
+            command = (*command, str(self._folder.path))
         self._code = None
         process = Process(Role.MASTER, 0, command, environment)
         self._handle = engine.start(process, self._ended)
         self._folder.write_job({**self._job, "master": self._handle.record})
+
+    @property
+    def _on_cluster(self) -> bool:
+        """Whether the master is an actor of a cluster, and not a process of this machine."""
+        return self._engine == "ray" and self._address is not None
 
     # Following
 

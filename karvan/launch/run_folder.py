@@ -16,6 +16,11 @@ A job of the name NAME has the folder `jobs_folder()/NAME`, which only its user 
     logs/             the output of every process; master-0.log has all lines, with the name of their process
 
 After the job has ended, job.json, outcome.json and the logs remain, until the next start of the job.
+
+The master of a job on a Ray cluster may run on any node, and move to another one. Then the files that it
+writes itself, and the logs, are in a folder that all nodes see, `master/run-ID` in the folder of checkpoints:
+the *shared* folder, which job.json names. The run folder itself, with the job and its token, stays on the
+machine that launched the job; the node of the master has a copy in a temporary folder.
 """
 
 from __future__ import annotations
@@ -37,8 +42,10 @@ from karvan.job.environment import JobEnvironment, variable
 from karvan.job.roles import Role
 from karvan.launch.engines.local import keeper_lives
 
-_REMAIN = ("job.json", "outcome.json", "logs", "lock", "processes")
+OUTCOME = "outcome.json"
 JOBS = variable("jobs")
+_REMAIN = ("job.json", OUTCOME, "logs", "lock", "processes")
+_RUN = "run-"
 _LOCK_WITHIN = 3.0  # seconds; a command that looks whether the master lives holds its lock for a moment
 
 
@@ -72,19 +79,25 @@ class RunFolder:
         return self.path / "token"
 
     @property
+    def shared(self) -> Path:
+        """The folder of what the master writes: this one, unless the job names another."""
+        job = self.job()
+        return Path(job["shared"]) if job is not None and job.get("shared") else self.path
+
+    @property
     def state(self) -> Path:
         """The file of the supervisor's state."""
-        return self.path / "state.json"
+        return self.shared / "state.json"
 
     @property
     def rendezvous(self) -> Path:
         """The file of the rendezvous keys."""
-        return self.path / "rendezvous.db"
+        return self.shared / "rendezvous.db"
 
     @property
     def ledger(self) -> Path:
         """The ledger of a job without checkpoints."""
-        return self.path / "work.db"
+        return self.shared / "work.db"
 
     @property
     def group(self) -> Path:
@@ -94,7 +107,7 @@ class RunFolder:
     @property
     def outcome_file(self) -> Path:
         """The file that exists once the job has ended for good."""
-        return self.path / "outcome.json"
+        return self.shared / OUTCOME
 
     # What is in it
 
@@ -108,11 +121,11 @@ class RunFolder:
 
     def master(self) -> dict[str, Any] | None:
         """The master's address and process; None if none has started yet."""
-        return _read(self.path / "master.json")
+        return _read(self.shared / "master.json")
 
     def write_master(self, address: str) -> None:
         """Store the address of this process, the master."""
-        _write(self.path / "master.json", {"address": address, "pid": os.getpid()})
+        _write(self.shared / "master.json", {"address": address, "pid": os.getpid()})
 
     def outcome(self) -> dict[str, Any] | None:
         """How the job has ended; None if it has not, or was killed."""
@@ -130,10 +143,16 @@ class RunFolder:
 
     @property
     def runs(self) -> bool:
-        """Whether the job runs: its master does, or its keeper, which restarts it."""
+        """Whether the job runs: its master does, or its keeper or Ray, which restarts it."""
         job = self.job()
-        record = None if job is None else job.get("master")
-        return bool(record and keeper_lives(record)) or _is_locked(self.path / "master.lock")
+        if job is None or _is_locked(self.shared / "master.lock"):
+            return job is not None
+        record = job.get("master")
+        if not record or "actor" not in record:
+            return bool(record and keeper_lives(record))
+        from karvan.launch.engines.ray.cluster import has_actor
+
+        return has_actor(record["address"], record["actor"])
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -154,7 +173,7 @@ class RunFolder:
     @contextmanager
     def mastering(self) -> Iterator[None]:
         """While this process is the master; a JobRunsError if there is another one."""
-        lock = os.open(self.path / "master.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self.shared / "master.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._take(lock)
             yield
@@ -187,11 +206,12 @@ class RunFolder:
     def clear(self) -> None:
         """Remove what the last run has left, except its logs."""
         shutil.rmtree(self.path / "processes", ignore_errors=True)
-        self._remove_all_but(("logs", "lock"))
+        _remove_all_but(("logs", "lock"), self.path)
 
     def remove_files_of_the_run(self) -> None:
         """The job has ended: remove all but its description, its outcome and its logs."""
-        self._remove_all_but(_REMAIN)
+        for folder in {self.path, self.shared}:
+            _remove_all_but(_REMAIN, folder)
         for path in (self.path / "processes").glob("*"):
             if not path.name.startswith(f"{Role.MASTER}-"):  # whose keeper lives
                 shutil.rmtree(path, ignore_errors=True)
@@ -200,12 +220,26 @@ class RunFolder:
         """Remove the files of keepers; none of them runs any more."""
         shutil.rmtree(self.path / "processes", ignore_errors=True)
 
-    def _remove_all_but(self, names: tuple[str, ...]) -> None:
-        with suppress(FileNotFoundError):
-            for path in self.path.iterdir():
-                if path.name not in names:
-                    with suppress(OSError):
-                        path.unlink()
+    def remove_earlier_runs(self) -> None:
+        """Remove the shared folders of earlier runs, by the master that owns the checkpoints now."""
+        shared = self.shared
+        if shared != self.path:
+            for each in shared.parent.glob(f"{_RUN}*"):
+                if each != shared:
+                    shutil.rmtree(each, ignore_errors=True)
+
+
+def shared_folder(checkpoints: Path, launch: str) -> Path:
+    """The shared folder of a launch of a job."""
+    return checkpoints.absolute() / "master" / f"{_RUN}{launch[:12]}"
+
+
+def _remove_all_but(names: tuple[str, ...], folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            if path.name not in names:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def jobs_folder() -> Path:

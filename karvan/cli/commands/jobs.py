@@ -99,7 +99,7 @@ def logs(
     from karvan.launch.engines.local import log_of
 
     with _known(job) as client:
-        path = log_of(client.folder.path, name_of(Role.MASTER, 0))
+        path = log_of(client.folder.shared, name_of(Role.MASTER, 0))
         if process is not None:
             known = sorted(each.stem for each in path.parent.glob("*.log"))
             if process not in known:
@@ -108,7 +108,7 @@ def logs(
                     f"'{process}'.",
                     DAMAGED,
                 )
-            path = log_of(client.folder.path, process)
+            path = log_of(client.folder.shared, process)
         _print_log(path, tail, client if follow else None)
     return OK
 
@@ -165,6 +165,7 @@ def stop(
         client.stop(now=now)
         while client.runs:
             time.sleep(_POLL)
+        client.remove_secrets()
         print(f"Job {client.name}: {_end_text(client.outcome())}")
     return OK
 

@@ -1,4 +1,4 @@
-"""`make_engine`: the engine of a job by its name."""
+"""`make_engine` and `make_master_engine`: the engines of a job and of its master, by name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from karvan.job.loopback import is_loopback
-from karvan.job.roles import START_ORDER
+from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.needs import check_machine, needs_by_role, total_needs
+from karvan.launch.run_folder import OUTCOME, RunFolder
 
 if TYPE_CHECKING:
     from karvan.launch.engines.base import Engine
     from karvan.launch.engines.ray.cluster import RayCluster
     from karvan.launch.job_spec import JobSpec
-
 ENGINES = ("local", "ray")
+_ATTACHED_GRACE = 60.0  # seconds besides the job's own, in which a job ends whose launcher was killed
 
 
 def check_engine(name: str, spec: JobSpec, address: str | None = None) -> None:
@@ -41,36 +42,107 @@ def check_engine(name: str, spec: JobSpec, address: str | None = None) -> None:
 
 @contextmanager
 def make_engine(
-    name: str, write: Callable[[str, str], None], spec: JobSpec, folder: Path, *, address: str | None = None
+    name: str,
+    write: Callable[[str, str], None],
+    spec: JobSpec,
+    folder: RunFolder,
+    *,
+    address: str | None = None,
+    launch: str = "",
 ) -> Iterator[Engine]:
     """The engine of a job while inside; `write(name, line)` receives the output of its processes.
 
     folder: the run folder of the job. address: that of a running Ray cluster; without one, the Ray engine
-    starts a cluster on this machine, which ends when the context does. A job that does not fit the cluster is
+    starts a cluster on this machine, which ends when the context does. launch: an id of this launch of the
+    job, the same for all its masters. A job that does not fit the cluster is
     a ValueError, and a cluster that cannot be reached a ConnectionError.
     """
     if name == "local":
-        yield LocalEngine(write, folder, away=spec.master_timeout)
+        yield LocalEngine(write, folder.path, away=spec.master_timeout)
         return
     from karvan.launch.engines.ray.cluster import RayCluster
     from karvan.launch.engines.ray.engine import RayEngine
     from karvan.launch.engines.ray.process_logs import ProcessLogs
 
-    without = [path for path in (spec.checkpoints, spec.logs) if path is not None]
-    cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=without)
+    cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
     try:
-        yield RayEngine(
-            ProcessLogs(folder, write).write,
+        engine = RayEngine(
+            ProcessLogs(folder.shared, write).write,
             cluster,
             job=spec.name,
+            launch=launch,
             needs=needs_by_role(spec),
+            replicas=lasting_replicas(spec),
             network=uses_network(spec, cluster),
             # Ray limits threads to the CPUs of an actor; locally, a process without `threads` uses all.
             own_threads=frozenset(role for role in START_ORDER if spec.of_role(role).cpus is None),
             unattended=spec.master_timeout,
         )
+        try:
+            yield engine
+        finally:
+            engine.close()
     finally:
         cluster.close()
+
+
+@contextmanager
+def make_master_engine(
+    name: str,
+    write: Callable[[str, str], None],
+    spec: JobSpec,
+    folder: RunFolder,
+    *,
+    address: str | None,
+    detach: bool,
+) -> Iterator[Engine]:
+    """The engine that runs the master of a job, while inside.
+
+    The master is a process of this machine, or an actor of a running Ray cluster, at an address. Errors are
+    those of `make_engine`.
+    """
+    if name != "ray" or address is None:
+        away = None if detach else spec.grace + _ATTACHED_GRACE
+        yield LocalEngine(
+            write,
+            folder.path,
+            away=away,
+            ended_file=folder.path / OUTCOME,
+            restarts=spec.max_restarts,
+            window=spec.restart_window,
+        )
+        return
+    from karvan.launch.engines.ray.cluster import RayCluster
+    from karvan.launch.engines.ray.master.engine import RayMasterEngine
+
+    cluster = RayCluster.connect(address, Path.cwd(), without=_written(spec))
+    try:
+        yield RayMasterEngine(
+            write,
+            cluster,
+            folder,
+            network=uses_network(spec, cluster),
+            anywhere=spec.checkpoints is not None,
+            detach=detach,
+            restarts=spec.max_restarts,
+            window=spec.restart_window,
+        )
+    finally:
+        cluster.close()
+
+
+def _written(spec: JobSpec) -> list[Path]:
+    """Folders of the job that programs need no copy of."""
+    return [path for path in (spec.checkpoints, spec.logs) if path is not None]
+
+
+def lasting_replicas(spec: JobSpec) -> dict[Role, int]:
+    """How many processes of each role the job has for all its time: trainers may come and go."""
+    trainers = spec.roles.trainers
+    return {
+        role: 0 if role == Role.TRAINER and trainers.varies else spec.of_role(role).replicas
+        for role in START_ORDER
+    }
 
 
 def uses_network(spec: JobSpec, cluster: RayCluster) -> bool:

@@ -1,6 +1,8 @@
 """The keeper of a process: starts it, forwards signals, writes its log, and ends all its descendants.
 
-    python -I -S keeper.py FOLDER LOCK          the request is on stdin: eight hexadecimal digits, then JSON
+    python -I -S keeper.py FOLDER LOCK [TEMPORARY]
+
+The request is on stdin: eight hexadecimal digits, then JSON.
 
     FOLDER/control   a FIFO with one letter for each request of the master, which holds it open:
                        h   the master is there            s   SIGSTOP to the process and all it has started
@@ -25,11 +27,11 @@ releases the lock, and the master counts it as killed.
 
 The master itself has a keeper, which differs in three ways. It restarts the process, up to `most` times
 within `window` seconds, unless a file says that it has ended for good; the roles that the process has started
-are left alone meanwhile. When the launcher dies, the process gets SIGTERM, and `away` seconds to end; without
-`away` nothing happens. Signals are held back until the process is ready for them.
+are left alone meanwhile. When the launcher dies, the process gets SIGTERM, and `away` seconds to end; with 0
+it is killed, and without `away` nothing happens. Signals are held back until the process is ready for them.
 
-A keeper that ends alone, without a master, or as that of a master without a launcher, removes FOLDER, and
-the folder that the request names as `temporary`.
+A keeper that ends alone, without a master, or as that of a master without a launcher, removes FOLDER and
+TEMPORARY, a folder around it. So does one whose master dies before the request was complete.
 
 This is a separate program that imports nothing from Karvan: it has to be small and to start quickly, and no
 Python may run between fork and exec of a master that has threads.
@@ -180,9 +182,10 @@ class Keeper:
         for descriptor in (self._control, self._woken, self._output):
             self._poll.register(descriptor, select.POLLIN)
 
-    @property
-    def alone(self) -> bool:
-        """Whether nobody will ask how the process has ended."""
+    def is_alone(self) -> bool:
+        """Whether nobody will ask how the process has ended; for the time after that."""
+        if self._away is None:
+            self._take_requests()  # the master may have died while the process was ended
         limit = self._request["away"]
         late = limit is not None and self._away is not None and time.monotonic() >= self._away + limit
         return late or ("restart" in self._request and self._away is not None)
@@ -259,7 +262,7 @@ class Keeper:
         os.dup2(again, self._control, inheritable=False)
         os.close(again)
         self._away = time.monotonic()
-        if "restart" in self._request and self._request["away"] is not None:
+        if "restart" in self._request and self._request["away"]:
             self._stopping = True
             signal_all(signal.SIGCONT)  # the job may be suspended
             if self._process:
@@ -319,6 +322,7 @@ class Keeper:
                 ended, status = os.waitpid(-1, os.WNOHANG)
                 if ended and ended == self._process:
                     self._code = os.waitstatus_to_exitcode(status)
+                    self._process = 0
                 if not ended:
                     signal_all(signal.SIGKILL)
                     self._copy_output()
@@ -341,16 +345,31 @@ def _read(descriptor: int, size: int) -> bytes:
     while len(read) < size:
         piece = os.read(descriptor, size - len(read))
         if not piece:  # the master is gone
-            sys.exit(1)
+            raise EOFError
         read += piece
     return read
 
 
-def main(folder: str, lock: int) -> None:
+def _remove(folder: str, temporary: str | None) -> None:
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(f"{folder}/{name}")
+        os.rmdir(folder)
+    if temporary is not None:
+        import shutil  # rarely needed, and slow to import
+
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def main(folder: str, lock: int, temporary: str | None = None) -> None:
     """Run one process."""
     os.set_inheritable(lock, False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    request = json.loads(_read(0, int(_read(0, _LENGTH), 16)))
+    try:
+        request = json.loads(_read(0, int(_read(0, _LENGTH), 16)))
+    except EOFError:
+        _remove(folder, temporary)
+        sys.exit(1)
     with open(os.devnull, "rb") as nowhere:
         os.dup2(nowhere.fileno(), 0)
     # Its room is taken now: a disk that is full later does not lose the exit code.
@@ -358,16 +377,9 @@ def main(folder: str, lock: int) -> None:
     os.write(code, b" " * 16)
     keeper = Keeper(folder, request)
     os.pwrite(code, b"%16d" % keeper.run(), 0)
-    if keeper.alone:
-        with suppress(OSError):
-            for name in os.listdir(folder):
-                os.unlink(f"{folder}/{name}")
-            os.rmdir(folder)
-        if request["temporary"] is not None:
-            import shutil  # rarely needed, and slow to import
-
-            shutil.rmtree(request["temporary"], ignore_errors=True)
+    if keeper.is_alone():
+        _remove(folder, temporary)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -44,7 +44,8 @@ class LocalEngine:
     folder: of the job. away: seconds that processes wait for another master; for a master, the seconds that
     it has to end the job when its launcher dies, or None if it runs on. ended_file: the file that a master
     writes when it has ended for good: without it, it is restarted, up to `restarts` times within `window`
-    seconds. temporary: the folder is for these processes alone: a keeper that ends alone removes it.
+    seconds. temporary: the folder is for these processes alone: a keeper that ends alone removes it. logs:
+    the folder in which the logs are, if that is another one.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class LocalEngine:
         restarts: int = 10,
         window: float = 600.0,
         temporary: bool = False,
+        logs: Path | None = None,
     ) -> None:
         self._write = write
         self._folder = folder
         self._away = away
-        self._temporary = str(folder) if temporary else None
+        self._log_folder = folder if logs is None else logs
+        self._temporary = (str(folder),) if temporary else ()
         self._restart = {
             "most": restarts,
             "window": window,
@@ -86,7 +89,6 @@ class LocalEngine:
             "log": str(self._log_of(process)),
             "log_bytes": LOG_BYTES,
             "away": self._away,
-            "temporary": self._temporary,
         }
         if process.role == Role.MASTER:
             request["restart"] = self._restart
@@ -100,7 +102,7 @@ class LocalEngine:
             handle = self._handle(process, folder, ended)
             with log.open("ab") as errors:
                 popen = subprocess.Popen(
-                    [sys.executable, "-IS", str(Path(keeper.__file__)), str(folder), str(lock)],
+                    [sys.executable, "-IS", keeper.__file__, str(folder), str(lock), *self._temporary],
                     env=environment,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -136,7 +138,7 @@ class LocalEngine:
         return self._folder / _PROCESSES / f"{process.name}-{number}"
 
     def _log_of(self, process: Process) -> Path:
-        return log_of(self._folder, process.name)
+        return log_of(self._log_folder, process.name)
 
 
 class LocalHandle:

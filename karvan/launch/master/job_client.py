@@ -45,6 +45,11 @@ class JobClient:
         """How it has ended; None if it runs, or was killed."""
         return self.folder.outcome()
 
+    def remove_secrets(self) -> None:
+        """The job has ended: its token is of no use. A master on another machine cannot remove it here."""
+        if self.outcome() is not None:
+            self.folder.remove_files_of_the_run()
+
     def status(self) -> dict[str, Any]:
         """What its master says; a MasterAwayError if it does not answer."""
         return self._call("job_status", {})

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.job.loopback import is_everywhere
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import Engine, name_of
 from karvan.launch.engines.choice import make_engine
@@ -68,6 +69,8 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         logs = stack.enter_context(closing(MergedLogs(names, spec.logs)))
         stack.enter_context(logs.warnings())
         owner = stack.enter_context(_owned(spec, job["owner"]))
+        folder.remove_earlier_runs()
+        before = folder.master()
         timing = Timing(**job["timing"])
         services = stack.enter_context(_services(folder, spec, timing, state))
         work, group, service, registry = services
@@ -78,6 +81,7 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
             work=work,
             group=group,
             state=state,
+            moved=before is not None and before["address"] != registry.address,
             started=lambda: logs.announce({"state": "running"}),
         )
         service.supervise(supervisor, registry, work)
@@ -95,7 +99,8 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
 def _engine(folder: RunFolder, spec: JobSpec, job: dict[str, Any], logs: MergedLogs) -> Iterator[Engine]:
     """The engine that the job was launched with."""
     with ExitStack() as stack:
-        made = make_engine(job["engine"], logs.write, spec, folder.path, address=job["address"])
+        where = {"address": job["address"], "launch": job["owner"]}
+        made = make_engine(job["engine"], logs.write, spec, folder, **where)
         try:
             engine = stack.enter_context(made)
         except ValueError as error:
@@ -161,6 +166,11 @@ def _registry(
 
     before = folder.master()
     port = spec.registry_port if before is None else int(before["address"].rpartition(":")[2])
+    elsewhere = (
+        before is not None
+        and not is_everywhere(spec.host)
+        and before["address"].rpartition(":")[0] != spec.host
+    )
     until = time.monotonic() + (0.0 if before is None else _PORT_WITHIN)
     while True:
         try:
@@ -175,7 +185,11 @@ def _registry(
                 rendezvous=folder.rendezvous,
             )
         except ListenError as error:
-            if time.monotonic() > until:
+            if (
+                elsewhere and port != spec.registry_port
+            ):  # no role looks for the master at this port of this machine
+                port = spec.registry_port
+            elif time.monotonic() > until:
                 raise MasterError(str(error), TEMPORARY) from error
             time.sleep(0.1)
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from engine_helpers import HAS_RAY, NEEDS_RAY, Output, Run, shared_cluster, token_settings
+from engine_helpers import HAS_RAY, NEEDS_RAY, JobNodes, Output, Run, shared_cluster, token_settings
 
 from karvan.job.roles import START_ORDER
 from karvan.launch.engines.local import LocalEngine
@@ -38,6 +38,14 @@ def ray_cluster(ray_address, tmp_path_factory):
     cluster = RayCluster.connect(ray_address, tmp_path_factory.getbasetemp())
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def nodes(shared_ray, tmp_path):
+    """Three nodes for this test alone."""
+    found = JobNodes(shared_ray, f"job{os.getpid()}x{abs(hash(tmp_path.name)) % 10**6}", 3)
+    yield found
+    found.close()
 
 
 @pytest.fixture

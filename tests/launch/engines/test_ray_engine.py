@@ -6,11 +6,11 @@ import signal
 import stat
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from engine_helpers import Run
 from launch_helpers import is_alive, state_of, wait_until
+from ray_jobs import parent_of
 from support_paths import support_path
 from test_engines import FAMILY, family_of
 
@@ -19,10 +19,6 @@ from karvan.launch.engines.needs import Needs
 
 INTERRUPTED = ("try: time.sleep(1000)", "except KeyboardInterrupt as error: print(repr(error))")
 SLEEP = ("import time", "print('ready')", "time.sleep(1000)")
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def actor_of(run):
@@ -59,26 +55,6 @@ def test_nothing_survives_the_worker_process_of_an_actor(make_ray, start_on, num
 
 
 @pytest.mark.slow
-def test_nothing_survives_a_node_and_what_was_on_it_starts_again_on_another(
-    make_ray, start_on, shared_ray, tmp_path
-):
-    mine = f"mine{os.getpid()}"
-    raylets = shared_ray.add_nodes(mine, 2)
-    engine = make_ray(needs={Role.PARAMETER_SERVER: Needs(cpus=0.1, resources={mine: 0.1})})
-    runs = [start_on(engine, *FAMILY, role=Role.PARAMETER_SERVER, index=index) for index in range(2)]
-    families = [family_of(run) for run in runs]
-    nodes = [parent_of(actor_of(run)) for run in runs]
-    assert sorted(nodes) == sorted(raylets)
-    os.kill(nodes[0], signal.SIGKILL)
-    assert runs[0].end() == -9
-    wait_until(lambda: not any(map(is_alive, families[0])), "all of the node to end")
-    again = start_on(engine, *FAMILY, role=Role.PARAMETER_SERVER, index=2)
-    family_of(again)
-    assert parent_of(actor_of(again)) == nodes[1]
-    assert all(map(is_alive, families[1]))
-
-
-@pytest.mark.slow
 def test_an_actor_that_does_not_answer_is_given_up_after_a_kill(make_ray, start_on, monkeypatch):
     monkeypatch.setattr("karvan.launch.engines.ray.handle._KILLED_WITHIN", 1.0)
     run = start_on(make_ray(), *FAMILY)
@@ -88,24 +64,6 @@ def test_an_actor_that_does_not_answer_is_given_up_after_a_kill(make_ray, start_
     run.handle.kill()
     assert run.end() == -9
     wait_until(lambda: not any(map(is_alive, [actor, *everybody])), "all to end")
-
-
-@pytest.mark.slow
-def test_servers_are_on_different_nodes_and_a_trainer_with_its_loader(make_ray, start_on, shared_ray):
-    raylets = shared_ray.add_nodes(mine := f"three{os.getpid()}", 3)
-    needs = dict.fromkeys(START_ORDER, Needs(cpus=0.1, resources={mine: 0.1}))
-    engine = make_ray(needs=needs)
-    spread = [start_on(engine, *SLEEP, role=Role.PARAMETER_SERVER, index=index) for index in range(3)]
-    loaders = [start_on(engine, *SLEEP, role=Role.LOADER, index=index) for index in range(2)]
-    for run in (*spread, *loaders):
-        run.first_line()
-    trainers = [start_on(engine, *SLEEP, role=Role.TRAINER, index=index) for index in range(2)]
-    for run in trainers:
-        run.first_line()
-    assert len({run.handle.node for run in spread}) == 3
-    assert [run.handle.node for run in trainers] == [loader.handle.node for loader in loaders]
-    for raylet in raylets:
-        os.kill(raylet, signal.SIGKILL)
 
 
 @pytest.mark.slow

@@ -4,12 +4,13 @@ import fcntl
 import importlib.util
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 
-from launch_helpers import PATIENCE, wait_until
+from launch_helpers import PATIENCE, is_alive, wait_until
 from support_paths import support_path
 
 from karvan.job.roles import Role
@@ -76,12 +77,35 @@ class SharedCluster:
 
     def add_nodes(self, resource, count):
         """Add nodes with one of a resource each; the process ids of their raylets."""
-        names = [f"{resource}-{number}" for number in range(count)]
+        names = [f"{resource}-{secrets.token_hex(4)}" for _ in range(count)]
         for name in names:
             (self._folder / "orders" / f"add-{name}").touch()
         found = [self._folder / "nodes" / name for name in names]
         wait_until(lambda: all(path.exists() for path in found), "nodes to be added")
         return [int(path.read_text()) for path in found]
+
+
+class JobNodes:
+    """Nodes of a cluster for one test: they alone have some resource."""
+
+    def __init__(self, cluster, resource, count):
+        self._cluster = cluster
+        self.resource = resource
+        self.raylets = []
+        self.add(count)
+
+    def add(self, count=1):
+        """Add nodes, for those that were killed."""
+        self.raylets += self._cluster.add_nodes(self.resource, count)
+
+    def living(self):
+        """The raylets of those that run."""
+        return [raylet for raylet in self.raylets if is_alive(raylet)]
+
+    def close(self):
+        """Kill those that are left."""
+        for raylet in self.living():
+            os.kill(raylet, signal.SIGKILL)
 
 
 def token_settings(path):

@@ -53,15 +53,15 @@ def small_commands(folder):
     return dict.fromkeys(START_ORDER, command)
 
 
-def wait_until(condition, what="something"):
+def wait_until(condition, what="something", seconds=PATIENCE):
     """Wait for a condition to be true of something, and return that."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = condition()
         if found:
             return found
         time.sleep(0.01)
-    raise AssertionError(f"waited {PATIENCE:g} s for {what}")
+    raise AssertionError(f"waited {seconds:g} s for {what}")
 
 
 def state_of(pid):

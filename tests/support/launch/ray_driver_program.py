@@ -1,7 +1,8 @@
 """A master that starts one process on a Ray cluster: `python ray_driver_program.py ADDRESS UNATTENDED CODE`.
 
 It prints the record of the process, its id, and the numbers that its first line has; then it waits for a line
-of input. A process whose code begins with "# suspend" is suspended until then, and then killed.
+of input. A process whose code begins with "# suspend" is suspended until then, and then killed; one whose
+code begins with "# servers" is one of two servers.
 """
 
 import json
@@ -29,10 +30,13 @@ if __name__ == "__main__":
         write,
         RayCluster.connect(address, Path.cwd()),
         job=f"driven{os.getpid()}",
-        needs={Role.TRAINER: Needs(cpus=0.1)},
+        launch="launch",
+        needs=dict.fromkeys(Role, Needs(cpus=0.1)),
+        replicas={Role.PARAMETER_SERVER: 2},
         unattended=float(unattended),
     )
-    process = Process(Role.TRAINER, 0, (sys.executable, "-uc", code), {"KARVAN_PROCESS": "driven"})
+    role = Role.PARAMETER_SERVER if code.startswith("# servers") else Role.TRAINER
+    process = Process(role, 0, (sys.executable, "-uc", code), {"KARVAN_PROCESS": "driven"})
     handle = engine.start(process, lambda process, code: None)
     written.wait()
     family = [int(word) for word in lines[-1].split() if word.isdigit()]

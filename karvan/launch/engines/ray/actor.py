@@ -1,8 +1,8 @@
 """`RoleActor`: owns the process of a role, on a node of a Ray cluster.
 
 The actor starts the process with the local engine of its node, in a temporary folder. The process's keeper
-ends it, with all that it has started, as soon as the actor's worker process dies, and removes the folder. A
-master talks to the actor:
+ends it, with all that it has started, as soon as the actor's worker process dies, and removes the folder
+(`actor_folder.py`). A master talks to the actor:
 
     describe     where the actor is; the answer says that there was room for it
     start        run a process; repeated by a master that adopts the actor before it has started one
@@ -10,8 +10,9 @@ master talks to the actor:
     request      stop, interrupt, kill, dump_stacks, suspend or resume
 
 **The master dies**: nobody takes lines any more. After `unattended` seconds the actor kills the process and
-ends, so that nothing is left of a job whose master does not come back; until then another master can adopt
-it. **The actor dies**, or its node: calls in flight fail at the master, which counts the process as killed.
+ends, with its placement group, so that nothing is left of a job whose master does not come back; until then
+another master can adopt it. **The actor dies**, or its node: calls in flight fail at the master, which counts
+the process as killed.
 
 Methods run in threads: `take` waits in some, `request` in one, so that requests keep their order.
 """
@@ -21,17 +22,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util import get_current_placement_group, remove_placement_group
 
 from karvan.clock import clock
 from karvan.launch.engines.local import LocalEngine
+from karvan.launch.engines.ray.actor_folder import make_folder, remove_abandoned
 from karvan.launch.engines.ray.output_buffer import Batch, OutputBuffer
 
 if TYPE_CHECKING:
@@ -39,11 +42,13 @@ if TYPE_CHECKING:
     from karvan.launch.engines.local import LocalHandle
     from karvan.launch.engines.ray.order import Order
 
+Prepare = Callable[["Process", str, Path], "Process"]
+
 TAKE_SECONDS = 10.0  # that a call of `take` waits at most
 GROUPS = {"output": 4, "control": 1}  # threads
 # Ray would kill the keeper first, which could then not end what the process has started.
 SETTINGS = {"RAY_kill_child_processes_on_worker_exit": "false"}
-_SUSPENDED_AT_MOST = 3600.0  # seconds without a master, of a process that a master has suspended
+SUSPENDED_AT_MOST = 3600.0  # seconds without a master, of a process that a master has suspended
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class RoleActor:
         self._suspended = False
         self._takers = 0
         self._attended = clock.now()
+        self._group = get_current_placement_group()
         threading.Thread(target=self._end_unattended, name="unattended", daemon=True).start()
 
     def describe(self) -> Location:
@@ -90,12 +96,12 @@ class RoleActor:
                 self._handle = run(order, self._output)
             return Started(self._handle.pid)
 
-    def take(self, first: int) -> Batch:
-        """Lines of the process from number `first` on."""
+    def take(self, first: int, buffer: str = "") -> Batch:
+        """Lines of the process from number `first` of a buffer on."""
         with self._lock:
             self._takers += 1
         try:
-            return self._output.take(first, TAKE_SECONDS)
+            return self._output.take(first, TAKE_SECONDS, buffer)
         finally:
             with self._lock:
                 self._takers -= 1
@@ -108,17 +114,24 @@ class RoleActor:
         if self._handle is not None:
             getattr(self._handle, name)()
 
+    def unattended(self) -> float:
+        """Seconds since a master has taken lines; 0 if one waits for some."""
+        with self._lock:
+            return 0.0 if self._takers else clock.now() - self._attended
+
     def _end_unattended(self) -> None:
         wake = threading.Event()
         while True:
             wake.wait(min(self._unattended / 4, 1.0))
-            most = _SUSPENDED_AT_MOST if self._suspended else self._unattended
-            if not self._takers and clock.now() - self._attended > most:
+            if self.unattended() > (SUSPENDED_AT_MOST if self._suspended else self._unattended):
                 break
         with self._lock:
             if self._handle is not None:
                 self._handle.kill()
                 self._handle.wait(TAKE_SECONDS)
+        if self._group is not None:  # nobody else will remove it
+            with suppress(ray.exceptions.RayError):
+                remove_placement_group(self._group)
         os._exit(1)
 
 
@@ -127,8 +140,17 @@ def location() -> Location:
     return Location(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
-def run(order: Order, output: OutputBuffer) -> LocalHandle:
-    """Start a process on this node; its lines and its exit code go to the buffer."""
+def run(
+    order: Order,
+    output: OutputBuffer,
+    prepare: Prepare = lambda process, folder, files: process,
+    **settings: Any,
+) -> LocalHandle:
+    """Start a process on this node; its lines and its exit code go to the buffer.
+
+    prepare: makes the process what it is to be here, from the folder in which it runs and the folder of its
+    temporary files. settings: of the local engine.
+    """
     process, folder = order.on_node(location().address)
     os.chdir(folder)
     if order.own_threads:
@@ -137,8 +159,10 @@ def run(order: Order, output: OutputBuffer) -> LocalHandle:
         os.environ.pop(name, None)
     with suppress(PermissionError):  # Ray's workers give way to others
         os.setpriority(os.PRIO_PROCESS, 0, 0)
-    files = Path(tempfile.mkdtemp(prefix="karvan-role-"))
-    engine = LocalEngine(lambda name, line: output.append(line), files, away=0.0, temporary=True)
+    remove_abandoned()
+    files = make_folder()
+    settings = {"away": 0.0, "temporary": True, **settings}
+    engine = LocalEngine(lambda name, line: output.append(line), files, **settings)
 
     def ended(process: Process, code: int) -> None:
         shutil.rmtree(files, ignore_errors=True)
@@ -146,6 +170,6 @@ def run(order: Order, output: OutputBuffer) -> LocalHandle:
 
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks it in its processes
     try:
-        return engine.start(process, ended)
+        return engine.start(prepare(process, folder, files), ended)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from karvan.launch.engines.ray.code_package import runtime_environment
-from karvan.launch.engines.ray.placement import living_nodes
+from karvan.launch.engines.ray.placement.nodes import living_nodes
 
 NAMESPACE = "karvan"  # of the names of actors
 _OBJECT_STORE = 100 << 20  # bytes; what roles exchange does not travel through Ray
@@ -73,6 +73,20 @@ class RayCluster:
         if self._connected:
             with _handlers_kept():
                 ray.shutdown()
+
+
+def has_actor(address: str, name: str) -> bool:
+    """Whether an actor of this name exists, in the cluster that this process is connected to, or at an
+    address; not if there is no cluster any more.
+    """
+    try:
+        if not ray.is_initialized():
+            with _handlers_kept():
+                _connect(address)
+        ray.get_actor(name, NAMESPACE)
+    except (ConnectionError, ValueError):
+        return False
+    return True
 
 
 def this_machine() -> str:

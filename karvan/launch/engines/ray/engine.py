@@ -22,7 +22,8 @@ from karvan.launch.engines.ray.actor import GROUPS, SETTINGS, RoleActor
 from karvan.launch.engines.ray.cluster import NAMESPACE, RayCluster, this_machine
 from karvan.launch.engines.ray.handle import RayHandle
 from karvan.launch.engines.ray.order import Order
-from karvan.launch.engines.ray.placement import NodePlacement, living_nodes
+from karvan.launch.engines.ray.placement.groups import PlacementGroups
+from karvan.launch.engines.ray.placement.nodes import NodePlacement, living_nodes
 
 _LEAST = 0.0001  # of a resource
 
@@ -30,9 +31,11 @@ _LEAST = 0.0001  # of a resource
 class RayEngine:
     """Runs processes on a cluster; `write(name, line)` receives their output.
 
-    needs: what a process of a role needs. network: whether roles reach each other over the network, which
-    needs TLS; otherwise all of them run on this machine. own_threads: the roles whose processes choose their
-    number of threads themselves. unattended: seconds after which processes without a master end.
+    launch: an id of this launch of the job. needs: what a process of a role needs. replicas: how many
+    processes of a role the job has for all its time. network: whether roles reach each other over the
+    network, which needs TLS; otherwise all of them run on this machine. own_threads: the roles whose
+    processes choose their number of threads themselves. unattended: seconds after which processes without a
+    master end.
     """
 
     def __init__(
@@ -42,12 +45,16 @@ class RayEngine:
         *,
         job: str,
         needs: Mapping[Role, Needs],
+        launch: str = "",
+        replicas: Mapping[Role, int] | None = None,
         network: bool = False,
         own_threads: frozenset[Role] = frozenset(Role),
         unattended: float,
     ) -> None:
         self.write = write
-        self.placement = NodePlacement(needs)
+        self._on_machine = {} if network else this_machine_alone()
+        self._groups = PlacementGroups(f"{job}/{launch}", needs, replicas or {}, self._on_machine)
+        self.placement = NodePlacement(needs, self._groups)
         self.cluster = cluster
         self._job = job
         self._network = network
@@ -66,10 +73,14 @@ class RayEngine:
         name = str(record["actor"]) if record else self._name_of(process)
         return RayHandle(self, process, name, lambda: _find(name), ended)
 
-    def order_of(self, process: Process) -> Order:
-        """All that a node has to know in order to run a process."""
+    def close(self) -> None:
+        """The job has ended: nothing of it is left in the cluster."""
+        self._groups.remove()
+
+    def begin(self, actor: Any, process: Process) -> Any:
+        """Have an actor start a process."""
         own = process.role in self._own_threads
-        return Order.of(process, network=self._network, own_threads=own)
+        return actor.start.remote(Order.of(process, network=self._network, own_threads=own))
 
     def _name_of(self, process: Process) -> str:
         number = process.environment.get(variable("process")) or secrets.token_hex(8)
@@ -78,9 +89,6 @@ class RayEngine:
     def _create(self, process: Process, name: str) -> Any:
         """Create an actor that outlives this process."""
         needs = self.placement.needs_of(process.role)
-        resources, here = {**needs.resources}, this_machine()
-        if not self._network and any(node["NodeManagerAddress"] == here for node in living_nodes()):
-            resources[f"node:{here}"] = _LEAST  # Ray's own name of the machine
         remote = ray.remote(concurrency_groups=GROUPS)(RoleActor)
         return remote.options(
             name=name,
@@ -89,10 +97,17 @@ class RayEngine:
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
             memory=needs.memory or None,
-            resources=resources,
+            resources={**needs.resources, **self._on_machine},
             runtime_env={"env_vars": SETTINGS},
             scheduling_strategy=self.placement.strategy(process),
         ).remote(self._unattended)
+
+
+def this_machine_alone() -> dict[str, float]:
+    """What of Ray's resources only the nodes on this machine have."""
+    here = this_machine()
+    there = any(node["NodeManagerAddress"] == here for node in living_nodes())
+    return {f"node:{here}": _LEAST} if there else {}
 
 
 def _find(name: str) -> Any:

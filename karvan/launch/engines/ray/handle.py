@@ -23,9 +23,8 @@ from karvan.launch.engines.base import Process
 from karvan.launch.engines.needs import Needs
 from karvan.launch.engines.ray.actor import TAKE_SECONDS, Location, Started
 from karvan.launch.engines.ray.cluster import RayCluster
-from karvan.launch.engines.ray.order import Order
 from karvan.launch.engines.ray.output_buffer import Batch
-from karvan.launch.engines.ray.placement import NodePlacement, room_text
+from karvan.launch.engines.ray.placement.nodes import NodePlacement, room_text
 
 _log = logging.getLogger("karvan.launch")
 
@@ -33,6 +32,7 @@ _KILLED = -int(signal.SIGKILL)
 _SAY_AFTER, _SAY_EVERY = 10.0, 60.0  # seconds of waiting for room
 _ANSWER_WITHIN = 30.0  # seconds that an actor may be unavailable, besides the time that a call takes
 _KILLED_WITHIN = 10.0  # seconds
+_MOST_ACTORS = 20  # whose nodes die before they run, until a process counts as killed
 _WAIT = 0.5
 _PID_WITHIN = 5.0  # seconds after its start, in which `pid` waits for it
 
@@ -50,8 +50,8 @@ class _Engine(Protocol):
     def write(self, name: str, line: str) -> None:
         """Write a line of a process."""
 
-    def order_of(self, process: Process) -> Order:
-        """All that a node has to know of a process."""
+    def begin(self, actor: Any, process: Process) -> Any:
+        """Have an actor start a process; the reference of its answer, a `Started`."""
 
 
 class RayHandle:
@@ -161,6 +161,9 @@ class RayHandle:
             return
         except (exceptions.RayActorError, exceptions.ActorUnschedulableError) as error:
             _log.debug("%s: %s", self._process.name, error)
+            if getattr(error, "actor_init_failed", False):
+                self._engine.write(self._process.name, f"error: {str(error).strip().splitlines()[-1]}")
+                code = USAGE
         except Exception as error:  # of Ray; the process must not seem to run for ever
             self._engine.write(self._process.name, f"error: Ray: {str(error).strip() or repr(error)}")
         self._end(code if self._cancelled is None or self._started.is_set() else -self._cancelled)
@@ -179,8 +182,7 @@ class RayHandle:
     def _follow(self) -> int:
         self._location = self._wait_for_room()
         self._engine.placement.note(self._process, self._location.node)
-        order = self._engine.order_of(self._process)
-        started: Started = self._answer(self._actor.start.remote(order))
+        started: Started = self._answer(self._engine.begin(self._actor, self._process))
         if started.refusal:
             self._engine.write(self._process.name, f"error: {started.refusal}")
             return USAGE
@@ -192,6 +194,19 @@ class RayHandle:
         return self._write_lines()
 
     def _wait_for_room(self) -> Location:
+        """Where the actor is, once it runs. One whose node dies before is created once more."""
+        for _ in range(_MOST_ACTORS):
+            try:
+                return self._wait_for_actor()
+            except (exceptions.RayActorError, exceptions.ActorPlacementGroupRemoved) as error:
+                if self._cancelled is not None or getattr(error, "actor_init_failed", False):
+                    raise
+                _log.debug("%s: %s", self._process.name, error)
+            threading.Event().wait(_WAIT)
+            self._actor = self._find()
+        return self._wait_for_actor()
+
+    def _wait_for_actor(self) -> Location:
         ref = self._actor.describe.remote()
         needs: Needs = self._engine.placement.needs_of(self._process.role)
         due = clock.now() + _SAY_AFTER
@@ -199,6 +214,9 @@ class RayHandle:
             if self._cancelled is not None:
                 ray.kill(self._actor)
             elif clock.now() > due:
+                if self._engine.placement.may_return(self._process):
+                    ray.kill(self._actor)
+                    continue
                 text = f"Waiting for room for {self._process.name}: {room_text(needs)}."
                 self._engine.write(self._process.name, text)
                 due = clock.now() + _SAY_EVERY
@@ -206,26 +224,29 @@ class RayHandle:
         return found
 
     def _write_lines(self) -> int:
-        assert self._location is not None
-        first = 0
+        first, buffer = 0, ""
         unavailable: float | None = None
         while True:
             try:
-                call = self._actor.take.options(concurrency_group="output").remote(first)
+                call = self._actor.take.options(concurrency_group="output").remote(first, buffer)
                 batch: Batch = self._answer(call)
             except exceptions.ActorUnavailableError:
                 unavailable = unavailable or clock.now()
-                lost = self._engine.placement.is_lost(self._location.node)
-                if lost or clock.now() > unavailable + _ANSWER_WITHIN:
+                if self._is_given_up(clock.now() - unavailable):
                     raise
                 threading.Event().wait(0.2)
                 continue
             unavailable = None
             for line in batch.lines:
                 self._engine.write(self._process.name, line)
-            first = batch.following
+            first, buffer = batch.following, batch.buffer
             if batch.code is not None:
                 return batch.code
+
+    def _is_given_up(self, seconds: float) -> bool:
+        """Whether an actor that was unavailable for so long is not coming back."""
+        assert self._location is not None
+        return seconds > _ANSWER_WITHIN or self._engine.placement.is_lost(self._location.node)
 
     def _answer(self, ref: Any) -> Any:
         """The answer of the actor. One that does not answer is killed, and so is one that does not end after

@@ -6,15 +6,15 @@ launched (`working_folder`), the files of the token and TLS, the address by whic
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from karvan.job.environment import LAUNCHED, JobEnvironment, variable
+from karvan.job.loopback import is_everywhere
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.ray.private_files import private_file
@@ -38,8 +38,9 @@ _VISIBLE_WITHIN = 5.0  # seconds; network file systems show new files a little l
 class Order:
     """A process, and what of the launcher's machine has to be replaced on the node.
 
-    network: whether others reach the process over the network, and not by loopback. own_threads: whether
-    the process chooses its number of threads itself, as it does locally; otherwise it is that of its CPUs.
+    programs: files in the folder by which a node knows that it sees the same one. network: whether others
+    reach the process over the network, and not by loopback. own_threads: whether the process chooses its
+    number of threads itself, as it does locally; otherwise it is that of its CPUs.
     """
 
     process: Process
@@ -47,13 +48,16 @@ class Order:
     python: str
     version: str
     folder: str
+    programs: tuple[str, ...]
     folder_identity: tuple[int, ...]
     network: bool
     own_threads: bool
 
     @classmethod
-    def of(cls, process: Process, *, network: bool, own_threads: bool) -> Order:
-        """An order to run a process as if it ran here, in this folder."""
+    def of(
+        cls, process: Process, *, network: bool, own_threads: bool, programs: tuple[str, ...] = ()
+    ) -> Order:
+        """An order to run a process as if it ran here, in this folder; programs: besides its own."""
         folder = os.getcwd()
         environment = {**_inherited(), **process.environment}
         if process.role == Role.TRAINER:  # each has its own devices
@@ -62,6 +66,7 @@ class Order:
         for name, value in interface_settings(host).items() if network and host else ():
             if environment.get(name) == value:  # of this machine, and not set by the job
                 del environment[name]
+        programs = _programs((*process.command, *programs))
         secrets = {name: Path(environment[name]).read_bytes() for name in _SECRETS if environment.get(name)}
         return cls(
             replace(process, environment=environment),
@@ -69,7 +74,8 @@ class Order:
             sys.executable,
             _version(),
             folder,
-            identity_of(Path(folder), _programs(process)),
+            programs,
+            identity_of(Path(folder), programs),
             network,
             own_threads,
         )
@@ -95,7 +101,7 @@ class Order:
         for name, content in self.secrets.items():
             environment[name] = private_file(name.lower(), content)
         if self.network:
-            if not _is_everywhere(environment.get(_HOST, "")):
+            if not is_everywhere(environment.get(_HOST, "")):
                 environment[_HOST] = address
             environment.setdefault(_ADVERTISE, address)
             if self.process.role == Role.TRAINER:
@@ -103,8 +109,12 @@ class Order:
         folder = self.folder if self._sees_folder() else os.getcwd()
         if (checkpoints := self._checkpoints()) is not None and folder != self.folder:
             environment[_CHECKPOINTS] = str(checkpoints)
-        command = tuple(self._on_node(part, folder) for part in self.process.command)
+        command = self.command_on_node(self.process.command, folder)
         return replace(self.process, command=command, environment=environment), folder
+
+    def command_on_node(self, command: Iterable[str], folder: str) -> tuple[str, ...]:
+        """A command of the launcher's machine as it is on this node, where it runs in a folder."""
+        return tuple(self._on_node(part, folder) for part in command)
 
     def _on_node(self, part: str, folder: str) -> str:
         if part == self.python:
@@ -117,7 +127,7 @@ class Order:
     def _sees_folder(self) -> bool:
         """Whether the folder of this name is the launcher's, and not another one of the same name."""
         try:
-            return identity_of(Path(self.folder), _programs(self.process)) == self.folder_identity
+            return identity_of(Path(self.folder), self.programs) == self.folder_identity
         except OSError:
             return False
 
@@ -136,8 +146,8 @@ def identity_of(folder: Path, command: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _programs(process: Process) -> tuple[str, ...]:
-    return tuple(part for part in process.command if part.endswith(".py"))
+def _programs(command: Iterable[str]) -> tuple[str, ...]:
+    return tuple(part for part in command if part.endswith(".py"))
 
 
 def _inherited() -> dict[str, str]:
@@ -156,13 +166,6 @@ def _is_owned(path: Path, owner: str) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
-
-
-def _is_everywhere(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
 
 
 def _version() -> str:

@@ -2,10 +2,12 @@
 
 Lines are numbered. `take(first)` waits for lines from that number on, and drops those before it: the master
 has written them. A master that dies before it has said so leaves them to the next one, which gets them again.
+A buffer has a name, because an actor that Ray restarts has another one, whose numbers begin again.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ class Batch:
     lines: list[str]
     following: int
     code: int | None
+    buffer: str = ""
 
 
 class OutputBuffer:
@@ -31,12 +34,18 @@ class OutputBuffer:
     """
 
     def __init__(self, *, most: int = _MOST_BYTES) -> None:
+        self.name = secrets.token_hex(4)
         self._most = most
         self._changed = threading.Condition()
         self._lines: deque[str] = deque()
         self._first = 0  # the number of the first line
         self._bytes = 0
         self._code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._code is not None
 
     def append(self, line: str) -> None:
         """Add a line."""
@@ -54,8 +63,10 @@ class OutputBuffer:
             self._code = code
             self._changed.notify_all()
 
-    def take(self, first: int, seconds: float) -> Batch:
-        """Lines from number `first` on, or none if there are none within some seconds."""
+    def take(self, first: int, seconds: float, buffer: str = "") -> Batch:
+        """Lines from number `first` of a buffer on, or none if there are none within some seconds."""
+        if buffer and buffer != self.name:
+            first = 0
         with self._changed:
             while self._lines and self._first < first:
                 self._drop()
@@ -70,7 +81,7 @@ class OutputBuffer:
                     break
                 lines.append(line)
             following = self._first + len(lines)
-            return Batch(lines, following, None if self._lines else self._code)
+            return Batch(lines, following, None if self._lines else self._code, self.name)
 
     def _drop(self) -> None:
         self._bytes -= len(self._lines.popleft()) + 1

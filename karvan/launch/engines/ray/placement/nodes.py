@@ -1,8 +1,14 @@
 """Where processes run: servers and embedding workers on different nodes, a trainer on the node of its loader.
 
-These are wishes: if the node that is preferred has no room, Ray takes another one. Which node is preferred
-depends on what runs now, so a process that is restarted after the death of its node goes where there are
-fewest of its kind.
+Processes that a job has for all its time are in placement groups (`groups.py`). Others are placed one by one,
+by node affinity: a trainer of an elastic job near a loader. These are wishes: if the node that is preferred
+has no room, Ray takes another one.
+
+Node affinity is also faster when a node dies. Ray itself notices that by missing heartbeats, after a quarter
+of a minute, and only then moves the bundles of its groups. But if the machine refuses connections to the
+node, it has surely ended: its processes then start beside their group, on a node that is preferred. Each
+returns to its place in the group when it is started once more. Until then the place is reserved for nothing,
+so processes that need a GPU wait for Ray instead.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
 from karvan.launch.engines.needs import Needs, amount_text
+from karvan.launch.engines.ray.placement.groups import PlacementGroups
 
 _REFUSED_WITHIN = 1.0  # seconds
 _SPREAD = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
@@ -27,11 +34,13 @@ _SPREAD = (Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER)
 class NodePlacement:
     """Knows which process is on which node, and chooses nodes for others."""
 
-    def __init__(self, needs: Mapping[Role, Needs]) -> None:
+    def __init__(self, needs: Mapping[Role, Needs], groups: PlacementGroups) -> None:
         self._needs = needs
+        self._groups = groups
         self._lock = threading.Lock()
         self._nodes: dict[tuple[Role, int], str] = {}
-        self._lost: set[str] = set()
+        self._beside: set[tuple[Role, int]] = set()  # processes that are not in their groups
+        self._lost: set[str] = set()  # nodes that Ray takes for alive
 
     def needs_of(self, role: Role) -> Needs:
         """What a process of a role needs."""
@@ -39,14 +48,28 @@ class NodePlacement:
 
     def strategy(self, process: Process) -> Any:
         """Ray's scheduling strategy for a process that is to be started."""
+        in_group = self._groups.strategy(process)
+        beside = in_group is not None and self._is_stranded(process)
         with self._lock:
             self._nodes.pop((process.role, process.index), None)
+            self._beside.discard((process.role, process.index))
+            if beside:
+                self._beside.add((process.role, process.index))
+            elif in_group is not None:
+                return in_group
             node = self._preferred(process)
             if node is None:
                 return "DEFAULT"
             # Others that are started at the same time have to know of it.
             self._nodes[process.role, process.index] = node
         return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)
+
+    def may_return(self, process: Process) -> bool:
+        """Whether a process that waits for room beside its group has its place in the group again."""
+        with self._lock:
+            beside = (process.role, process.index) in self._beside
+        node = self._groups.node_of(process) if beside else None
+        return node is not None and not self.is_lost(node)
 
     def note(self, process: Process, node: str) -> None:
         """A process runs on a node."""
@@ -75,6 +98,11 @@ class NodePlacement:
                     pass
                 return False
         return True
+
+    def _is_stranded(self, process: Process) -> bool:
+        """Whether the place of a process is on a node that is gone, which Ray has not noticed yet."""
+        node = None if self.needs_of(process.role).gpus else self._groups.node_of(process)
+        return node is not None and self.is_lost(node) and node in self._lost
 
     def _preferred(self, process: Process) -> str | None:
         living = {node["NodeID"]: node["Resources"] for node in living_nodes()}

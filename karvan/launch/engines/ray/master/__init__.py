@@ -1,0 +1,1 @@
+"""The master of a job as a detached actor of a Ray cluster."""

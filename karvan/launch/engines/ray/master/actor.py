@@ -1,0 +1,136 @@
+"""`MasterActor`: owns the process of a job's master, on a node of a Ray cluster.
+
+The actor is detached, and Ray restarts it, on another node if its own has died: it has all that it needs in
+its `MasterOrder`, and all that the master must not lose is in the shared folder of the job
+(`karvan/launch/run_folder.py`). It starts the master when it is created:
+
+**The master dies**: its keeper restarts it. **The actor dies**, or its node: the keeper kills the master, Ray
+restarts the actor, and the master that it starts adopts the processes of the job. **The launcher dies**:
+after `unattended` seconds without it, the master is asked to stop the job; that of a detached job runs on.
+**The job has ended**, or its master has died too often: the actor ends for good, some seconds after its
+launcher has heard of it, or without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from karvan.job.environment import variable
+from karvan.job.loopback import is_everywhere
+from karvan.launch.engines.ray.actor import SUSPENDED_AT_MOST, RoleActor, Started, location, run
+from karvan.launch.engines.ray.order import Order
+from karvan.launch.run_folder import OUTCOME, RunFolder
+
+if TYPE_CHECKING:
+    from karvan.launch.engines.base import Process
+
+_CHECK_EVERY = 0.5  # seconds
+_ENDS_WITHIN = 10.0  # seconds after the end of the job
+MARK = "launched"  # a file in the shared folder
+
+
+@dataclass(frozen=True)
+class MasterOrder:
+    """A master to run.
+
+    order: its process; the command lacks the run folder. job: the content of job.json. restarts, window: how
+    often its keeper restarts it. unattended: None for a detached job. name: of the actor.
+    """
+
+    order: Order
+    job: Mapping[str, Any]
+    restarts: int
+    window: float
+    unattended: float | None
+    name: str
+    namespace: str
+
+    @property
+    def shared(self) -> Path:
+        """The folder of what the master must not lose."""
+        return Path(self.job["shared"])
+
+    def refusal(self, address: str) -> str:
+        """Why this node, which has this address, cannot run the master; "" if it can."""
+        if refusal := self.order.refusal(address):
+            return refusal
+        if (self.shared / MARK).is_file():
+            return ""
+        return (
+            "checkpoints expects a folder that all nodes see, such as one of a network file system, but node "
+            f"{address} does not see {self.shared}."
+        )
+
+    def prepare(self, process: Process, folder: str, files: Path) -> Process:
+        """Leave a run folder among the temporary files, with the job as it is on this node."""
+        spec = json.loads(json.dumps(self.job["spec"]))
+        here = process.environment
+        spec["token_file"] = here[variable("token_file")]
+        for name in ("cert", "key", "ca") if spec["tls"] is not None else ():
+            spec["tls"][name] = here.get(variable(f"tls_{name}"))
+        if self.order.network and not is_everywhere(spec["host"]):
+            spec["host"] = location().address
+        commands = {
+            role: self.order.command_on_node(command, folder)
+            for role, command in self.job["commands"].items()
+        }
+        place = RunFolder(files / "run")
+        place.path.mkdir(0o700)
+        place.write_job({**self.job, "spec": spec, "commands": commands, "folder": folder})
+        return replace(process, command=(*process.command, str(place.path)))
+
+
+class MasterActor(RoleActor):
+    """Runs one master."""
+
+    def __init__(self, order: MasterOrder) -> None:
+        address = location().address
+        if refusal := order.refusal(address):
+            raise ValueError(refusal)
+        self._order = order
+        super().__init__(0.0 if order.unattended is None else order.unattended)
+        outcome = order.shared / OUTCOME
+        with self._lock:
+            if outcome.exists():
+                self._output.end(json.loads(outcome.read_bytes())["code"])
+                return
+            self._handle = run(
+                *(order.order, self._output, order.prepare),
+                ended_file=outcome,
+                restarts=order.restarts,
+                window=order.window,
+                logs=order.shared,
+            )
+
+    def find(self) -> Started:
+        """The process."""
+        with self._lock:
+            return Started(None if self._handle is None else self._handle.pid)
+
+    def _end_unattended(self) -> None:
+        wake, asked = threading.Event(), False
+        while True:
+            wake.wait(_CHECK_EVERY)
+            with self._lock:
+                handle = self._handle
+            alone, limit = self.unattended(), self._order.unattended
+            if self._suspended:
+                limit = SUSPENDED_AT_MOST
+            if self._output.ended and alone > _ENDS_WITHIN:
+                break
+            if handle is not None and limit is not None and alone > limit and not asked:
+                handle.resume()
+                handle.stop()
+                asked = True
+        with suppress(ray.exceptions.RayError, ValueError):  # so that Ray does not restart it
+            ray.kill(ray.get_actor(self._order.name, self._order.namespace))
+        os._exit(0)

@@ -1,0 +1,1 @@
+"""Where processes run in a Ray cluster."""

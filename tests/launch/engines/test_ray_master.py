@@ -1,0 +1,101 @@
+"""The master of a job on a Ray cluster is a detached actor, which survives launcher, process and node."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_helpers import HAS_RAY, NEEDS_RAY
+from launch_helpers import is_alive, wait_until
+from ray_jobs import RayJob, karvan, parent_of
+
+from karvan.launch.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_RAY, reason=NEEDS_RAY)]
+
+
+class DetachedJob(RayJob):
+    """A job whose launcher has ended; it continues when all other processes are gone."""
+
+    def __init__(self, folder, **more):
+        extra = "master_timeout: 300\n"  # a busy machine is slow
+        super().__init__(folder, "sync", 1, pause=0.1, extra=extra, options=["--detach"], **more)
+        assert self.process.wait(150) == 0, self.log.read_text()
+        self.wait_for_step(2, 150)
+
+    @property
+    def run_folder(self):
+        return RunFolder.of_job("chaos")
+
+    def master(self):
+        return self.run_folder.master()["pid"]
+
+    def wait_for_master(self, before):
+        """Wait until another process is the master, and training continues."""
+        wait_until(lambda: self.master() not in (before, None), "another master", 150)
+        wait_until(lambda: self.restarts() > 0, "it to say so", 150)
+        self.wait_for_step(self.step() + 3, 150)
+
+    def restarts(self):
+        return karvan("logs", "chaos").count("The master was restarted")
+
+    def finish(self):
+        (self.folder / "notes" / "hurry").touch()
+        wait_until(lambda: self.run_folder.outcome(), "the end", 150)
+        assert self.run_folder.outcome()["code"] == 0, karvan("logs", "chaos")
+        times, _ = self.records()
+        np.testing.assert_array_equal(times, 1)
+        wait_until(lambda: self.left() == [], "all processes to end")
+
+    def __exit__(self, *exception):
+        if self.run_folder.outcome() is None:
+            subprocess.run([sys.executable, "-m", "karvan", "stop", "chaos", "--now"], check=False)
+        super().__exit__(*exception)
+
+
+def test_a_detached_job_survives_the_deaths_of_its_master_and_its_actor(tmp_path, ray_address):
+    with DetachedJob(tmp_path, address=ray_address) as job:
+        [trainer] = job.pids("trainer")
+        first = job.master()
+        os.kill(first, signal.SIGKILL)
+        job.wait_for_master(first)
+        second = job.master()
+        keeper = parent_of(second)
+        os.kill(parent_of(keeper), signal.SIGKILL)  # the actor
+        job.wait_for_master(second)
+        assert not is_alive(second)
+        assert not is_alive(keeper)
+        wait_until(lambda: job.restarts() == 2, "both to say so")
+        assert job.pids("trainer") == [trainer]  # nobody else was restarted
+        status = json.loads(karvan("status", "chaos", "--json", "-"))
+        assert status["master"] == job.master()
+        assert {each["state"] for each in status["processes"]} == {"running"}
+        assert [path.name for path in (tmp_path / "checkpoints" / "master").glob("run-*")] == [
+            job.run_folder.shared.name
+        ]
+        assert "it was stopped, with code 143" in karvan("stop", "chaos")
+        wait_until(lambda: job.left() == [], "all processes to end")
+        assert sorted(path.name for path in job.run_folder.shared.iterdir()) == ["logs", "outcome.json"]
+        assert "token" not in os.listdir(job.run_folder.path)
+        wait_until(lambda: not job.run_folder.runs, "the actor to end")
+        assert "it was stopped, with code 143" in karvan("status", "chaos")
+        again = subprocess.run(job.command, capture_output=True, text=True)
+        assert again.returncode == 0, again.stdout
+        job.finish()
+
+
+def test_a_job_whose_launcher_is_killed_stops_in_order(tmp_path, ray_address):
+    with RayJob(tmp_path, "sync", 1, pause=0.1, address=ray_address) as job:
+        job.wait_for_step(2, 150)
+        job.process.kill()
+        job.process.wait()
+        folder = RunFolder.of_job("chaos")
+        wait_until(lambda: folder.outcome(), "the end", 150)
+        assert folder.outcome()["code"] == 143
+        wait_until(lambda: job.left() == [], "all processes to end")
+        assert any(Path(tmp_path, "checkpoints").glob("step-*"))
+        wait_until(lambda: not folder.runs, "the actor to end")
