@@ -144,15 +144,14 @@ class RunFolder:
     @property
     def runs(self) -> bool:
         """Whether the job runs: its master does, or its keeper or Ray, which restarts it."""
-        job = self.job()
-        if job is None or _is_locked(self.shared / "master.lock"):
-            return job is not None
-        record = job.get("master")
+        if _is_locked(self.shared / "master.lock"):
+            return True
+        record = (self.job() or {}).get("master")
         if not record or "actor" not in record:
             return bool(record and keeper_lives(record))
         from karvan.launch.engines.ray.cluster import has_actor
 
-        return has_actor(record["address"], record["actor"])
+        return self.outcome() is None and has_actor(record["address"], record["actor"])
 
     @contextmanager
     def launching(self) -> Iterator[None]:

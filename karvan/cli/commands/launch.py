@@ -55,7 +55,7 @@ def launch(
     second Ctrl-C kills them. The same command resumes the job. Ctrl-Z suspends all roles, `fg` resumes them.
     The job itself is run by a master, a process of its own, which is restarted where it was if it dies. With
     --detach the job needs this command no more: see `karvan status`, `karvan logs` and `karvan stop`. All of
-    it is on this machine, or, with --engine ray, the master here and the other roles on nodes of the cluster.
+    it is on this machine, or, with --engine ray, on the nodes of the cluster, also the master.
 
     \b
     Examples:

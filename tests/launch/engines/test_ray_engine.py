@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from engine_helpers import Run
@@ -52,6 +53,41 @@ def test_nothing_survives_the_worker_process_of_an_actor(make_ray, start_on, num
     os.kill(actor_of(run), number)
     assert run.end() == -9
     wait_until(lambda: not any(map(is_alive, everybody)), "all to end")
+
+
+def folder_of(run):
+    """The temporary folder of the actor that owns a process, from the words of its keeper."""
+    words = Path(f"/proc/{parent_of(run.handle.pid)}/cmdline").read_text().split("\0")
+    return next(Path(word) for word in words if Path(word).name.startswith("karvan-role-"))
+
+
+@pytest.mark.slow
+def test_killed_processes_keepers_actors_and_nodes_leave_no_files(make_ray, start_on, nodes):
+    engine = make_ray(needs={Role.TRAINER: Needs(cpus=0.1, resources={nodes.resource: 0.1})})
+    runs = [start_on(engine, *SLEEP, index=index) for index in range(4)]
+    for run in runs:
+        run.first_line()
+    folders = [folder_of(run) for run in runs]
+    keepers = [parent_of(run.handle.pid) for run in runs]
+    actors = [parent_of(keeper) for keeper in keepers]
+    raylet = parent_of(actors[3])
+    assert raylet in nodes.raylets
+    assert all(folder.is_dir() for folder in folders)
+    os.kill(runs[0].handle.pid, signal.SIGKILL)
+    os.kill(actors[1], signal.SIGKILL)
+    os.kill(keepers[2], signal.SIGSTOP)  # so that it cannot clean up before it is killed
+    os.kill(actors[2], signal.SIGKILL)
+    os.kill(keepers[2], signal.SIGKILL)
+    os.kill(raylet, signal.SIGKILL)
+    assert [run.end() for run in runs] == [-9] * 4
+    wait_until(lambda: not any(folders[index].exists() for index in (0, 1, 3)), "keepers to clean up")
+    last = start_on(engine, *SLEEP, index=4)
+    last.first_line()
+    assert not folders[2].exists()
+    own = folder_of(last)
+    last.handle.kill()
+    last.end()
+    wait_until(lambda: not own.exists(), "its own folder to be removed")
 
 
 @pytest.mark.slow

@@ -4,57 +4,16 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from engine_helpers import HAS_RAY, NEEDS_RAY
 from launch_helpers import is_alive, wait_until
-from ray_jobs import RayJob, karvan, parent_of
+from ray_jobs import DetachedJob, RayJob, karvan, parent_of
 
 from karvan.launch.run_folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_RAY, reason=NEEDS_RAY)]
-
-
-class DetachedJob(RayJob):
-    """A job whose launcher has ended; it continues when all other processes are gone."""
-
-    def __init__(self, folder, **more):
-        extra = "master_timeout: 300\n"  # a busy machine is slow
-        super().__init__(folder, "sync", 1, pause=0.1, extra=extra, options=["--detach"], **more)
-        assert self.process.wait(150) == 0, self.log.read_text()
-        self.wait_for_step(2, 150)
-
-    @property
-    def run_folder(self):
-        return RunFolder.of_job("chaos")
-
-    def master(self):
-        return self.run_folder.master()["pid"]
-
-    def wait_for_master(self, before):
-        """Wait until another process is the master, and training continues."""
-        wait_until(lambda: self.master() not in (before, None), "another master", 150)
-        wait_until(lambda: self.restarts() > 0, "it to say so", 150)
-        self.wait_for_step(self.step() + 3, 150)
-
-    def restarts(self):
-        return karvan("logs", "chaos").count("The master was restarted")
-
-    def finish(self):
-        (self.folder / "notes" / "hurry").touch()
-        wait_until(lambda: self.run_folder.outcome(), "the end", 150)
-        assert self.run_folder.outcome()["code"] == 0, karvan("logs", "chaos")
-        times, _ = self.records()
-        np.testing.assert_array_equal(times, 1)
-        wait_until(lambda: self.left() == [], "all processes to end")
-
-    def __exit__(self, *exception):
-        if self.run_folder.outcome() is None:
-            subprocess.run([sys.executable, "-m", "karvan", "stop", "chaos", "--now"], check=False)
-        super().__exit__(*exception)
 
 
 def test_a_detached_job_survives_the_deaths_of_its_master_and_its_actor(tmp_path, ray_address):
@@ -89,7 +48,7 @@ def test_a_detached_job_survives_the_deaths_of_its_master_and_its_actor(tmp_path
 
 
 def test_a_job_whose_launcher_is_killed_stops_in_order(tmp_path, ray_address):
-    with RayJob(tmp_path, "sync", 1, pause=0.1, address=ray_address) as job:
+    with RayJob(tmp_path, "sync", 1, pause=1.0, address=ray_address) as job:
         job.wait_for_step(2, 150)
         job.process.kill()
         job.process.wait()

@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+from chaos_helpers import mutual_tls
 from engine_helpers import HAS_RAY, NEEDS_RAY
 from launch_helpers import PATIENCE
+from ray_jobs import DetachedJob, karvan
 from support_paths import support_path
 from two_machines import can_make_namespaces, two_machines
 
@@ -67,3 +71,28 @@ def test_a_process_on_another_machine_has_the_code_the_secrets_and_an_address_of
     assert values["beside"] == 7
     assert {"beside.py", "train.py", "job.yaml"} <= set(values["files"])
     assert "out" not in values["files"]
+
+
+def test_a_job_survives_the_machine_on_which_it_was_launched(tmp_path, monkeypatch):
+    """The master is restarted on the other machine, where no process would find it: all go back."""
+    (hidden := tmp_path / "hidden").mkdir()
+    number = os.getpid() % 250
+    here, there = f"10.77.{number}.1", f"10.77.{number}.2"
+    with two_machines(tmp_path, hidden, number) as (address, _, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        tls = mutual_tls(tmp_path, there, here)
+        launched = ["ip", "netns", "exec", f"kv{number}"]
+        with DetachedJob(tmp_path, extra=tls, address=address, before=launched) as job:
+            first = job.master()
+            assert job.run_folder.master()["address"].startswith(f"{there}:")
+            job.wait_for_step(7, 150)
+            everybody = subprocess.check_output(["ip", "netns", "pids", f"kv{number}"], text=True).split()
+            assert str(first) in everybody
+            for pid in everybody:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            job.wait_for_master(first)
+            assert job.run_folder.master()["address"].startswith(f"{here}:")
+            assert f"It is now at {here}:" in karvan("logs", "chaos")
+            job.finish()

@@ -147,10 +147,13 @@ def _write_data(folder):
         pq.write_table(pa.table(columns), folder / f"{part}.parquet")
 
 
-def mutual_tls(folder, host="127.0.0.1"):
-    """Lines of a job.yaml with a token and certificates for every role, whose files are in the folder."""
+def mutual_tls(folder, host="127.0.0.1", *others):
+    """Lines of a job.yaml with a token and certificates for every role, whose files are in the folder.
+
+    others: hosts besides, at which roles listen.
+    """
     authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1", host, socket.getfqdn())
+    issued = authority.issue_cert("127.0.0.1", host, *others, socket.getfqdn())
     (folder / "cert").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     (folder / "key").write_bytes(issued.private_key_pem.bytes())
     (folder / "ca").write_bytes(authority.cert_pem.bytes())

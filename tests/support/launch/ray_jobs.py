@@ -9,12 +9,15 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from chaos_helpers import LaunchedJob
-from launch_helpers import is_alive
+from launch_helpers import is_alive, wait_until
 from support_paths import support_path
+
+from karvan.launch.run_folder import RunFolder
 
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer", "master")
 
@@ -24,11 +27,15 @@ def parent_of(pid):
 
 
 class RayJob(LaunchedJob):
-    """A job whose roles run on the nodes that have some resource; without an address, on its own cluster."""
+    """A job whose roles run on the nodes that have some resource; without an address, on its own cluster.
+
+    before: words before the command that launches it.
+    """
 
     needs = 0.01  # of the resource, for each process
 
-    def __init__(self, folder, *arguments, address=None, resource=None, options=(), **more):
+    def __init__(self, folder, *arguments, address=None, resource=None, options=(), before=(), **more):
+        self._before = before
         self._options = [*options, *([] if address is None else ["--address", address])]
         self._resource = resource
         super().__init__(folder, *arguments, **more)
@@ -40,7 +47,7 @@ class RayJob(LaunchedJob):
             section = section if isinstance(section, dict) else {"replicas": section}
             job["roles"][name] = {**section, "resources": {self._resource: self.needs}}
         path.write_text(yaml.safe_dump(job))
-        self.command = [*command, "--engine", "ray", *self._options]
+        self.command = [*self._before, *command, "--engine", "ray", *self._options]
         return super().start(self.command)
 
     def nodes(self, role):
@@ -64,6 +71,45 @@ class RayJob(LaunchedJob):
 def karvan(*arguments):
     """Run a command; what it prints."""
     return subprocess.check_output([sys.executable, "-m", "karvan", *map(str, arguments)], text=True)
+
+
+class DetachedJob(RayJob):
+    """A job whose launcher has ended; it continues when all other processes are gone."""
+
+    def __init__(self, folder, extra="", **more):
+        extra += "master_timeout: 300\n"  # a busy machine is slow
+        super().__init__(folder, "sync", 1, pause=1.0, extra=extra, options=["--detach"], **more)
+        assert self.process.wait(150) == 0, self.log.read_text()
+        self.wait_for_step(2, 150)
+
+    @property
+    def run_folder(self):
+        return RunFolder.of_job("chaos")
+
+    def master(self):
+        return self.run_folder.master()["pid"]
+
+    def wait_for_master(self, before):
+        """Wait until another process is the master, and training continues."""
+        wait_until(lambda: self.master() not in (before, None), "another master", 150)
+        wait_until(lambda: self.restarts() > 0, "it to say so", 150)
+        self.wait_for_step(self.step() + 3, 150)
+
+    def restarts(self):
+        return karvan("logs", "chaos").count("The master was restarted")
+
+    def finish(self):
+        (self.folder / "notes" / "hurry").touch()
+        wait_until(lambda: self.run_folder.outcome(), "the end", 150)
+        assert self.run_folder.outcome()["code"] == 0, karvan("logs", "chaos")
+        times, _ = self.records()
+        np.testing.assert_array_equal(times, 1)
+        wait_until(lambda: self.left() == [], "all processes to end")
+
+    def __exit__(self, *exception):
+        if self.run_folder.outcome() is None:
+            subprocess.run([sys.executable, "-m", "karvan", "stop", "chaos", "--now"], check=False)
+        super().__exit__(*exception)
 
 
 class ElasticRayJob(RayJob):

@@ -57,6 +57,8 @@ class _Engine(Protocol):
 class RayHandle:
     """A process on some node; `find` returns its actor, in the thread that follows it."""
 
+    survives_errors = False  # whether the actor is left alone if the connection to Ray fails
+
     def __init__(
         self,
         engine: _Engine,
@@ -166,6 +168,8 @@ class RayHandle:
                 code = USAGE
         except Exception as error:  # of Ray; the process must not seem to run for ever
             self._engine.write(self._process.name, f"error: Ray: {str(error).strip() or repr(error)}")
+            if self.survives_errors:
+                self._actor = None
         self._end(code if self._cancelled is None or self._started.is_set() else -self._cancelled)
 
     def _end(self, code: int) -> None:

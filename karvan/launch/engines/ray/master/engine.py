@@ -110,6 +110,8 @@ class RayMasterEngine:
 class MasterHandle(RayHandle):
     """The master on some node, which may be restarted on another one."""
 
+    survives_errors = True
+
     @property
     def record(self) -> dict[str, Any]:
         """How commands find it: the name of its actor, and the address of the cluster."""
