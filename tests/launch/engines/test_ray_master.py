@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_helpers import HAS_RAY, NEEDS_RAY
+from engine_helpers import HAS_RAY, NEEDS_RAY, JobNodes, shared_cluster, token_settings
 from launch_helpers import is_alive, wait_until
 from ray_jobs import DetachedJob, RayJob, karvan, parent_of
 
@@ -58,3 +58,21 @@ def test_a_job_whose_launcher_is_killed_stops_in_order(tmp_path, ray_address):
         wait_until(lambda: job.left() == [], "all processes to end")
         assert any(Path(tmp_path, "checkpoints").glob("step-*"))
         wait_until(lambda: not folder.runs, "the actor to end")
+
+
+def test_a_master_whose_node_dies_continues_on_another_one(tmp_path, monkeypatch):
+    with shared_cluster(tmp_path / "ray-cluster") as cluster:
+        for name, value in token_settings(cluster.token).items():
+            monkeypatch.setenv(name, value)
+        cluster.fill_head()
+        roles, others = JobNodes(cluster, "roles", 1), JobNodes(cluster, "others", 2)
+        with DetachedJob(tmp_path, address=cluster.address, resource=roles.resource) as job:
+            first = job.master()
+            raylet = parent_of(parent_of(parent_of(first)))
+            assert raylet in (*roles.raylets, *others.raylets)
+            if raylet in roles.raylets:
+                roles.add()  # otherwise nobody else would have to move
+            os.kill(raylet, signal.SIGKILL)
+            job.wait_for_master(first)
+            assert parent_of(parent_of(parent_of(job.master()))) != raylet
+            job.finish()

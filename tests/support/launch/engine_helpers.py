@@ -84,6 +84,11 @@ class SharedCluster:
         wait_until(lambda: all(path.exists() for path in found), "nodes to be added")
         return [int(path.read_text()) for path in found]
 
+    def fill_head(self):
+        """Have the actors of jobs be on other nodes than the first one."""
+        (order := self._folder / "orders" / "fill-head").touch()
+        wait_until(lambda: not order.exists(), "the first node to be full")
+
 
 class JobNodes:
     """Nodes of a cluster for one test: they alone have some resource."""

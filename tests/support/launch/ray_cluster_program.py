@@ -2,7 +2,8 @@
 
 It writes its address to FOLDER/address, and ends when none of the processes that have a file FOLDER/users/PID
 is alive. So the processes of a test run share one, and a run that is killed leaves none behind. A file
-FOLDER/orders/add-NAME adds a node with one of the resource NAME, whose raylet is in FOLDER/nodes/NAME.
+FOLDER/orders/add-NAME adds a node with one of the resource NAME, whose raylet is in FOLDER/nodes/NAME. A file
+FOLDER/orders/fill-head has actors that must be on this machine be on other nodes than the first one.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import ray
 from ray.cluster_utils import Cluster
 
 STORE = 80 << 20
@@ -21,6 +23,25 @@ def add_node(cluster, resources):
     node = cluster.add_node(num_cpus=16, object_store_memory=STORE, resources=resources)
     [raylet] = node.all_processes["raylet"]
     return raylet.process
+
+
+@ray.remote
+class Holder:
+    """Holds resources."""
+
+    def wait(self):
+        """Answer once it does."""
+
+
+def fill_head(cluster):
+    """Take all of the resource by which Ray knows the machine, of the first node; what holds it."""
+    ray.init(address=cluster.address, log_to_driver=False)  # at the first node
+    here = ray.get_runtime_context().get_node_id()
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(here, soft=False)
+    machine = {f"node:{ray.util.get_node_ip_address()}": 1.0}
+    holder = Holder.options(num_cpus=0, resources=machine, scheduling_strategy=strategy).remote()
+    ray.get(holder.wait.remote())
+    return holder
 
 
 def is_used(users):
@@ -46,6 +67,9 @@ if __name__ == "__main__":
     write(folder / "address", cluster.address)
     raylets = []
     while is_used(folder / "users"):
+        if (fill := folder / "orders" / "fill-head").exists():
+            holder = fill_head(cluster)
+            fill.unlink()
         for order in (folder / "orders").glob("add-*"):
             name = order.name.removeprefix("add-")
             raylets.append(add_node(cluster, {name.partition("-")[0]: 1}))
