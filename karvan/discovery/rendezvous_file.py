@@ -1,7 +1,8 @@
 """The file of a rendezvous store: SQLite, so that keys survive the death of the process.
 
-Nothing is synced to the disk: if the machine dies, so do the trainers whose keys these are. A change that a
-full disk does not take is in memory only, with a warning: if the process dies then, trainers connect again.
+Nothing is synced to the disk: if the machine dies, so do the trainers whose keys these are. If the file is on
+a network file system, and was damaged by that, it begins again. A change that a full disk does not take is in
+memory only, with a warning: if the process dies then, trainers connect again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ class RendezvousFile:
     """Keys and answers of one generation."""
 
     def __init__(self, path: Path) -> None:
-        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._database.executescript(_TABLES)
+        try:
+            self._database = _open(path)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # another process has it open
+                raise
+            _log.warning("%s is damaged (%s), so trainers that are connecting do so again.", path, error)
+            for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
+                path.with_name(name).unlink(missing_ok=True)
+            self._database = _open(path)
 
     def read(self) -> tuple[int, dict[str, bytes], dict[str, bytes]]:
         """The generation, its keys, and the answers to requests, the oldest first."""
@@ -91,3 +99,13 @@ class NoRendezvousFile:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        database.executescript(_TABLES)
+    except sqlite3.Error:
+        database.close()
+        raise
+    return database

@@ -282,3 +282,14 @@ def test_a_store_continues_at_a_registry_that_was_restarted(tmp_path):
         store.add("n", 2)
     store.close()
     third.close()
+
+
+def test_a_damaged_file_begins_again(tmp_path, caplog):
+    path = tmp_path / "rendezvous.db"
+    path.write_bytes(b"not a database, but as long as the header of one " * 100)
+    first = RendezvousStore(path=path)
+    first.close()
+    assert "is damaged" in caplog.text
+    second = RendezvousStore(path=path)
+    assert second.generation == 0
+    second.close()

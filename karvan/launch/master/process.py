@@ -185,10 +185,8 @@ def _registry(
                 rendezvous=folder.rendezvous,
             )
         except ListenError as error:
-            if (
-                elsewhere and port != spec.registry_port
-            ):  # no role looks for the master at this port of this machine
-                port = spec.registry_port
+            if elsewhere and port != spec.registry_port:
+                port = spec.registry_port  # no process looks for the master on this machine
             elif time.monotonic() > until:
                 raise MasterError(str(error), TEMPORARY) from error
             time.sleep(0.1)

@@ -2,7 +2,8 @@
 
 The file is small, and replaced as a whole before and after every start of a process, and after every event:
 a master that is killed leaves the state before or after a change. It must survive the process, not the
-machine, so nothing is synced to the disk. A full disk does not end the job, but is reported.
+machine that has the file, so nothing is synced to the disk; network file systems write a file when it is
+closed. A full disk does not end the job, but is reported.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class SharedCluster:
         for name in names:
             (self._folder / "orders" / f"add-{name}").touch()
         found = [self._folder / "nodes" / name for name in names]
-        wait_until(lambda: all(path.exists() for path in found), "nodes to be added")
+        wait_until(lambda: all(path.exists() for path in found), "nodes to be added", 3 * PATIENCE)
         return [int(path.read_text()) for path in found]
 
     def fill_head(self):
@@ -133,7 +133,7 @@ def shared_cluster(folder):
             with open(folder / "log", "w") as log:
                 environment = {**os.environ, **token_settings(folder / "token")}
                 subprocess.Popen(program, stdout=log, stderr=log, start_new_session=True, env=environment)
-            wait_until((folder / "address").exists, "the Ray cluster")
+            wait_until((folder / "address").exists, "the Ray cluster", 3 * PATIENCE)
     try:
         yield SharedCluster(folder)
     finally:

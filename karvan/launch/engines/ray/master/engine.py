@@ -71,7 +71,7 @@ class RayMasterEngine:
         programs = tuple(part for command in job["commands"].values() for part in command)
         order = MasterOrder(
             Order.of(process, network=self._network, own_threads=True, programs=programs),
-            job,
+            {**job, "address": _cluster_address()},  # "auto" may mean another cluster there
             self._restarts,
             self._window,
             self._unattended,
@@ -115,7 +115,11 @@ class MasterHandle(RayHandle):
     @property
     def record(self) -> dict[str, Any]:
         """How commands find it: the name of its actor, and the address of the cluster."""
-        return {**super().record, "address": ray.get_runtime_context().gcs_address}
+        return {**super().record, "address": _cluster_address()}
 
     def _is_given_up(self, seconds: float) -> bool:
         return seconds > _RESTARTED_WITHIN
+
+
+def _cluster_address() -> str:
+    return str(ray.get_runtime_context().gcs_address)
