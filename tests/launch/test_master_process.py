@@ -63,6 +63,24 @@ def test_a_killed_master_continues_with_the_same_processes_and_at_the_same_addre
     assert left(job) == LEFT
 
 
+def test_a_master_that_is_at_another_address_restarts_everybody(tmp_path):
+    """As on another machine: processes look for it at the address of the one before."""
+    with Launched(tmp_path, ROLES) as job:
+        started = job.wait_for("start", "", COUNT)
+        before = job.master()
+        path = job.run_folder / "master.json"
+        path.write_text(json.dumps({"address": "127.0.0.2:1", "pid": before}))
+        os.kill(before, signal.SIGKILL)
+        again = job.wait_for("start", "", 2 * COUNT)[COUNT:]
+        [line] = said(job, "where others do not find it")
+        assert json.loads(path.read_text())["address"] in line
+        assert not any(is_alive(each["pid"]) for each in started)
+        assert sorted(each["name"] for each in again) == sorted(each["name"] for each in started)
+        job.order("end-trainer", 0)
+        job.output()
+    assert job.process.returncode == 0
+
+
 def test_what_happens_while_the_master_is_away_is_not_missed(tmp_path):
     with Launched(tmp_path, ROLES) as job:
         started = {each["name"]: each["pid"] for each in job.wait_for("start", "", COUNT)}
