@@ -88,6 +88,25 @@ def test_groups_place_the_processes_and_end_with_the_job(engine_on, start_on, tm
 
 
 @pytest.mark.slow
+def test_the_processes_of_a_group_wait_for_room_for_all_of_them(
+    make_ray, start_on, output, nodes, monkeypatch
+):
+    monkeypatch.setattr("karvan.launch.engines.ray.handle._SAY_AFTER", 0.5)
+    needs = {SERVER: Needs(cpus=0.1, resources={nodes.resource: 0.8})}
+    engine = make_ray(needs=needs, launch="launch", replicas={SERVER: 4})
+    runs = [start_on(engine, *SLEEP, role=SERVER, index=index) for index in range(4)]
+    [text] = wait_until(lambda: output.of("parameter-server-0"), "a line about room")
+    together = f"0.4 CPU, 3.2 {nodes.resource} with its placement group"
+    assert f"needs 0.1 CPU, 0.8 {nodes.resource} ({together}); free in the cluster: " in text
+    assert [run.handle.pid for run in runs] == [None] * 4
+    nodes.add()
+    for run in runs:
+        run.first_line()
+    assert len({run.handle.node for run in runs}) == 4
+    engine.close()
+
+
+@pytest.mark.slow
 def test_the_trainers_of_an_elastic_job_are_near_loaders_without_a_group(engine_on, start_on, tmp_path):
     engine = engine_on(loader=2, trainer=0)
     loaders = [start_on(engine, *SLEEP, role=LOADER, index=index) for index in range(2)]

@@ -20,11 +20,10 @@ from ray import exceptions
 from karvan.clock import clock
 from karvan.exit_codes import USAGE
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.needs import Needs
 from karvan.launch.engines.ray.actor import TAKE_SECONDS, Location, Started
 from karvan.launch.engines.ray.cluster import RayCluster
 from karvan.launch.engines.ray.output_buffer import Batch
-from karvan.launch.engines.ray.placement.nodes import NodePlacement, room_text
+from karvan.launch.engines.ray.placement.nodes import NodePlacement
 
 _log = logging.getLogger("karvan.launch")
 
@@ -212,7 +211,6 @@ class RayHandle:
 
     def _wait_for_actor(self) -> Location:
         ref = self._actor.describe.remote()
-        needs: Needs = self._engine.placement.needs_of(self._process.role)
         due = clock.now() + _SAY_AFTER
         while not self._is_ready(ref):
             if self._cancelled is not None:
@@ -221,8 +219,8 @@ class RayHandle:
                 if self._engine.placement.may_return(self._process):
                     ray.kill(self._actor)
                     continue
-                text = f"Waiting for room for {self._process.name}: {room_text(needs)}."
-                self._engine.write(self._process.name, text)
+                room = self._engine.placement.room_text(self._process)
+                self._engine.write(self._process.name, f"Waiting for room for {self._process.name}: {room}.")
                 due = clock.now() + _SAY_EVERY
         found: Location = ray.get(ref)
         return found

@@ -12,6 +12,7 @@ this reason removes its group (`actor.py`).
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -63,6 +64,14 @@ class PlacementGroups:
             return None
         nodes = placement_group_table(group).get("bundles_to_node_id", {})
         return nodes.get(plan.members.index((process.role, process.index))) or None
+
+    def total_of(self, process: Process) -> dict[str, float]:
+        """What the group of a process needs together; empty if it is in none."""
+        total: Counter[str] = Counter()
+        if (plan := self._plan_of(process)) is not None:
+            for role, _ in plan.members:
+                total.update(self._needs[role].amounts())
+        return dict(total)
 
     def remove(self) -> None:
         """Remove all of them, also those of an earlier master of this launch; their processes have ended."""

@@ -71,6 +71,10 @@ class NodePlacement:
         node = self._groups.node_of(process) if beside else None
         return node is not None and not self.is_lost(node)
 
+    def room_text(self, process: Process) -> str:
+        """What a process needs and the cluster has, for a line that says why it waits."""
+        return _room_text(self.needs_of(process.role), self._groups.total_of(process))
+
     def note(self, process: Process, node: str) -> None:
         """A process runs on a node."""
         with self._lock:
@@ -129,15 +133,16 @@ def living_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def room_text(needs: Needs) -> str:
-    """What a process needs and the cluster has, for a line that says why it waits."""
+def _room_text(needs: Needs, group: Mapping[str, float]) -> str:
     free, there_is = ray.available_resources(), ray.cluster_resources()
     names = needs.amounts()
     parts = [
         f"{amount_text(name, free.get(name, 0.0))} of {amount_text(name, there_is.get(name, 0.0))}"
         for name in names
     ]
-    text = f"needs {needs}; free in the cluster: {', '.join(parts)}"
+    together = ", ".join(amount_text(name, amount) for name, amount in group.items())
+    text = f"needs {needs}{f' ({together} with its placement group)' if together else ''}"
+    text += f"; free in the cluster: {', '.join(parts)}"
     if not any(_fits(names, node["Resources"]) for node in living_nodes()):
         text += "; no node is large enough"
     return text
