@@ -34,7 +34,7 @@ from karvan.launch.engines.choice import make_master_engine
 from karvan.launch.job_spec import JobSpec
 from karvan.launch.merged_logs import JOB, SEPARATOR, MergedLogs
 from karvan.launch.role_environment import security_of
-from karvan.launch.run_folder import RunFolder, shared_folder
+from karvan.launch.run_folder import RunFolder, make_shared
 from karvan.launch.supervision.supervisor import JobOutcome, Timing
 from karvan.launch.supervision.suspending import RESUMED, SUSPENDED
 from karvan.launch.token import make_token
@@ -130,8 +130,7 @@ class Launcher:
             for name in ("checkpoints", "logs"):
                 if (path := getattr(spec, name)) is not None:
                     absolute[name] = path.absolute()
-            shared = folder.path if spec.checkpoints is None else shared_folder(spec.checkpoints, launch)
-            shared.mkdir(0o700, parents=True, exist_ok=True)
+            shared = folder.path if spec.checkpoints is None else make_shared(spec.checkpoints, launch)
         if spec.tls is not None:  # for commands that run elsewhere
             files = {name: path.absolute() for name, path in vars(spec.tls).items() if isinstance(path, Path)}
             absolute["tls"] = spec.tls.model_copy(update=files)  # type: ignore[assignment]

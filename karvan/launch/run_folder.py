@@ -228,9 +228,16 @@ class RunFolder:
                     shutil.rmtree(each, ignore_errors=True)
 
 
-def shared_folder(checkpoints: Path, launch: str) -> Path:
-    """The shared folder of a launch of a job."""
-    return checkpoints.absolute() / "master" / f"{_RUN}{launch[:12]}"
+def make_shared(checkpoints: Path, launch: str) -> Path:
+    """Make the shared folder of a launch of a job, for its user only."""
+    folder = checkpoints.absolute() / "master" / f"{_RUN}{launch[:12]}"
+    try:
+        folder.mkdir(0o700, parents=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"checkpoints expects a folder that this user may write to, got {checkpoints}: {error.strerror}."
+        ) from error
+    return folder
 
 
 def _remove_all_but(names: tuple[str, ...], folder: Path) -> None:

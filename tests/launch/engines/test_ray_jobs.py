@@ -45,6 +45,14 @@ def test_a_job_without_an_address_has_a_cluster_of_its_own_which_ends_with_it(tm
     np.testing.assert_array_equal(times, 1)
 
 
+def test_checkpoints_that_cannot_be_written_are_refused_before_anything_starts(tmp_path, ray_address):
+    (tmp_path / "checkpoints").write_text("a file")
+    with RayJob(tmp_path, "sync", 1, address=ray_address) as job:
+        assert job.process.wait(120) == 2
+    assert "checkpoints expects a folder that this user may write to, got " in job.log.read_text()
+    assert job.left() == []
+
+
 def test_a_cluster_that_does_not_answer_ends_the_job_with_75(tmp_path):
     with RayJob(tmp_path, "sync", 1, address="127.0.0.1:1") as job:
         assert job.process.wait(120) == 75
