@@ -255,7 +255,7 @@ def test_the_code_of_a_process_that_ends_between_two_masters_is_kept(make_ray, r
 
 @pytest.mark.slow
 def test_a_process_whose_master_does_not_come_back_ends_unless_it_is_suspended(ray_address):
-    drivers = [Driver(ray_address, 1.0, *FAMILY), Driver(ray_address, 1.0, "# suspend", *FAMILY)]
+    drivers = [Driver(ray_address, 8.0, *FAMILY), Driver(ray_address, 8.0, "# suspend", *FAMILY)]
     families = [driver.record()[2] for driver in drivers]
     assert [len(family) for family in families] == [4, 4]
     wait_until(lambda: {state_of(pid) for pid in families[1]} == {"T"}, "all to be stopped")

@@ -147,7 +147,7 @@ def test_nothing_survives_a_node_and_what_was_on_it_starts_again_on_another(
 
 @pytest.mark.slow
 def test_the_groups_of_a_job_whose_master_does_not_come_back_are_removed(ray_cluster, ray_address):
-    driver = Driver(ray_address, 1.0, "# servers", *FAMILY)
+    driver = Driver(ray_address, 8.0, "# servers", *FAMILY)
     family = driver.record()[2]
     name = f"driven{driver.process.pid}"
     assert groups_of(name) == {"parameter-servers": ("SPREAD", "CREATED")}

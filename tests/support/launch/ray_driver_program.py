@@ -37,7 +37,7 @@ if __name__ == "__main__":
     )
     role = Role.PARAMETER_SERVER if code.startswith("# servers") else Role.TRAINER
     process = Process(role, 0, (sys.executable, "-uc", code), {"KARVAN_PROCESS": "driven"})
-    handle = engine.start(process, lambda process, code: None)
+    handle = engine.start(process, lambda process, code: written.set())
     written.wait()
     family = [int(word) for word in lines[-1].split() if word.isdigit()]
     if code.startswith("# suspend"):
