@@ -102,7 +102,7 @@ class RunFolder:
     @property
     def group(self) -> Path:
         """The file of the group of trainers."""
-        return self.path / "group.json"
+        return self.shared / "group.json"
 
     @property
     def outcome_file(self) -> Path:
