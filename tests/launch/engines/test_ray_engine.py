@@ -55,9 +55,9 @@ def test_nothing_survives_the_worker_process_of_an_actor(make_ray, start_on, num
     wait_until(lambda: not any(map(is_alive, everybody)), "all to end")
 
 
-def folder_of(run):
+def folder_of(pid):
     """The temporary folder of the actor that owns a process, from the words of its keeper."""
-    words = Path(f"/proc/{parent_of(run.handle.pid)}/cmdline").read_text().split("\0")
+    words = Path(f"/proc/{parent_of(pid)}/cmdline").read_text().split("\0")
     return next(Path(word) for word in words if Path(word).name.startswith("karvan-role-"))
 
 
@@ -67,7 +67,7 @@ def test_killed_processes_keepers_actors_and_nodes_leave_no_files(make_ray, star
     runs = [start_on(engine, *SLEEP, index=index) for index in range(4)]
     for run in runs:
         run.first_line()
-    folders = [folder_of(run) for run in runs]
+    folders = [folder_of(run.handle.pid) for run in runs]
     keepers = [parent_of(run.handle.pid) for run in runs]
     actors = [parent_of(keeper) for keeper in keepers]
     raylet = parent_of(actors[3])
@@ -84,7 +84,7 @@ def test_killed_processes_keepers_actors_and_nodes_leave_no_files(make_ray, star
     last = start_on(engine, *SLEEP, index=4)
     last.first_line()
     assert not folders[2].exists()
-    own = folder_of(last)
+    own = folder_of(last.handle.pid)
     last.handle.kill()
     last.end()
     wait_until(lambda: not own.exists(), "its own folder to be removed")

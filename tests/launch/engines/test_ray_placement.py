@@ -8,7 +8,7 @@ from engine_helpers import HAS_RAY, NEEDS_RAY
 from launch_helpers import is_alive, spec_of, wait_until
 from ray_jobs import parent_of
 from test_engines import FAMILY, family_of
-from test_ray_engine import SLEEP, Driver, actor_of
+from test_ray_engine import SLEEP, Driver, actor_of, folder_of
 
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.choice import lasting_replicas
@@ -149,8 +149,10 @@ def test_nothing_survives_a_node_and_what_was_on_it_starts_again_on_another(
 def test_the_groups_of_a_job_whose_master_does_not_come_back_are_removed(ray_cluster, ray_address):
     driver = Driver(ray_address, 8.0, "# servers", *FAMILY)
     family = driver.record()[2]
+    folder = folder_of(family[0])
     name = f"driven{driver.process.pid}"
     assert groups_of(name) == {"parameter-servers": ("SPREAD", "CREATED")}
     driver.kill()
     wait_until(lambda: not any(map(is_alive, family)), "all to end")
     wait_until(lambda: groups_of(name) == {}, "the group to be removed")
+    assert not folder.exists()

@@ -128,7 +128,7 @@ class RoleActor:
         with self._lock:
             if self._handle is not None:
                 self._handle.kill()
-                self._handle.wait(TAKE_SECONDS)
+                self._output.wait_for_end(TAKE_SECONDS)  # its files are removed then
         if self._group is not None:  # nobody else will remove it
             with suppress(ray.exceptions.RayError):
                 remove_placement_group(self._group)

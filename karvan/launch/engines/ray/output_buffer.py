@@ -63,6 +63,11 @@ class OutputBuffer:
             self._code = code
             self._changed.notify_all()
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait until the process has ended, at most some seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._code is not None, seconds)
+
     def take(self, first: int, seconds: float, buffer: str = "") -> Batch:
         """Lines from number `first` of a buffer on, or none if there are none within some seconds."""
         if buffer and buffer != self.name:
