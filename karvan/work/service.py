@@ -215,7 +215,7 @@ class WorkService(Service):
     def _give_back(self, request: Request) -> Message:
         with self._lock:
             mine = {lease.token for lease in self.ledger.leases_of(request.head["holder"])}
-            tokens = mine.intersection(request.head["tokens"])
+            tokens = sorted(mine.intersection(request.head["tokens"]))  # wait in the order of their leases
             self.ledger.give_back(tokens)
             self._forget(tokens)
         return Message({})
