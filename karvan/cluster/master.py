@@ -65,4 +65,4 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
 def release_all(work: WorkService, processes: list[str]) -> None:
     """The trainers that are left have settled what these had done: others may lease the rest."""
     for process in processes:
-        work.release(process)
+        work.release_process(process)

@@ -13,3 +13,8 @@ def holder_of(role: Role, index: int, process: str, part: str = "") -> str:
 def is_of_process(holder: str, process_holder: str) -> bool:
     """Whether a holder is this process, or a part of it."""
     return holder == process_holder or holder.startswith(f"{process_holder} ")
+
+
+def process_of(holder: str) -> str:
+    """The name of the process that a holder is, or is a part of."""
+    return " ".join(holder.split(" ", 3)[:3])

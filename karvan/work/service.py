@@ -40,7 +40,7 @@ from typing import Any
 from karvan.clock import clock
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
-from karvan.work.holders import is_of_process
+from karvan.work.holders import is_of_process, process_of
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerError
 from karvan.work.spec import WorkSpec
@@ -73,6 +73,7 @@ class WorkService(Service):
         if self._opened is not None:
             self._heard = {lease.holder: now() for lease in self._opened.leases}
         self._slowest = 0.0
+        self._ended: set[str] = set()  # processes that were reported dead
         self.endpoints = endpoints(
             WORK_CALLS,
             {
@@ -127,8 +128,12 @@ class WorkService(Service):
             return tasks
 
     def release_process(self, process_holder: str) -> list[Task]:
-        """A process has died: the tasks of all holders in it wait. Returns them."""
+        """A process has died: the tasks of all holders in it wait. Returns them.
+
+        It gets no more, should it only have been silent: nobody would take them back.
+        """
         with self._lock:
+            self._ended.add(process_holder)
             leases = [] if self._opened is None else self._opened.leases
         holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
         return [task for holder in holders for task in self.release(holder)]
@@ -180,6 +185,10 @@ class WorkService(Service):
         holder = head["holder"]
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
+            if process_of(holder) in self._ended:
+                raise RefusedError(
+                    f"expected a process of the job that runs, got {holder}, whose tasks others have now."
+                )
             held = self.ledger.leases_of(holder)
             leases = [each for each in held if each.token > head["last_token"] and each.task.kind in kinds]
             if leases:

@@ -111,6 +111,18 @@ def test_all_holders_must_open_the_same_work(tmp_path):
             open_work(client, WorkSpec((("f", 11),), 3))
 
 
+def test_a_process_that_was_taken_for_dead_gets_no_more_tasks(tmp_path):
+    silent, other = "trainer-0 process a", "trainer-0 process b"
+    with serving(tmp_path) as (ledger, work, client):
+        assert lease(client, f"{silent} loader-1")["answer"] == "tasks"
+        assert len(work.release_process(silent)) == 1
+        for holder in (silent, f"{silent} loader-1"):
+            with pytest.raises(RefusedError, match="whose tasks others have now"):
+                lease(client, holder)
+        assert lease(client, other)["answer"] == "tasks"
+        assert {each.holder for each in ledger.leases} == {other}
+
+
 @pytest.mark.parametrize("master_died_early", [False, True])
 def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early):
     if master_died_early:

@@ -13,6 +13,8 @@ from forked_programs import ForkedProgram
 from support_paths import support_path
 
 from karvan.discovery.registry import Registry
+from karvan.job.roles import Role
+from karvan.work.holders import holder_of
 from karvan.work.service import WorkService
 from karvan.work.trainer_group import TrainerGroup
 
@@ -21,7 +23,15 @@ class ElasticJob:
     """A job without a launcher: start trainers by `start`, kill them, wait for the result."""
 
     def __init__(
-        self, folder, records=600, least=1, epochs=2, program="elastic_trainer", servers=0, **settings
+        self,
+        folder,
+        records=600,
+        least=1,
+        epochs=2,
+        program="elastic_trainer",
+        servers=0,
+        lost_after=5.0,
+        **settings,
     ):
         self.folder = folder
         self.program = support_path(f"train/{program}.py")
@@ -36,7 +46,7 @@ class ElasticJob:
         self.settings = {key: str(value) for key, value in settings.items()}
         self.trainers = []
         self.servers = []
-        self._least = least
+        self._least, self._lost_after = least, lost_after
         self._open()
         for index in range(servers):
             self.start_server(index, servers)
@@ -57,13 +67,16 @@ class ElasticJob:
         (self.folder / "master").mkdir(exist_ok=True)
         self.work = WorkService(self.folder / "master" / "work.db")
         self.group = TrainerGroup(
-            self.folder / "master" / "group.json", least=self._least, lost_after=5.0, settled=self._settled
+            self.folder / "master" / "group.json",
+            least=self._least,
+            lost_after=self._lost_after,
+            settled=self._settled,
         )
         self.registry = Registry(port=port, beside=[self.work, self.group])
 
     def _settled(self, processes):
         for process in processes:
-            self.work.release(process)
+            self.work.release_process(process)
 
     def restart_master(self):
         port = int(self.registry.address.rpartition(":")[2])
@@ -79,6 +92,7 @@ class ElasticJob:
             "KARVAN_ROLE": "trainer",
             "KARVAN_INDEX": str(index % 1000),
             "KARVAN_COUNT": "1000",
+            "KARVAN_PROCESS": f"process{index}",
             "KARVAN_SHARDING": "dynamic",
             "OMP_NUM_THREADS": "1",
             **self.settings,
@@ -89,8 +103,19 @@ class ElasticJob:
         trainer = ForkedProgram(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         output.close()
         trainer.log = self.folder / f"trainer-{index}.log"
+        trainer.name = holder_of(Role.TRAINER, index % 1000, f"process{index}")
         self.trainers.append(trainer)
         return trainer
+
+    def kill(self, trainer):
+        """Kill a trainer, and notice it, as the engine of a job does."""
+        trainer.kill()
+        self.note_end(trainer)
+
+    def note_end(self, trainer):
+        """A trainer has ended, or is about to."""
+        trainer.wait()
+        self.group.remove(trainer.name)
 
     def step(self, trainer):
         """The last step that a trainer has noted, and the number of trainers in it."""
@@ -99,6 +124,13 @@ class ElasticJob:
         except (FileNotFoundError, ValueError):
             return 0, 0
         return int(step), int(world)
+
+    def batches(self, trainer):
+        """How many times a trainer has noted a step."""
+        try:
+            return len((self.notes / f"steps-{trainer.pid}").read_text().split())
+        except FileNotFoundError:
+            return 0
 
     def wait(self, condition, seconds=60.0):
         due = time.monotonic() + seconds
