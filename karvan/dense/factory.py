@@ -24,7 +24,8 @@ def make_stepping(
 ) -> LocalDense:
     """The steps of dense parameters, local or on servers by the connection's mode; a collective.
 
-    If they are on servers, this sends the parameters there; if ranks step alone, they get those of rank 0.
+    If they are on servers, this sends the parameters there, unless trainers come and go; if ranks step alone,
+    they get those of rank 0.
     """
     if optimizer is None:
         return LocalDense(optimizer)
@@ -34,8 +35,10 @@ def make_stepping(
         averaging = PeriodicAveraging(model, optimizer, connection, communication.average_every)
         averaging.begin()
         return averaging
-    from karvan.dense.remote import RemoteDense  # imports Arrow Flight, which takes a while
+    from karvan.dense.elastic import ElasticDense  # imports Arrow Flight, which takes a while
+    from karvan.dense.remote import RemoteDense
 
-    remote = RemoteDense(model, optimizer, engines, connection, prefetch)
+    make = RemoteDense if connection.group is None else ElasticDense
+    remote = make(model, optimizer, engines, connection, prefetch)
     remote.begin()
     return remote

@@ -34,6 +34,8 @@ _MOST_REJECTIONS = 100  # of a step, in addition to those that faster trainers c
 class RemoteDense(LocalDense):
     """Parameters that step on parameter servers."""
 
+    proxy: type[DenseServerProxy] = DenseServerProxy
+
     def __init__(
         self,
         model: nn.Module,
@@ -47,8 +49,9 @@ class RemoteDense(LocalDense):
         describe(optimizer)  # raises if a server cannot run it
         servers, number = connection.servers, connection.servers.new_model()
         self._connection = connection
+        self._number = number
         self._parameters = dict(model.named_parameters())
-        self._servers = [DenseServerProxy(servers, server, number) for server in range(len(servers))]
+        self._servers = [self.proxy(servers, server, number) for server in range(len(servers))]
         self._pool = ThreadPoolExecutor(len(servers), "karvan-dense") if len(servers) > 1 else None
         self._call: Callable[..., Any] = map if self._pool is None else self._pool.map
         name, settings = f"trainer-{connection.rank}", connection.settings.dense

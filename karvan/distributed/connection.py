@@ -78,8 +78,11 @@ class ConnectionSettings:
                 "An elastic run goes back to its checkpoint when a server is lost: expected on_server_loss "
                 "rollback, got reload."
             )
-        if self.mode.dense_on_servers:
-            raise ValueError(f"An elastic run has mode sync or hybrid, got {self.mode.name}.")
+        if self.dense.rejects:
+            raise ValueError(
+                "An elastic run has neither grads_to_wait nor tolerance: gradients that wait for others are "
+                "lost with their trainer."
+            )
 
 
 class Joined(Protocol):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from karvan.protocol.values import NUMBER, expect_distinct
+from karvan.protocol.values import MODEL, NUMBER, expect_distinct
 from karvan.wire.errors import RefusedError
 from karvan.wire.message import Array
 from karvan.wire.schema.calls import ArrayKind, Call, OptionalArrays, table_of
@@ -25,7 +25,7 @@ from karvan.wire.schema.kinds import (
     TupleOf,
 )
 
-_MODEL = {"model": Integer(0, 2**31)}
+_MODEL = {"model": MODEL}
 _VERSION = {"version": NUMBER}
 _NAME = Text(1000)
 _TRAINER = Text(200)
@@ -86,6 +86,13 @@ DENSE_CALLS = table_of(
         Fields({**_MODEL, **_TENSORS, **_VERSION, "trainer": _TRAINER, "sequence": NUMBER, "lr": RATE}),
         [_FLAT],
         answer=Fields({"answer": ANSWER}),
+        rule=_check_tensors,
+    ),
+    Call(  # of an elastic run: a commit applies them
+        "stage_dense",
+        Fields({**_MODEL, **_TENSORS, **_VERSION, "step": NUMBER, "lr": RATE}),
+        [_FLAT],
+        answer=Fields(_VERSION),
         rule=_check_tensors,
     ),
     Call("next_sequence", Fields({**_MODEL, "trainer": _TRAINER}), answer=Fields({"sequence": NUMBER})),

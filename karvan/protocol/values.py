@@ -79,6 +79,7 @@ DENSE_SETTINGS = Fields(
     },
 )
 RUN = Text(64)
+MODEL = Integer(0, 2**31)  # one whose dense parameters are on servers
 MEMBER = Integer(0, 2**20)  # a trainer; in an elastic run the master gives out each number once
 TRAINER_HELLO = {
     "generation": GENERATION,

@@ -61,9 +61,9 @@ def wrong_arrays(method, arrays):
 
 def test_what_is_wrong_is_refused_and_changes_nothing(subject):
     assert {*subject.makers, *subject.refuses} == set(subject.service.endpoints)
-    for method, head in subject.refuses.items():
+    for method, (head, arrays) in subject.refuses.items():
         with pytest.raises(RefusedError, match="expected an elastic run"):
-            subject.call(method, head)
+            subject.call(method, head, arrays)
     for method in subject.makers:
         head, arrays = subject.make(method)
         before = subject.fingerprint()

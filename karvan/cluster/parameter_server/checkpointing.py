@@ -30,11 +30,15 @@ from karvan.store import Capture, MemoryStore, TableSpec
 
 
 class _Held(NamedTuple):
-    """A capture, with what else a share has; `updates` are those that the rows contain."""
+    """A capture, with what else a share has; `updates` are those that the rows contain.
+
+    trainer: which has asked for it.
+    """
 
     capture: Capture
     extras: Mapping[str, Any]
     updates: Mapping[str, Any]
+    trainer: int = 0
 
 
 class Saving:
@@ -58,10 +62,11 @@ class Saving:
         track: bool,
         updates: Mapping[str, Any],
         log: _native.LookupLog | None,
+        trainer: int = 0,
     ) -> None:
         """Hold the tables as they are now, under a number; `updates` are those that they contain.
 
-        log: lookups in flight, which are not captured.
+        log: lookups in flight, which are not captured. trainer: which asks for it.
         """
         versions = None
         if since is not None:
@@ -73,7 +78,7 @@ class Saving:
             extras = {
                 name: own_extra(self._store.extra(name, log), self._server, self._servers) for name in tables
             }
-            self._open[number] = _Held(capture, extras, updates)
+            self._open[number] = _Held(capture, extras, updates, trainer)
             if track:
                 self._versions = {number: dict(capture.versions)}
 
@@ -92,6 +97,12 @@ class Saving:
             held = self._open.pop(number, None)
         if held is not None:
             held.capture.close()
+
+    def close_of(self, trainer: int) -> None:
+        """Release the captures of a trainer that is gone."""
+        for number, held in list(self._open.items()):
+            if held.trainer == trainer:
+                self.close(number)
 
     def close_all(self) -> None:
         """Release all captures."""

@@ -120,6 +120,13 @@ class DenseParameters:
                 return version, None
             return held.version, {name: each.clone() for name, each in held.parameters.items()}
 
+    def expect(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise if `push_gradients` would not accept them."""
+        with self._lock:
+            expect_gradients(self._held().parameters, gradients)
+        if not all_finite(gradients.values()):
+            raise ValueError("Expected finite gradients, got an infinity or a NaN.")
+
     def push_gradients(
         self,
         gradients: Mapping[str, Array],

@@ -4,6 +4,7 @@
 |---|---|---|
 | pull_dense | version, or none | version; tensors, if they are newer |
 | push_dense | version, trainer, sequence, lr; tensors | the outcome |
+| stage_dense | version, step, lr; tensors | version; in an elastic run, see `elastic/own_steps.py` |
 | next_sequence | trainer | sequence |
 | flush_dense | | version |
 | dense_state | | the state |
@@ -40,6 +41,7 @@ class DenseService:
         self.methods: dict[str, Callable[[Request], Message]] = {
             "pull_dense": self._pull,
             "push_dense": self._push,
+            "stage_dense": _refuse_staging,
             "next_sequence": self._next_sequence,
             "flush_dense": self._flush,
             "dense_state": self._state,
@@ -74,8 +76,15 @@ class DenseService:
             if model.ready
         }
 
-    def _model(self, call: Request) -> DenseParameters:
-        number = call.head["model"]
+    def forget(self, trainer: str) -> None:
+        """A trainer will not come back: its numbers are not needed any more."""
+        with self._lock:
+            models = list(self._models.values())
+        for model in models:
+            model.forget(trainer)
+
+    def model(self, number: int) -> DenseParameters:
+        """The model of a number, without parameters before they are loaded."""
         with self._lock:
             if number not in self._models:
                 if len(self._models) >= _MOST_MODELS:
@@ -84,14 +93,14 @@ class DenseService:
             return self._models[number]
 
     def _pull(self, call: Request) -> Message:
-        version, parameters = self._model(call).pull(call.head["version"])
+        version, parameters = self.model(call.head["model"]).pull(call.head["version"])
         if parameters is None:
             return Message({"version": version})
         return tensors_message(parameters, version=version)
 
     def _push(self, call: Request) -> Message:
         head = call.head
-        answer = self._model(call).push_gradients(
+        answer = self.model(call.head["model"]).push_gradients(
             tensors_of(call),
             head["version"],
             trainer=head["trainer"],
@@ -101,16 +110,16 @@ class DenseService:
         return Message({"answer": astuple(answer)})
 
     def _next_sequence(self, call: Request) -> Message:
-        return Message({"sequence": self._model(call).next_sequence(call.head["trainer"])})
+        return Message({"sequence": self.model(call.head["model"]).next_sequence(call.head["trainer"])})
 
     def _flush(self, call: Request) -> Message:
-        return Message({"version": self._model(call).flush()})
+        return Message({"version": self.model(call.head["model"]).flush()})
 
     def _state(self, call: Request) -> Message:
-        return state_message(self._model(call).state())
+        return state_message(self.model(call.head["model"]).state())
 
     def _load_state(self, call: Request) -> Message:
-        model, state = self._model(call), state_of(call)
+        model, state = self.model(call.head["model"]), state_of(call)
         try:
             model.load_state(state)
         except WRONG as error:
@@ -118,6 +127,10 @@ class DenseService:
                 f"expected a state of dense parameters, got one that cannot be used: {error}"
             ) from error
         return Message({"version": model.version})
+
+
+def _refuse_staging(call: Request) -> Message:
+    raise RefusedError("expected an elastic run of mode async, got gradients to stage in another run.")
 
 
 def settings_of(hello: Mapping[str, Any]) -> DenseSettings:

@@ -22,6 +22,7 @@ from karvan.checkpoint.recovery import resume
 from karvan.cluster.generations import Generations, generations_of
 from karvan.cluster.parameter_server.checkpointing import Saving
 from karvan.cluster.parameter_server.dense_service import DenseService, settings_of
+from karvan.cluster.parameter_server.elastic.own_steps import OwnStepBatches
 from karvan.cluster.parameter_server.elastic.requests import ElasticBatches
 from karvan.cluster.parameter_server.saved_share import Restored
 from karvan.cluster.parameter_server.server_folder import ServerFolder
@@ -29,6 +30,7 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.cluster.role_process import RoleSettings
+from karvan.job.sync_modes import MODES, SYNC
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
 from karvan.store.exchange.row_owner import Owner
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
@@ -57,6 +59,7 @@ class ParameterServer(Service):
         self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
+        self._past_runs: set[str] = set()  # of this generation
         self._begin()
         self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
 
@@ -71,9 +74,9 @@ class ParameterServer(Service):
         """The method of each call, in the current run of the current generation."""
         assert self._batches is not None
         return {
-            **self._batches.methods,
             **self._tables.methods,
             **self._dense.methods,
+            **self._batches.methods,
             "capture": self._capture,
             "save": self._save,
             "close_capture": self._close_capture,
@@ -90,6 +93,8 @@ class ParameterServer(Service):
             hello = request.caller.hello
             if (hello["generation"], hello["run"]) != (self._generation, self._run):
                 raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
+            assert self._batches is not None
+            self._batches.expect_caller(hello)
             method = self._by_name[name]
         return method(request)
 
@@ -118,10 +123,13 @@ class ParameterServer(Service):
                 self._begin()
                 self._generation = generation
                 self._run = ""
+                self._past_runs = set()
+            if run in self._past_runs:
+                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
             if run != self._run:
-                make = ElasticBatches if hello.get("elastic") else Batches
-                made = make(self._owner, self._tables, hello, counts_skips=self._index == 0)
+                made = self._make_batches(hello)
                 self._end("the job's trainers have restarted")
+                self._past_runs.add(self._run)
                 self._run = run
                 self._batches = made
                 self._dense.begin(dense)
@@ -130,6 +138,18 @@ class ParameterServer(Service):
             self._batches.check_run(hello)
             self._dense.check(dense)
         return {"server": self._index, "generation": self._generation}
+
+    def _make_batches(self, hello: Mapping[str, Any]) -> Batches | ElasticBatches:
+        counts_skips = self._index == 0
+        if not hello.get("elastic"):
+            return Batches(self._owner, self._tables, hello, counts_skips=counts_skips)
+        made: ElasticBatches
+        if MODES[hello.get("mode", SYNC.name)].dense_on_servers:
+            made = OwnStepBatches(self._owner, self._tables, hello, self._dense, counts_skips=counts_skips)
+        else:
+            made = ElasticBatches(self._owner, self._tables, hello, counts_skips=counts_skips)
+        made.on_abandon = self._saving.close_of  # another trainer saves next, and a table has one capture
+        return made
 
     def _end(self, reason: str) -> None:
         if self._batches is not None:
@@ -150,6 +170,7 @@ class ParameterServer(Service):
                 bool(head["track"]),
                 self._batches.updates.record(int(head["store"])),
                 self._batches.log,
+                int(call.caller.hello["trainer"]),
             )
         return Message({})
 

@@ -115,6 +115,9 @@ class Batches:
                 f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
             )
 
+    def expect_caller(self, hello: Mapping[str, Any]) -> None:
+        """Do-nothing: only in an elastic run do trainers go on without one of them."""
+
     def between_steps(self) -> AbstractContextManager[Any]:
         """Do-nothing: a push changes the rows in one operation."""
         return nullcontext()

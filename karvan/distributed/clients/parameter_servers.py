@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from karvan.discovery.directory import Addresses, find_role
+from karvan.distributed.clients.own_commits import OwnCommits
 from karvan.distributed.clients.step_commits import NoCommits, StepCommits
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
+from karvan.job.sync_modes import MODES
 from karvan.protocol.parameter_server import SERVER_CALLS
 from karvan.wire import Array, Client, Message, Reply, Security
 
@@ -45,7 +47,8 @@ class Servers:
         self._models = 0
         self.commits: NoCommits | StepCommits = NoCommits()
         if hello.get("elastic"):
-            self.commits = StepCommits(hello["trainer"], count, self.peer)
+            make = OwnCommits if MODES[hello["mode"]].dense_on_servers else StepCommits
+            self.commits = make(hello["trainer"], count, self.peer)
 
     def __len__(self) -> int:
         return self._count

@@ -193,6 +193,18 @@ class StepCommits:
         self.flush()
         self._call("drop", {"step": step})
 
+    def members(self, round_number: int) -> list[int]:
+        """The members that have trained, as any server knows them, with this one, which is in this round.
+
+        A RefusedError if others are in a newer round.
+        """
+        answers = self._call("members", {"round": round_number})
+        return sorted({member for answer in answers for member in answer.head["members"]})
+
+    def fence(self, member: int) -> None:
+        """A member may be gone: servers refuse its calls from now on, and keep what it has pushed."""
+        self._call("fence", {"member": member})
+
     def abandon(self, member: int) -> None:
         """A member is gone, or this one leaves: servers drop what it has pushed and looked up."""
         self.flush()

@@ -199,6 +199,7 @@ class ElasticGroup:
                 state = self._client.watch(number)
             except RefusedError as error:
                 _log.warning("%s", error)
+                self.regroup_wanted = True  # where it is raised again
                 self.channel.leave()
                 return
             except (RuntimeError, OSError) as error:  # the process is ending

@@ -41,9 +41,11 @@ from karvan.distributed import RankError
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
-from karvan.train.elastic.group_steps import GroupSteps, WorkSettings
+from karvan.train.elastic.fit_steps import FitSteps
+from karvan.train.elastic.group_steps import GroupSteps
 from karvan.train.elastic.joint_step import Agreement
 from karvan.train.elastic.leased_evaluation import LeasedEvaluation
+from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
@@ -82,7 +84,7 @@ class ElasticFit(Fit):
         self._group: ElasticGroup = group
         self._client = client
         self._evaluation: LeasedEvaluation | None = None  # that is in progress
-        self._make_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
+        self._make_group_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
         self._stack = ExitStack()
         self._begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
@@ -117,6 +119,10 @@ class ElasticFit(Fit):
                 raise
             return self._result
 
+    def _make_steps(self) -> FitSteps:
+        self._group_steps = self._make_group_steps()
+        return self._group_steps
+
     def _go_on(self) -> None:
         """Do the next action; if a trainer is lost, prepare to do it again with the others."""
         try:
@@ -128,7 +134,7 @@ class ElasticFit(Fit):
             self._regroup_due = True
 
     def _close(self) -> None:
-        self._steps.close()
+        self._steps.work.close()
         self._group.dissolve()
 
     # Rounds
@@ -180,7 +186,7 @@ class ElasticFit(Fit):
         if resumed is None:
             parts.setup.update.forget()
             self._begin_alone()
-            self._steps.restore(None)
+            self._steps.work.restore(None)
         else:
             self._load(*resumed[1])
         self._transforms.match_loaders()
@@ -230,9 +236,9 @@ class ElasticFit(Fit):
             dataset.begin_data(counts, self._before)
             if not self._has_all():
                 parts.callbacks.on_new_data(self._trainer)
-            self._steps.restore(None)
+            self._steps.work.restore(None)
             return
-        self._steps.restore(saved.get("work"))
+        self._steps.work.restore(saved.get("work"))
 
     def _everything(self) -> dict[str, Any]:
         """What another trainer needs to train with this one."""
@@ -243,7 +249,7 @@ class ElasticFit(Fit):
             "actions": self._actions,
             "last": self._last,
             "unsaved": self._unsaved,
-            "seed": self._steps.seed,
+            "seed": self._steps.work.seed,
         }
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
@@ -256,7 +262,7 @@ class ElasticFit(Fit):
         self._transforms.load(state)
         self._todo, self._actions = list(everything["todo"]), everything["actions"]
         self._last, self._unsaved = everything["last"], everything["unsaved"]
-        self._steps.seed = everything["seed"]
+        self._steps.work.seed = everything["seed"]
         self._past = tuple(map(FinishedData.from_state, everything["past"]))
         self._begin_training()
 
@@ -302,7 +308,7 @@ class ElasticFit(Fit):
 
     def _complete_step(self, result: Mapping[str, Any]) -> None:
         parts, counts = self._parts, self._counts
-        agreement, taken = self._steps.apply(result)
+        agreement, taken = self._group_steps.apply(result)
         if agreement.samples:
             self._count_step(agreement, taken)
             if counts.step % parts.log_every == 0:
@@ -358,7 +364,7 @@ class ElasticFit(Fit):
 
     def _leave(self) -> None:
         """Leave the others, who continue: the records that were leased and not trained return."""
-        self._steps.leave()
+        self._steps.work.leave()
         self._group.leave()
         self._result = self._make_result("terminate", None, {})
 
@@ -428,9 +434,9 @@ class ElasticFit(Fit):
         said: dict[str, Any] = {}
         if self._first:
             finished = self._has_all() or self._parts.stop_request.final
-            with self._steps.export() if finished else nullcontext():
+            with self._steps.work.export() if finished else nullcontext():
                 said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
-            said["bad_records"] = self._steps.bad_records()
+            said["bad_records"] = self._steps.work.bad_records()
         first = self._group.channel.gather_json(said)[0]
         return {**first, "metrics": self._reporter.metrics()}
 
@@ -464,6 +470,6 @@ class ElasticFit(Fit):
             **self._transforms.state(),
             "position": None,
             "epoch_random": None,
-            "work": self._steps.position(),
+            "work": self._steps.work.position(),
             "data": data,
         }

@@ -201,11 +201,16 @@ class JointStep:
         self._commits.commit(agreement.step, pushes if taken else [], scale, agreement.as_json())
         self._commits.send()
 
-    def missed(self, step: int) -> dict[str, Any] | None:
-        """What a server says of this step, if it was committed by a trainer that is gone."""
+    def missed(self, step: int, gone: Iterable[int]) -> dict[str, Any] | None:
+        """What a server says of this step, if it was committed by a trainer that is gone.
+
+        One that is only silent, and wakes, cannot commit it any more.
+        """
         if self._commits is None:
             return None
         self._commits.flush()
+        for member in sorted(gone):
+            self._commits.fence(member)
         newest = [each for each in self._commits.progress() if each.committed == step]
         return dict(newest[0].ack) if newest else None
 

@@ -129,6 +129,5 @@ def test_members_of_a_run_agree_on_what_it_is(address):
             with pytest.raises(RefusedError, match=message):
                 run.member(5).progress()
             run.hello = right
-    for options in ({"reload": True}, {"mode": "async"}):
-        with pytest.raises(RefusedError, match="expected an elastic run"):
-            Run(address, SPECS, **{**HYBRID, **options})
+    with pytest.raises(RefusedError, match="expected an elastic run with on_server_loss rollback"):
+        Run(address, SPECS, **{**HYBRID, "reload": True})

@@ -1,7 +1,8 @@
 """Random histories of elastic runs on two servers, against a model of dicts: all is applied once, or not.
 
 Members come, look up, push, repeat what they have sent over a new connection, commit at one server before the
-other, drop steps, and are abandoned. After each action every server has what its model has.
+other, drop steps, are fenced off, wake as zombies, and are abandoned. After each action every server has what
+its model has.
 """
 
 import contextlib
@@ -143,7 +144,7 @@ class ElasticStates(RuleBasedStateMachine):
         self.models = [ServerModel(index, self.rows) for index in range(2)]
         self.numbers = itertools.count(1)
         self.members = {}
-        self.gone = []
+        self.zombies = {}  # members that are fenced off
         self.held = {}  # lookups by id, each with its member and batch
         self.sent = {}  # pushes that were sent, by member and sequence, to be repeated
         self.commits = {}  # by step, as the members have agreed
@@ -192,20 +193,25 @@ class ElasticStates(RuleBasedStateMachine):
         if pushes:
             self.stage(lookup, later)
 
-    @precondition(lambda self: self.held)
+    @property
+    def pushable(self):
+        """Lookups whose members can push them."""
+        return [each for each in self.held.values() if each["member"] in self.members]
+
+    @precondition(lambda self: self.pushable)
     @rule(data=st.data())
     def repeat_lookup(self, data):
-        lookup = data.draw(st.sampled_from(list(self.held.values())))
+        lookup = data.draw(st.sampled_from(self.pushable))
         uses = {key: times for key, (times, _) in lookup["batch"].items()}
         found = self.members[lookup["member"]].pull(lookup["id"], {"t": uses})["t"]
         assert {k: v.tolist() for k, v in found.items()} == {
             k: v.tolist() for k, v in lookup["found"].items()
         }
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.pushable)
     @rule(data=st.data(), later=st.booleans())
     def push(self, data, later):
-        self.stage(data.draw(st.sampled_from(list(self.held.values()))), later)
+        self.stage(data.draw(st.sampled_from(self.pushable)), later)
 
     def stage(self, lookup, later):
         step = max(self.commits, default=0) + 1 + later
@@ -224,7 +230,7 @@ class ElasticStates(RuleBasedStateMachine):
     def repeat_push(self, data):
         name = data.draw(st.sampled_from(sorted(self.sent)))
         lookup, step, _ = self.sent[name]
-        if name[0] in self.gone:
+        if name[0] not in self.members:
             return
         agreed = any(list(name) in commit["parts"] for commit in self.commits.values())
         staged = [name in model.staged for model in self.models]
@@ -292,11 +298,43 @@ class ElasticStates(RuleBasedStateMachine):
         for model in self.models:
             model.release(model.drop(lambda its: its >= step), self.held)
 
-    @precondition(lambda self: self.unfinished is None and len(self.members) > 1)
+    @precondition(lambda self: len(self.members) > 1)
+    @rule(data=st.data())
+    def fence(self, data):
+        """A member seems to be gone, at any moment: what it has staged stays."""
+        number = data.draw(st.sampled_from(sorted(self.members)))
+        self.zombies[number] = self.members.pop(number)
+        next(iter(self.members.values())).all("fence", {"member": number})
+
+    @precondition(lambda self: self.zombies)
+    @rule(data=st.data(), reconnects=st.booleans())
+    def wake(self, data, reconnects):
+        """A member that is fenced off continues, with whatever it was about to do; nothing changes."""
+        number = data.draw(st.sampled_from(sorted(self.zombies)))
+        zombie = self.run.member(number) if reconnects else self.zombies[number]
+        parts = [list(name) for name in sorted(self.models[0].staged)]
+        step = self.unfinished or max(self.commits, default=0) + 1
+        commit = {"step": step, "parts": parts, "scale": 1.0, "ack": "a zombie"}
+        lives = [each for each in self.members if each != number]
+        attempts = [
+            lambda: zombie.pull(next(self.numbers), {"t": {0: 1, 1: 1}}),
+            lambda: zombie.pull(next(self.numbers), {"t": {0: 1, 1: 1}}, commit=commit),
+            lambda: zombie.push(next(self.numbers), [1], [{"t": {0: (1.0, 1.0)}}], step=step),
+            lambda: zombie.all("commit", commit),
+            lambda: zombie.all("drop", {"step": step}),
+            lambda: zombie.all("abandon", {"member": lives[0]}),
+            lambda: zombie.all("clear", {"table": "t"}),
+            zombie.progress,
+        ]
+        with pytest.raises(RefusedError, match=f"member {number}, which the others have"):
+            data.draw(st.sampled_from(attempts))()
+
+    @precondition(lambda self: self.unfinished is None and len(self.members) + len(self.zombies) > 1)
     @rule(data=st.data())
     def abandon(self, data):
-        number = data.draw(st.sampled_from(sorted(self.members)))
-        dead = self.members.pop(number)
+        chosen = [*self.zombies, *(self.members if len(self.members) > 1 else ())]
+        number = data.draw(st.sampled_from(sorted(chosen)))
+        dead = self.members.pop(number) if number in self.members else self.zombies.pop(number)
         next(iter(self.members.values())).all("abandon", {"member": number})
         mine = [each for each in self.held.values() if each["member"] == number]
         self.held = {name: each for name, each in self.held.items() if each["member"] != number}
@@ -304,9 +342,8 @@ class ElasticStates(RuleBasedStateMachine):
             pushed = [each for each, _ in model.staged.values() if each["member"] == number]
             model.staged = {name: push for name, push in model.staged.items() if name[0] != number}
             model.release([*pushed, *mine], self.held)
-        with pytest.raises(RefusedError, match=f"member {number}, which the others have abandoned"):
+        with pytest.raises(RefusedError, match=f"member {number}, which the others have"):
             dead.progress()
-        self.gone.append(number)
 
     @invariant()
     def servers_have_what_their_models_have(self):

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from cluster_helpers import Processes, serving
 from elastic_trainers import ElasticTrainer, connection_of, in_memory
 from forked_programs import ForkedProgram
@@ -16,7 +17,10 @@ from support_paths import support_path
 import karvan as kv
 from karvan.distributed.connection import Connection, ConnectionSettings
 from karvan.job.server_loss import ServerLoss
-from karvan.job.sync_modes import ASYNC
+from karvan.job.sync_modes import ASYNC, DenseSettings
+from karvan.train.elastic.joint_step import JointStep
+from karvan.train.step.optimizer_step import OptimizerStep, OptimizerStepSettings
+from karvan.train.step.precision import make_precision
 from karvan.wire import RefusedError
 
 STEPS, BATCHES = 4, 3
@@ -99,6 +103,23 @@ def test_a_step_that_is_dropped_can_be_staged_again_and_again(join):
         assert trainer.rows() == expected
         with pytest.raises(RuntimeError, match="which was committed or released"):
             staged.restage()
+
+
+def test_survivors_fence_a_member_off_before_they_ask_how_far_it_came(join):
+    with serving(2) as addresses:
+        survivor, zombie = join(addresses, 0), join(addresses, 1)
+        its = zombie.stage(1, 1)
+        its.wait()
+        precision = make_precision("fp32", torch.device("cpu"), [survivor.engine])
+        update = OptimizerStep(None, survivor.sparse, OptimizerStepSettings(), precision)
+        joint = JointStep(None, update, survivor.connection.servers)
+        assert joint.missed(1, gone={1}) is None  # so the survivors decide against the step
+        zombie.commits.commit(1, [its.part], 1.0)
+        with pytest.raises(RefusedError, match="got member 1, which the others have fenced off"):
+            zombie.commits.flush()
+        assert [(each.committed, each.staged) for each in survivor.commits.progress()] == [
+            (None, [(1, *its.part)])
+        ] * 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "hybrid"])
@@ -204,7 +225,7 @@ def test_an_abandoned_member_is_refused(join):
     ("options", "message"),
     [
         ({"on_server_loss": ServerLoss.RELOAD}, "expected on_server_loss rollback, got reload"),
-        ({"mode": ASYNC}, "An elastic run has mode sync or hybrid, got async"),
+        ({"mode": ASYNC, "dense": DenseSettings(grads_to_wait=2)}, "neither grads_to_wait nor tolerance"),
         ({"run": ""}, "a name that its members share, got none"),
     ],
 )

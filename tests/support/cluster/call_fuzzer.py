@@ -43,7 +43,7 @@ from karvan.wire.schema import calls  # noqa: E402
 
 KNOWN = (RefusedError, ValueError, RuntimeError, WireError, CheckpointError, OSError, MemoryError)
 MISTAKES = (NotImplementedError, RecursionError)  # kinds of RuntimeError that a check should have prevented
-SHARES = {"server": 10, "elastic server": 5, "registry": 5, "loader": 3, "worker": 2}
+SHARES = {"server": 10, "elastic server": 5, "async server": 3, "registry": 5, "loader": 3, "worker": 2}
 SLOW = {"save": 0.1, "fill": 0.1, "restore": 0.1, "capture": 0.3, "close_capture": 0.3}
 EVERY = 1000  # cases of a service between two checks that all of its calls still work
 POWERS = [sign * 2**bits + more for bits in (16, 31, 32, 53, 63, 64) for more in (-1, 0) for sign in (1, -1)]

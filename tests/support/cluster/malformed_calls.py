@@ -34,6 +34,7 @@ DIMS = {"t": 4, "u": 8}
 KEYS = 25  # of each table in a lookup
 TRAINER = {"generation": 0, "trainer": 0, "trainers": 1, "mode": "hybrid", "staleness": 4}
 MEMBER = {**TRAINER, "trainers": 0, "elastic": True, "mode": "sync", "staleness": 1}
+ASYNC_MEMBER = {**MEMBER, "mode": "async"}
 
 
 class _Stream:
@@ -69,7 +70,7 @@ class Subject:
         self.name = name
         self.service = service
         self.makers = {}
-        self.refuses = {}  # calls that no caller of this kind may make, with valid heads
+        self.refuses = {}  # calls that no caller of this kind may make, with valid heads and arrays
         self._numbers = itertools.count(1)
         self._hello = hello
         self.caller = None
@@ -163,7 +164,10 @@ class ServerSubject(Subject):
             "load_dense_state": lambda: (one, [self._state[0].copy()]),
         }
         commit = {"step": 1, "parts": [[0, 1]], "scale": 1.0, "ack": None}
-        self.refuses = {"commit": commit, "drop": {"step": 1}, "abandon": {"member": 1}, "progress": {}}
+        heads = {"commit": commit, "drop": {"step": 1}, "progress": {}, "members": {"round": 1}}
+        heads |= {"fence": {"member": 1}, "abandon": {"member": 1}, "tally": {"meeting": 0}}
+        self.refuses = {name: (head, []) for name, head in heads.items()}
+        self.refuses["stage_dense"] = self._stage_dense()
 
     def _begin(self):
         for name in DIMS:
@@ -243,6 +247,10 @@ class ServerSubject(Subject):
         head = {"model": 1, "version": version, "trainer": "a", "sequence": self.number(), "lr": 0.1}
         return {**made.head, **head}, made.arrays
 
+    def _stage_dense(self):
+        head, arrays = self._push_dense()
+        return {**{n: head[n] for n in ("model", "version", "lr", "tensors")}, "step": self.number()}, arrays
+
     def state_with(self, change):
         """The dense state with a change."""
         state = state_of(Message({}, self._state))
@@ -265,12 +273,14 @@ class ElasticServerSubject(ServerSubject):
 
     def __init__(self, folder, run="run"):
         super().__init__(folder, run)
-        self.refuses = {}
+        self.refuses = {name: self.refuses[name] for name in ("stage_dense", "tally")}
         self.makers |= {
             "commit": self._commit,
             "drop": lambda: ({"step": self.number()}, []),
+            "fence": lambda: ({"member": 7}, []),
             "abandon": lambda: ({"member": 7}, []),
             "progress": lambda: ({}, []),
+            "members": lambda: ({"round": self.number()}, []),
         }
 
     def _pull(self, **more):
@@ -288,6 +298,28 @@ class ElasticServerSubject(ServerSubject):
     def _capture(self):
         head, arrays = super()._capture()
         return {**head, "used": [[]]}, arrays
+
+
+class AsyncServerSubject(ElasticServerSubject):
+    """The same in mode async, in which members commit steps of their own."""
+
+    trainer = ASYNC_MEMBER
+
+    def __init__(self, folder, run="run"):
+        super().__init__(folder, run)
+        self.refuses = {}
+        self.makers |= {
+            "stage_dense": self._stage_dense,
+            "drop": lambda: ({"step": self.number(), "member": 0}, []),
+            "progress": lambda: ({"member": 0}, []),
+            "tally": lambda: ({"meeting": self.number()}, []),
+        }
+
+    def _commit(self):
+        head, arrays = super()._commit()
+        staged, tensors = self._stage_dense()
+        self.call("stage_dense", {**staged, "step": head["step"], "version": 0}, tensors)
+        return {**head, "member": 0, "dense": [1], "counts": {"samples": 3}}, arrays
 
 
 class WorkerSubject(Subject):
@@ -465,6 +497,7 @@ class RegistrySubject(Subject):
 SUBJECTS = {
     "server": ServerSubject,
     "elastic server": ElasticServerSubject,
+    "async server": AsyncServerSubject,
     "worker": WorkerSubject,
     "loader": LoaderSubject,
     "registry": RegistrySubject,

@@ -4,18 +4,21 @@
     push      stages the gradients of lookups, as part of a step; nothing is applied
     commit    applies exactly these pushes, in this order, drops all others up to this step
     drop      the step did not happen: its pushes go, its lookups stay, and members push it again
-    abandon   a member is gone: its pushes and lookups go; whatever still comes from it is refused
+    fence     a member may be gone: whatever still comes from it is refused, its pushes stay
+    abandon   a member is gone: its pushes and lookups go
     progress  the last committed step, what its commit said, and what is staged
+    members   those that have trained and are not abandoned; asked by members of the newest round alone
 
 Members push a step's gradients, exchange the dense ones, and agree whether the step happened. If it did,
 each of them sends the commit to each server, by itself or in the head of its next `pull` or `push`, which see
 the committed rows then. The first commit of a step applies it; the others change nothing.
 
 So a member may die at any moment. A step is committed only after all servers have staged its parts. Survivors
-who find by `progress` that a server has committed a step send the commit to the other servers, which have the
-parts; if no server has, they commit or drop the step, as they agree. Then they abandon the dead member.
+fence the dead member, which may only be silent. If they find by `progress` that a server has committed a
+step, they send the commit to the other servers, which have the parts; if no server has, they commit or drop
+the step, as they agree. Then they abandon the dead member.
 
-In mode async every member has steps of its own: its commits and drops name it.
+In mode async every member has steps of its own, and its commits and drops name it: see `own_steps.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any, NamedTuple
 
 from karvan import _native
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
+from karvan.cluster.parameter_server.elastic.members import Members
 from karvan.cluster.parameter_server.elastic.row_updates import JointUpdates, RowUpdates, SingleUpdates
 from karvan.cluster.parameter_server.elastic.staged_pushes import HeldLookup, StagedPush, StagedPushes
 from karvan.cluster.parameter_server.saved_share import Restored
@@ -47,11 +51,13 @@ _REMEMBERED = 256  # numbers of pushes and lookups, besides those that staleness
 
 class _Committed(NamedTuple):
     step: int
-    ack: Any
+    commit: Mapping[str, Any]
 
 
 class ElasticBatches:
     """The batches of one elastic run. One lock guards all of it: native code runs one operation at a time."""
+
+    own_steps = False  # whether each member has steps of its own
 
     def __init__(
         self, owner: Owner, tables: ServerTables, hello: Mapping[str, Any], *, counts_skips: bool = True
@@ -62,8 +68,6 @@ class ElasticBatches:
                 "expected an elastic run with on_server_loss rollback, got reload: rows of a checkpoint lack "
                 "steps that the members have committed."
             )
-        if mode.dense_on_servers:
-            raise RefusedError("expected an elastic run of mode sync or hybrid, got async.")
         self._owner = owner
         self._tables = tables
         self._agreed = settings_of_run(hello)
@@ -76,9 +80,9 @@ class ElasticBatches:
         self._lookups: dict[tuple[int, int, int], HeldLookup] = {}  # by member, store and batch
         self._over: AnswerWindow[bool] = AnswerWindow(window)  # lookups that members are done with
         self._staged = StagedPushes(window)
-        self._own_steps = mode.dense_on_servers
         self._committed: dict[int | None, _Committed] = {}  # by member if each has steps of its own, or None
-        self._abandoned: set[int] = set()
+        self._members = Members()
+        self.on_abandon: Callable[[int], None] = lambda member: None
         self._ended = ""  # why no more calls are accepted
         self.restored: Restored | None = None  # never: see on_server_loss above
         self.updates = UpdateCounts(str(hello["run"]))
@@ -91,8 +95,11 @@ class ElasticBatches:
             "withdraw": self._guarded(self._withdraw),
             "commit": self._guarded(self._commit),
             "drop": self._guarded(self._drop),
+            "fence": self._guarded(self._fence),
             "abandon": self._guarded(self._abandon),
             "progress": self._guarded(self._progress),
+            "members": self._guarded(self._list_members),
+            "tally": self._guarded(self._answer_tally),
         }
 
     @property
@@ -107,8 +114,11 @@ class ElasticBatches:
             raise RefusedError(
                 f"expected a run with {self._agreed}, as the first trainer said, got {settings}."
             )
-        with self._lock:
-            self._expect_member(hello["trainer"])
+        self.expect_caller(hello)
+
+    def expect_caller(self, hello: Mapping[str, Any]) -> None:
+        """A RefusedError for any call of a member that the others have fenced off or abandoned."""
+        self._members.expect(int(hello["trainer"]))
 
     def end(self, reason: str) -> None:
         """End the run: what is staged is dropped, lookups in flight are undone."""
@@ -133,16 +143,10 @@ class ElasticBatches:
             with self._lock:
                 if self._ended:
                     raise RuntimeError(self._ended)
-                self._expect_member(member)
+                self._members.expect(member)
                 return method(member, request)
 
         return call
-
-    def _expect_member(self, member: int) -> None:
-        if member in self._abandoned:
-            raise RefusedError(
-                f"expected a member of the run, got member {member}, which the others have abandoned."
-            )
 
     def _pull(self, member: int, call: Request) -> Message:
         head, message = call.head, call.arrays[0]
@@ -164,6 +168,7 @@ class ElasticBatches:
         head, message = call.head, call.arrays[0]
         tables, counts, batch = head["tables"], head["counts"], head["batch"]
         name, who = (member, head["store"], batch), _who(member, head["store"])
+        self._members.note(member)
         known = self._lookups.get(name)
         if known is not None:
             expect_same_keys(known.tables, known.counts, known.keys, tables, counts, message)
@@ -186,15 +191,20 @@ class ElasticBatches:
             raise RefusedError("expected the push of an elastic run to have a step, got none.")
         step, sequence, batches = head["step"], head["sequence"], head["batches"]
         if not self._staged.holds(member, sequence, step, batches):
-            committed = self._committed.get(member if self._own_steps else None)
-            if committed is not None and step <= committed.step:
+            committed = self._committed_step(member if self.own_steps else None)
+            if step <= committed:
                 raise RefusedError(
-                    f"expected a push of a step after {committed.step}, which is committed without it, got "
+                    f"expected a push of a step after {committed}, which is committed without it, got "
                     f"step {step}."
                 )
+            self._members.note(member)
             self._staged.add(self._staged_push(member, call))
         self._forget(member, head)
         return Message({})
+
+    def _committed_step(self, whose: int | None) -> int:
+        """The last step that is committed; -1 before the first."""
+        return self._committed[whose].step if whose in self._committed else -1
 
     def _staged_push(self, member: int, call: Request) -> StagedPush:
         head, batches = call.head, call.head["batches"]
@@ -247,25 +257,37 @@ class ElasticBatches:
     def _apply(self, commit: Mapping[str, Any]) -> None:
         """Apply a step, unless it was applied; a RefusedError changes nothing."""
         whose, step = self._whose(commit), commit["step"]
-        if whose in self._committed and step <= self._committed[whose].step:
+        if step <= self._committed_step(whose):
             return
         parts = self._staged.find(commit["parts"], step)
         if other := next((part for part in parts if not _is_of(part, whose)), None):
             raise RefusedError(f"expected parts of member {whose}, got one of member {other.member}.")
         self._rows.check(parts)
+        self._find_more(commit)
         try:
             self._rows.apply(parts, commit["scale"])
+            self._apply_more(commit)
         except Exception as error:
             # Rows may have some of it. A repetition would apply that twice, so nothing more is accepted.
             self._ended = f"the commit of step {step} has failed: {error}"
             raise
         self._staged.commit(parts)
-        self._committed[whose] = _Committed(step, commit["ack"])
+        self._committed[whose] = _Committed(step, commit)
         dropped = self._staged.drop(lambda push: push.step <= step and _is_of(push, whose))
         self._release(dropped, keep=self._lookups.values())
         for part in parts:
             self.updates.add(part.store, part.member)
         self.pushes += len(parts)
+
+    def _find_more(self, commit: Mapping[str, Any]) -> None:
+        """A RefusedError if something that a commit names, other than pushes, is not staged."""
+        if commit.get("dense") or commit.get("counts"):
+            raise RefusedError(
+                "expected dense parameters and counts in commits of mode async alone, got some."
+            )
+
+    def _apply_more(self, commit: Mapping[str, Any]) -> None:
+        """Apply what a commit has besides pushes: nothing, unless members have steps of their own."""
 
     def _drop(self, member: int, call: Request) -> Message:
         whose, first = self._whose(call.head), call.head["step"]
@@ -273,10 +295,24 @@ class ElasticBatches:
         self._release(dropped, keep=self._lookups.values())
         return Message({})
 
+    def _fence(self, member: int, call: Request) -> Message:
+        self._members.fence(call.head["member"])
+        return Message({})
+
+    def _list_members(self, member: int, call: Request) -> Message:
+        """The caller trains from now on, so it is one of them."""
+        self._members.enter_round(call.head["round"])
+        self._members.note(member)
+        return Message({"members": self._members.known})
+
+    def _answer_tally(self, member: int, call: Request) -> Message:
+        raise RefusedError("expected an elastic run of mode async, got a request for a tally in another one.")
+
     def _abandon(self, member: int, call: Request) -> Message:
         """A member is gone; it may be the caller itself, which leaves."""
         gone = call.head["member"]
-        self._abandoned.add(gone)
+        self._members.abandon(gone)
+        self.on_abandon(gone)
         dropped = self._staged.drop(lambda push: push.member == gone)
         mine = [name for name in self._lookups if name[0] == gone]
         lookups = {id(lookup): lookup for push in dropped for lookup in push.lookups}
@@ -285,22 +321,26 @@ class ElasticBatches:
             del self._lookups[name]
         self._rows.withdraw(lookups.values())
         self._staged.forget(gone)
+        self._committed.pop(gone, None)
         for store in {name[1] for name in mine}:
             self._over.forget(_who(gone, store))
         return Message({})
 
     def _progress(self, member: int, call: Request) -> Message:
         whose = self._whose(call.head)
-        step, ack = self._committed.get(whose, (None, None))
         staged = self._staged.names(lambda push: _is_of(push, whose))
-        return Message({"committed": step, "ack": ack, "staged": staged})
+        last = self._committed.get(whose)
+        if last is None:
+            return Message({"committed": None, "ack": None, "staged": staged})
+        answer = {"committed": last.step, "ack": last.commit["ack"], "staged": staged}
+        return Message({**answer, "commit": dict(last.commit)} if self.own_steps else answer)
 
     def _whose(self, head: Mapping[str, Any]) -> int | None:
         """The member whose step it is; None for a step of all members."""
         member: int | None = head.get("member")
-        if self._own_steps and member is None:
+        if self.own_steps and member is None:
             raise RefusedError("expected the member whose step it is, as in all elastic runs of mode async.")
-        if not self._own_steps and member is not None:
+        if not self.own_steps and member is not None:
             raise RefusedError(f"expected a step of all members, got one of member {member} alone.")
         return member
 
