@@ -276,8 +276,8 @@ class JobSpec(Section):
             if given := [name for name, is_given in only_dynamic.items() if is_given]:
                 raise ValueError(f"{given[0]} needs sharding: dynamic, in which trainers lease their records")
             return
-        if self.mode not in ("sync", "hybrid"):
-            raise ValueError(f"sharding: dynamic is for modes sync and hybrid, got {self.mode}")
+        if MODES[self.mode].dense_on_servers:
+            self._check_dynamic_async()
         if roles.loaders.replicas or roles.embedding_workers.replicas:
             raise ValueError(
                 "sharding: dynamic has trainers lease and read their records: expected no loaders and no "
@@ -292,6 +292,15 @@ class JobSpec(Section):
             raise ValueError(
                 f"{given[0]} is for records that are leased, but global_batches fixes the records of every "
                 "step: expected one of the two"
+            )
+
+    def _check_dynamic_async(self) -> None:
+        if not self.roles.parameter_servers.replicas:
+            raise ValueError("mode async has dense parameters on servers, got roles.parameter_servers: 0")
+        if self.dense is not None and (self.dense.grads_to_wait or self.dense.tolerance is not None):
+            raise ValueError(
+                "sharding: dynamic has neither grads_to_wait nor tolerance, because gradients that wait for "
+                "others are lost with their trainer"
             )
 
     @property

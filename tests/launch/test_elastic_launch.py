@@ -43,7 +43,7 @@ def test_a_job_grows_and_shrinks_while_it_runs(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["hybrid", "sync"])
+@pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_kills_lose_and_double_nothing(tmp_path, mode, seed):
     draw = random.Random(seed)

@@ -226,7 +226,18 @@ ELASTIC = {
         "sharding: dynamic\nmode: sync\nglobal_batches: 2\nskip_bad_records: 1",
         "skip_bad_records is for records that are leased, but global_batches fixes the records of every step",
     ),
-    "mode async": ("sharding: dynamic\nmode: async", "sharding: dynamic is for modes sync and hybrid"),
+    "mode async that waits": (
+        "sharding: dynamic\nmode: async\ndense: {grads_to_wait: 2}",
+        "neither grads_to_wait nor tolerance",
+    ),
+    "mode async without servers": (
+        "sharding: dynamic\nmode: async\nroles: {parameter_servers: 0}",
+        "mode async has dense parameters on servers",
+    ),
+    "mode async with fixed batches": (
+        "sharding: dynamic\nmode: async\nglobal_batches: 2",
+        "global_batches gives the same bits in mode sync alone",
+    ),
     "loaders": ("sharding: dynamic\nroles: {loaders: 1}", "expected no loaders"),
     "continue with fixed shares": ("on_trainer_loss: continue", "on_trainer_loss: continue needs sharding"),
     "reload": ("sharding: dynamic\non_server_loss: reload\ncheckpoints: run", "goes back to a checkpoint"),

@@ -380,3 +380,9 @@ def test_the_batches_of_a_step_belong_together(tmp_path):
 def test_settings_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         context(**options)
+
+
+def test_a_custom_loop_does_not_train_among_trainers_that_come_and_go(monkeypatch):
+    monkeypatch.setattr(kv.distributed.current(), "group", object())
+    with pytest.raises(ValueError, match=r"expected a kv\.Trainer, or sharding: static"):
+        context()

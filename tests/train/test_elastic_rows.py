@@ -4,7 +4,11 @@ import pytest
 from checkpoint_bits import assert_same, rows_of, state_of
 from elastic_jobs import elastic_job
 
-MODES = {"hybrid": {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 4}, "sync": {"KARVAN_MODE": "sync"}}
+MODES = {
+    "hybrid": {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 4},
+    "sync": {"KARVAN_MODE": "sync"},
+    "async": {"KARVAN_MODE": "async", "KARVAN_STALENESS": 4},
+}
 
 
 def check(job, results):
@@ -15,7 +19,7 @@ def check(job, results):
         assert result["samples"] == job.epochs * job.records
 
 
-@pytest.mark.parametrize("mode", ["hybrid", pytest.param("sync", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["hybrid", "async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_rows_count_every_record_once_while_trainers_die_and_join(tmp_path, mode):
     with elastic_job(tmp_path, servers=2, least=2, PAUSE=0.15, **MODES[mode]) as job:
         one, two = job.start(), job.start()

@@ -92,6 +92,11 @@ class TrainContext:
                 "With grads_to_wait or tolerance servers may reject a step, which a custom loop cannot "
                 "compute again: expected mode async without them, or a kv.Trainer."
             )
+        if distributed.current().group is not None:
+            raise ValueError(
+                "Trainers of a job with sharding: dynamic come and go, and a custom loop cannot agree with "
+                "them on its steps: expected a kv.Trainer, or sharding: static."
+            )
         settings = OptimizerStepSettings(gradient_accumulation_steps, clip_norm, clip_value, nonfinite)
         communication = DenseCommunication(dense_reduce, average_every, find_unused_parameters)
         self._saves = ContextSaves(tolerate_failed_saves, save_retry_seconds)

@@ -8,8 +8,9 @@ from typing import Any
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.shared_data import SharedData
 from karvan.job.environment import JobEnvironment
+from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.group_steps import WorkSettings
+from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping.goal import Goal
@@ -53,4 +54,11 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     client = WorkClient(job.registry, connection.group.process, Security.from_environment())
     given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
-    return ElasticFit(trainer, parts, data, goal, begin, client, work)
+    if not connection.settings.mode.dense_on_servers:
+        return ElasticFit(trainer, parts, data, goal, begin, client, work)
+    if job.global_batches is not None:
+        raise ValueError(
+            f"global_batches={job.global_batches} makes steps of all trainers together, but in mode async "
+            "each trains on its own: expected none, or mode sync."
+        )
+    return AsyncFit(trainer, parts, data, goal, begin, client, work)

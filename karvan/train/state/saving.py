@@ -96,6 +96,10 @@ class NoSaver:
         """Whether it is time to save by the number of steps, which all ranks know."""
         return False
 
+    def due_by_time(self) -> bool:
+        """Whether it is time to save by the clock."""
+        return False
+
     def take_time(self) -> bool:
         """Whether it is time to save by the clock; the caller will save, so the interval starts again."""
         return False
@@ -167,7 +171,7 @@ class Saver(NoSaver):
 
     def due(self, step: int) -> bool:
         """See `NoSaver.due`."""
-        return self.due_by_steps(step) or self._due_by_time()
+        return self.due_by_steps(step) or self.due_by_time()
 
     def due_by_steps(self, step: int) -> bool:
         """See `NoSaver.due_by_steps`."""
@@ -175,12 +179,13 @@ class Saver(NoSaver):
 
     def take_time(self) -> bool:
         """See `NoSaver.take_time`."""
-        due = self._due_by_time()
+        due = self.due_by_time()
         if due:
             self._last = self._clock()
         return due
 
-    def _due_by_time(self) -> bool:
+    def due_by_time(self) -> bool:
+        """See `NoSaver.due_by_time`."""
         seconds = self._settings.seconds
         return seconds is not None and self._clock() >= self._last + seconds
 

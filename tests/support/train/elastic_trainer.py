@@ -1,17 +1,23 @@
 """A trainer of an elastic job: counts how often each record is trained.
 
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
-a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps; POISON, records
-that raise an error, in POISONED=model, loss or transform, or with POISON=all every one; HOLD=1 for a disk
-that hangs in the final save until there is a note that says save; HANG=1 to hang after the first batch of an
-evaluation. Every record that is evaluated is noted.
+a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps, SAVE_SECONDS;
+POISON, records that raise an error, in POISONED=model, loss or transform, or with POISON=all every one;
+HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
+first batch of an evaluation. Every record that is evaluated is noted.
+
+In mode async there are also PULL_EVERY; DIE_AT=BATCH,SERVER, which kills the process in the commit of one of
+its batches, after that server has it and before any other does, or before any server has it if that is -1;
+and DIE_SHARING=1, which kills it when it is about to give its state to one that joins.
 
 The optimizer adds 1 to every parameter that has a gradient. A record has a parameter of its own, so its value
-is the number of times that it was trained. The result is noted by its process when it has ended.
+is the number of times that it was trained. In mode async it is one that servers can run. The result is noted
+by its process when it has ended.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +25,7 @@ from pathlib import Path
 import torch
 
 import karvan as kv
+from karvan.train.elastic.async_fit import AsyncFit
 
 data, checkpoints, notes = map(Path, sys.argv[1:4])
 epochs = int(sys.argv[4])
@@ -27,7 +34,9 @@ rows = os.environ.get("ROWS") == "1"
 records = int((data / "records").read_text())
 poison = os.environ.get("POISON", "")
 poisoned = os.environ.get("POISONED", "model")
-kv.connect("remote" if rows else "sharded", timeout=60)
+mode = os.environ.get("KARVAN_MODE")
+options = {"pull_every": int(os.environ["PULL_EVERY"])} if "PULL_EVERY" in os.environ else {}
+kv.connect("remote" if rows else "sharded", timeout=60, **options)
 torch.manual_seed(0)
 
 
@@ -77,6 +86,8 @@ class Model(torch.nn.Module):
 class Note(kv.callbacks.Callback):
     def on_step_end(self, trainer, logs):
         (notes / f"step-{os.getpid()}").write_text(f"{trainer.step} {trainer.connection.group.world_size}")
+        with (notes / f"steps-{os.getpid()}").open("a") as noted:
+            noted.write(f"{trainer.step}\n")
         if not (notes / "hurry").exists():
             time.sleep(pause)
 
@@ -90,19 +101,62 @@ class SlowDisk(kv.Checkpoints):
         return super().save(step, state, model, **options)
 
 
+class DyingClient:
+    """Sends a commit to one server, and dies when that is answered."""
+
+    def __init__(self, client, server):
+        self.client, self.server = client, server
+
+    def begin(self, method, head, *rest, **options):
+        batch, server = map(int, os.environ["DIE_AT"].split(","))
+        if method != "commit" or head["step"] < batch:
+            return self.client.begin(method, head, *rest, **options)
+        if self.server == server:
+            self.client.begin(method, head, *rest, **options).wait()
+        if server in (self.server, -1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+
+if "DIE_AT" in os.environ:
+    commits = kv.distributed.current().servers.commits
+    peer = commits._peer
+    commits._peer = lambda server: DyingClient(peer(server), server)
+
+
+if "DIE_SHARING" in os.environ:
+    everything = AsyncFit._everything
+
+    def die_sharing(fit):
+        if trainer.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return everything(fit)
+
+    AsyncFit._everything = die_sharing
+
+
 def loss(output, batch):
     taste(batch, "loss")
     return output.mean() + 1.0
 
 
+# Gradients are clipped to ±2^-20, so that every update adds exactly 1 to a row, or to a parameter.
+STEP = 2.0**20
+
+
+def upwards(parameters):
+    return torch.optim.SGD(parameters, lr=STEP, maximize=True)
+
+
 trainer = kv.Trainer(
     Model(),
     loss,
-    dense_optimizer=Counting,
-    # Gradients are clipped to ±2^-20, so that every update adds exactly 1 to a row.
-    sparse_optimizer=kv.optim.SGD(lr=2.0**20, clip_value=2.0**-20) if rows else None,
+    dense_optimizer=upwards if mode == "async" else Counting,
+    sparse_optimizer=kv.optim.SGD(lr=STEP, clip_value=1 / STEP) if rows else None,
+    clip_value=1 / STEP if mode == "async" else None,
     checkpoints=SlowDisk(checkpoints),
     checkpoint_every=int(os.environ.get("SAVE_EVERY", "5")),
+    checkpoint_seconds=float(os.environ.get("SAVE_SECONDS", "600")),
     callbacks=[Note()],
     progress="plain",
     log_every=10,

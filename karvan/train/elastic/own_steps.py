@@ -1,0 +1,248 @@
+"""`OwnSteps`: the batches that a trainer trains on its own, in mode async, and what it needs of the others.
+
+A batch is the unit: its gradients of rows and of dense parameters are staged at the servers, and the trainer
+commits them there, with the records that are done by it. What servers have committed is trained, and nothing
+else is. The trainer reports these records to the master behind the batch, and every commit has those that the
+master may not know. So whoever finds that a trainer is gone learns from the servers what it has trained, and
+reports it before others get the rest of its records.
+
+`TrainedBatches` counts: a step is as many batches as there are trainers, whoever computes them, as with a
+fixed number of trainers. So `log_every`, `checkpoint_every`, `eval_every`, `max_steps` and schedules mean the
+same. Servers add up the batches of all trainers, so that each of them knows the step without asking others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.record_search import BatchError, blaming
+from karvan.data.leasing.shared_data import SharedData
+from karvan.distributed.clients.own_commits import OwnCommits, SentCommit, Tally
+from karvan.distributed.elastic.group import ElasticGroup
+from karvan.train.elastic.joint_step import Agreement, Contribution
+from karvan.train.elastic.leased_feed import TakenBatch
+from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
+from karvan.train.elastic.step_batches import LeasedSteps
+from karvan.train.feed.batch_source import FedBatch
+from karvan.train.losses import named
+from karvan.train.reporting.results import Losses
+from karvan.train.step.optimizer_step import engines_of
+from karvan.train.step.step_routine import StepBatches
+from karvan.train.trainer_parts import TrainerParts
+
+
+class TrainedBatch(NamedTuple):
+    """A batch whose commit is on its way; taken: whether its gradients were finite."""
+
+    batch: Any
+    samples: int
+    losses: Mapping[str, Tensor]
+    taken: bool
+
+
+class TrainedBatches:
+    """How many batches and steps all trainers have made, by the tally of the servers."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, int] = {}  # of the tally
+        self.left = 0  # batches that make no whole step yet
+
+    def begin(self, tally: Mapping[str, int]) -> None:
+        """Count from here on."""
+        self.counted, self.left = dict(tally), 0
+
+    def advance(self, tally: Mapping[str, int], world: int) -> tuple[int, dict[str, int]]:
+        """The steps and counts that are new; world: how many trainers there were meanwhile.
+
+        It does not matter in how many parts a tally is counted.
+        """
+        new = {name: count - self.counted.get(name, 0) for name, count in tally.items()}
+        self.counted = dict(tally)
+        steps, self.left = divmod(self.left + new.get("batches", 0), world)
+        return steps, new
+
+    def end_epoch(self) -> int:
+        """The last step of an epoch may have fewer batches; the steps that are new."""
+        left, self.left = self.left, 0
+        return 1 if left else 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a trainer that joins needs."""
+        return {"counted": dict(self.counted), "left": self.left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the trainer whose state this is."""
+        self.counted, self.left = dict(state["counted"]), state["left"]
+
+
+class OwnSteps:
+    """The batches of one trainer in one fit. stopped: why to take no more of them, if so."""
+
+    def __init__(
+        self,
+        parts: TrainerParts,
+        group: ElasticGroup,
+        data: SharedData,
+        client: WorkClient,
+        work: WorkSettings,
+        stopped: Callable[[], object],
+    ) -> None:
+        self._parts = parts
+        self._group = group
+        self._client = client
+        self._stopped = stopped
+        self._engines = engines_of(parts.model)
+        servers = parts.connection.servers
+        assert servers is not None
+        assert isinstance(servers.commits, OwnCommits)
+        self._commits = servers.commits
+        placement = parts.setup.runs.placement
+        place, prefetch = partial(placement.place, training=True), parts.setup.runs.prefetch
+        self._batches = LeasedSteps(data, client, group, parts.counts, place, prefetch)
+        self.work = LeasedWork(parts, data, client, self._batches, work)
+        self._sent: tuple[SentCommit, int, dict[int, int]] | None = None  # with its number and records
+        self._unconfirmed: dict[int, dict[int, int]] = {}  # records that the master may not know, by number
+        self._world = 1  # how many trainers the round had in which batches were trained last
+
+    @property
+    def number(self) -> int:
+        """That of this trainer's last batch in the run; 0 before the first."""
+        return self._commits.step
+
+    @property
+    def ended(self) -> bool:
+        """Whether all records of the epoch are done, by whomever."""
+        return self._batches.ended
+
+    # Batches
+
+    def train_next(self) -> TrainedBatch | None:
+        """Train one more batch, up to its commit, which `finish` waits for; None if there is none for now.
+
+        A batch that raises an error is none: its bad record is reported (`bad_records.py`), and all that is
+        leased and not trained returns to the master.
+        """
+        assert self._sent is None
+        try:
+            taken = self._batches.take(0, self._stopped)
+            return None if taken is None else self._train(taken)
+        except BatchError as failed:
+            self.work.set_aside(failed)
+            return None
+
+    def _train(self, taken: TakenBatch) -> TrainedBatch:
+        parts, routine = self._parts, self._parts.setup.routine
+        for engine in self._engines:
+            engine.step = parts.counts.step  # that of all trainers
+        number = self._commits.begin_own()
+        step = routine.begin([FedBatch(taken.batch, None, taken.samples, taken.samples)])
+        parts.setup.dense.fresh()
+        with blaming(taken.records):
+            losses = self._gradients(step)
+        made_step = bool(routine.apply(step))
+        done, confirmed = taken.done, self.work.records.confirmed
+        self._unconfirmed = {each: its for each, its in self._unconfirmed.items() if each > confirmed}
+        self._unconfirmed[number] = done
+        counts = {"samples": taken.samples, "skipped": int(not made_step)}
+        self._sent = self._commits.commit_own(counts, self._acknowledged()), number, done
+        return TrainedBatch(taken.batch, taken.samples, losses.means(), made_step)
+
+    def _gradients(self, step: StepBatches) -> Losses:
+        """Compute the gradients of a batch; its losses."""
+        parts, routine, losses = self._parts, self._parts.setup.routine, Losses()
+        for made in step.passes():
+            parts.setup.runs.placement.receive(made.batch)
+            routine.forward(made, made.batch, parts.loss)
+            routine.backward(made)
+            if made.losses is not None and made.loss is not None:
+                for metric in parts.metrics.values():
+                    metric.update(made.output, made.batch)
+                losses.add(named(made.losses, made.loss), made.weight)
+        self.work.bad.computed = True
+        return losses
+
+    def _acknowledged(self) -> dict[str, int]:
+        """The records of committed batches that the master may not know, by token, for JSON."""
+        known: dict[int, int] = {}
+        for number in sorted(self._unconfirmed):
+            known |= self._unconfirmed[number]
+        return {str(token): done for token, done in known.items()}
+
+    def finish(self) -> Tally | None:
+        """Wait until all servers have the last commit; the tally, if there was one to wait for."""
+        if self._sent is None:
+            return None
+        sent, number, records = self._sent
+        tally = sent.wait()
+        self._sent = None
+        self.work.records.add(number, records, report=True)
+        return tally
+
+    def ask(self, meeting: int = 0) -> Tally:
+        """The tally; see `OwnCommits.ask`."""
+        return self._commits.ask(meeting)
+
+    # Meetings
+
+    def agree(self, *, save: bool) -> dict[str, Any]:
+        """Meet all others, between two batches of everyone; a collective. save: a checkpoint is due."""
+        self._complete()
+        stop = self._parts.stop_request.reason
+        contribution = Contribution(
+            member=self._group.member,
+            ended=self._batches.ended,
+            stop=None if stop == "terminate" else stop,
+            save=save,
+            leaves=stop == "terminate",
+        )
+        channel = self._group.channel
+        said = channel.gather_json(asdict(contribution))
+        tally = channel.gather_json(self.ask().counts if channel.rank == 0 else None)[0]
+        agreement = Agreement(0, tuple(Contribution(**each) for each in said))
+        return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
+
+    def _complete(self) -> None:
+        """All batches of this trainer are committed everywhere, and the master knows their records."""
+        self.finish()
+        self.work.records.flush()
+
+    def regrouped(self) -> None:
+        """Another round has begun: this trainer comes to it between two batches, and says so to servers."""
+        self._complete()
+        self._commits.members(self._group.round.number)
+
+    def missed(self) -> dict[str, Any]:
+        """Settle what trainers that are gone have done; the result of a meeting, about all batches so far."""
+        for member in self._gone():
+            acknowledged = self._commits.settle(member)
+            if acknowledged:
+                self._client.acknowledge({int(token): done for token, done in acknowledged.items()})
+        return {"agreement": None, "tally": self.ask().counts, "world": self._world}
+
+    def settle(self) -> None:
+        """It is settled what trainers that are gone have done: others get the rest of it; rank 0."""
+        self.abandon()
+        self._group.settle()
+
+    def abandon(self) -> None:
+        """Servers forget trainers that are gone."""
+        for member in self._gone():
+            self._commits.abandon(member)
+
+    def _gone(self) -> list[int]:
+        """All trainers that are not in the round any more.
+
+        Servers know those that have trained, also in rounds of which this trainer has not heard.
+        """
+        now = self._group.round
+        return sorted({*self._commits.members(now.number), *self._group.gone} - {*now.members})
+
+    def begin_round(self) -> None:
+        """The round trains from now on."""
+        self._world = self._group.world_size
