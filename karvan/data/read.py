@@ -61,9 +61,9 @@ def read(
     are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
     are those of `open_files`; the other arguments are those of `Loader`.
 
-    In the trainers of a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its
-    records from the job's master while it trains. `shuffle` then mixes the tasks of `split_records` records,
-    and the records inside of each.
+    In a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its records from the
+    job's master while it trains, and a loader reads what trainers have leased. `shuffle` then mixes the tasks
+    of `split_records` records, and the records inside of each.
     """
     source, decode = open_data(
         data,
@@ -90,7 +90,7 @@ def read(
         split_records=split_records,
         retry_seconds=retry_seconds,
     )
-    if rank is not None or world_size is not None or not _is_leased():
+    if rank is not None or world_size is not None or not is_leased():
         return make(rank=rank, world_size=world_size)
     if epochs != 1 or steps_per_epoch is not None or drop_remainder:
         raise ValueError(
@@ -112,7 +112,7 @@ def read(
     )
 
 
-def _is_leased() -> bool:
+def is_leased() -> bool:
     """Whether the records of this process are leased from the master of its job."""
     if distributed.current().group is not None:
         return True
@@ -120,9 +120,9 @@ def _is_leased() -> bool:
     if job.registry and job.role == Role.TRAINER and job.sharding == "dynamic":
         raise ValueError(
             'The job has sharding: dynamic, but this trainer is not connected: call kv.connect("remote") '
-            "before kv.data.read."
+            "before it opens its data."
         )
-    return False
+    return job.role == Role.LOADER and job.sharding == "dynamic"
 
 
 def open_data(

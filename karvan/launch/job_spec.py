@@ -278,10 +278,10 @@ class JobSpec(Section):
             return
         if MODES[self.mode].dense_on_servers:
             self._check_dynamic_async()
-        if roles.loaders.replicas or roles.embedding_workers.replicas:
+        if roles.embedding_workers.replicas:
             raise ValueError(
-                "sharding: dynamic has trainers lease and read their records: expected no loaders and no "
-                "embedding_workers"
+                "sharding: dynamic has trainers that come and go, which embedding_workers do not know: "
+                "expected none"
             )
         if self.on_server_loss is ServerLoss.RELOAD:
             raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")

@@ -69,6 +69,13 @@ def _states(answer: Mapping[str, Any]) -> int:
     return len(answer["statistics"]) if answer["whole"] and "statistics" in answer else 0
 
 
+STATISTICS = Call(
+    "statistics",
+    Fields({"whole": Boolean()}),
+    answer=Variant("wait", _WAITING, Fields({"statistics": MapOf(_DIGEST, 1024, NAME)})),
+    answers=[ForEach(_states, [ArrayKind("states", "uint8", ANY)])],
+)
+
 LOADER_CALLS = table_of(
     Call(
         "next",
@@ -81,11 +88,6 @@ LOADER_CALLS = table_of(
     Call("done", Fields({"references": ListOf(_REFERENCE)})),
     Call("resend", Fields({"reference": _REFERENCE, "worker": _INDEX})),
     Call("identity", answer=Variant("wait", _WAITING, Fields({"identity": Nullable(MapOf(Plain()))}))),
-    Call(
-        "statistics",
-        Fields({"whole": Boolean()}),
-        answer=Variant("wait", _WAITING, Fields({"statistics": MapOf(_DIGEST, 1024, NAME)})),
-        answers=[ForEach(_states, [ArrayKind("states", "uint8", ANY)])],
-    ),
+    STATISTICS,
     Call("leave"),
 )

@@ -10,16 +10,16 @@ MOST_LEASES = 1024  # in one call
 MOST_ERROR = 10_000  # characters
 
 _HOLDER = Text(200)
-_PATH = Text(4096, 0)
+PART_PATH = Text(4096, 0)
 _TOKEN = Integer(1)
 _TOKENS = ListOf(_TOKEN, MOST_LEASES)
 _KIND = OneOf("train", "evaluate", "predict", "export")
-_TASK = Fields(
+TASK = Fields(
     {
         "kind": _KIND,
         "epoch": NUMBER,
         "number": NUMBER,
-        "path": _PATH,
+        "path": PART_PATH,
         "first": NUMBER,
         "records": NUMBER,
         "done": NUMBER,
@@ -28,15 +28,16 @@ _TASK = Fields(
     }
 )
 _FAILURE = Text(MOST_ERROR + 10_000)
+SEED = Nullable(Integer(-(2**53)))
 _STATE = Text(1 << 24)  # JSON of `Ledger.state_dict`
-_LEASE = Fields({"token": _TOKEN, "task": _TASK})
+_LEASE = Fields({"token": _TOKEN, "task": TASK})
 
 # As `karvan.work.spec.WorkSpec`.
 _SPEC = Fields(
     {
-        "parts": ListOf(TupleOf(_PATH, NUMBER)),
+        "parts": ListOf(TupleOf(PART_PATH, NUMBER)),
         "records_per_task": Integer(1),
-        "seed": Nullable(Integer(-(2**53))),
+        "seed": SEED,
         "epochs": Nullable(Integer(-1)),
         "most_tries": Integer(1),
         "skip_bad_records": NUMBER,
@@ -93,7 +94,7 @@ WORK_CALLS = table_of(
         Fields(
             {
                 "evaluation": Integer(1),
-                "parts": ListOf(TupleOf(_PATH, NUMBER)),
+                "parts": ListOf(TupleOf(PART_PATH, NUMBER)),
                 "records_per_task": Integer(1),
             }
         ),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from karvan.data.columns.declarations import Fixed
 from karvan.data.errors import DataError
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.failure_reports import report
@@ -20,6 +21,7 @@ from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
 from karvan.data.leasing.task_records import places_of
 from karvan.data.loading.batch_steps import BatchSteps
 from karvan.data.loading.splits import permutation
+from karvan.data.read import read
 from karvan.data.source import Part
 from karvan.ragged import Batch
 from karvan.wire import Server
@@ -378,3 +380,18 @@ def test_every_record_is_acknowledged_once_in_every_epoch(
             loader.close()
         done.update(itertools.chain.from_iterable(train(job.loader(batch_size))))
     assert done == Counter(everything * epochs)
+
+
+def test_a_missing_label_of_a_leased_record_is_an_error_that_names_it(tmp_path, monkeypatch):
+    for name, value in {"ROLE": "loader", "SHARDING": "dynamic"}.items():
+        monkeypatch.setenv(f"KARVAN_{name}", value)
+    data = read(pa.table({"y": [1.0] * 6 + [None]}), 4, columns=[Fixed("y")])
+    work = WorkService(tmp_path / "ledger.db")
+    with Server(work) as server, data.require_values(["y"], []):
+        client = WorkClient(server.address, "holder")
+        client.open(data.spec())
+        loader = data.lease(client, 0)
+        with pytest.raises(DataError, match="record 6, column 'y': The label is missing"):
+            [loader.acknowledge() for _ in loader]
+        loader.close()
+    work.close()

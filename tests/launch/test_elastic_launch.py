@@ -12,6 +12,17 @@ from elastic_launch import ElasticLaunch
 from karvan.cli.main import main
 
 
+def test_a_launched_job_restarts_a_killed_loader_and_nobody_goes_back(tmp_path):
+    options = {"epochs": 1, "trainers": "{replicas: 1}", "servers": 1, "loaders": 1}
+    with ElasticLaunch(tmp_path, records=300, **options) as job:
+        job.wait_for_world(1)
+        os.kill(job.pids("loader")[0], signal.SIGKILL)
+        text = job.finish()
+    assert "loader-0 was killed by SIGKILL; it is restarted." in text
+    assert "Generation 1 begins" not in text
+    assert job.pids("loader") == []
+
+
 @pytest.mark.slow
 def test_a_launched_job_replaces_a_trainer_and_nobody_goes_back(tmp_path):
     with ElasticLaunch(tmp_path, records=3000) as job:
@@ -44,14 +55,17 @@ def test_a_job_grows_and_shrinks_while_it_runs(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
+@pytest.mark.parametrize("loaders", [0, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_kills_lose_and_double_nothing(tmp_path, mode, seed):
+def test_random_kills_lose_and_double_nothing(tmp_path, mode, loaders, seed):
     draw = random.Random(seed)
-    with ElasticLaunch(tmp_path, records=4000, trainers="{replicas: 3}", pause=0.1, mode=mode) as job:
+    with ElasticLaunch(tmp_path, records=4000, trainers="{replicas: 3}", mode=mode, loaders=loaders) as job:
         job.wait(lambda: job.worlds())
         for _ in range(14):
             victims = draw.choices(
-                ["trainer", "parameter-server", "master"], [6, 1, 1], k=draw.choice([1, 1, 2])
+                ["trainer", "parameter-server", "master", "loader"],
+                [6, 1, 1, 4 if loaders else 0],
+                k=draw.choice([1, 1, 2]),
             )
             for role in victims:
                 if pids := job.pids(role):

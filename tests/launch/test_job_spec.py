@@ -238,7 +238,10 @@ ELASTIC = {
         "sharding: dynamic\nmode: async\nglobal_batches: 2",
         "global_batches gives the same bits in mode sync alone",
     ),
-    "loaders": ("sharding: dynamic\nroles: {loaders: 1}", "expected no loaders"),
+    "embedding workers": (
+        "sharding: dynamic\nroles: {embedding_workers: 1}",
+        "which embedding_workers do not",
+    ),
     "continue with fixed shares": ("on_trainer_loss: continue", "on_trainer_loss: continue needs sharding"),
     "reload": ("sharding: dynamic\non_server_loss: reload\ncheckpoints: run", "goes back to a checkpoint"),
 }

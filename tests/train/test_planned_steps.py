@@ -53,6 +53,17 @@ def test_all_trainers_die_and_the_bits_are_the_same(tmp_path):
     assert_same(again, alone)
 
 
+def test_batches_that_loaders_read_are_the_same_bits(tmp_path):
+    def lose_a_loader(job, started):
+        job.wait(lambda: job.step(started[0])[0] > 3)
+        job.loaders[0].kill()
+        job.hurry()
+
+    alone = train(tmp_path / "alone", 1)
+    loaded = train(tmp_path / "loaded", 2, lose_a_loader, PAUSE=0.1, loaders=2)
+    assert_same(loaded, alone)
+
+
 @pytest.mark.slow
 def test_other_batches_are_other_bits(tmp_path):
     with pytest.raises(AssertionError):

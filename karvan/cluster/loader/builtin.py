@@ -24,8 +24,10 @@ from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.role_process import RoleSettings
-from karvan.data import Loader, read
+from karvan.cluster.task_reading.service import TaskReadingService
+from karvan.data import Loader, SharedData, read
 from karvan.data.columns.from_settings import column_from_settings
+from karvan.data.read import is_leased
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.job.environment import JobEnvironment
 from karvan.wire import Service
@@ -38,6 +40,10 @@ def make(settings: RoleSettings) -> Service:
     """The loader of a process; see `karvan/cluster/role_process.py`."""
     source = read_share(_data(), settings.index, settings.count)
     source.identity()  # reads a little of each file, so that an unreadable one is an error at once
+    if isinstance(source, SharedData):
+        reading = TaskReadingService(settings.index)
+        reading.offer(source)
+        return reading
     service = LoaderService(
         settings.index,
         settings.count,
@@ -60,8 +66,11 @@ def make(settings: RoleSettings) -> Service:
     return service
 
 
-def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
-    """What loader `index` of `count` reads; a ValueError names what is wrong with `data`."""
+def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader | SharedData:
+    """What loader `index` of `count` reads; a ValueError says what is wrong with `data`.
+
+    In a job with `sharding: dynamic` every loader can read all of it.
+    """
     options = {name: value for name, value in data.items() if not name.startswith("eval")}
     file_keys = [name for name in ("files", "train") if name in options]
     if len(file_keys) != 1:
@@ -80,11 +89,11 @@ def read_share(data: Mapping[str, Any], index: int, count: int) -> Loader:
     if options.get("columns") is not None:
         options["columns"] = [column_from_settings(each) for each in options["columns"]]
     try:
-        loader = read(files, batch_size, rank=index, world_size=count, **options)
+        if is_leased():
+            return read(files, batch_size, **options)
+        return read(files, batch_size, rank=index, world_size=count, **options)
     except TypeError as error:
         raise ValueError(f"data: {error}") from error
-    assert isinstance(loader, Loader)  # an index has a fixed share
-    return loader
 
 
 def _data() -> Mapping[str, Any]:

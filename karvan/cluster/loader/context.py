@@ -10,6 +10,9 @@ or, for batches that a program makes itself,
             for batch in batches_of(epoch, data.index, data.count):
                 if not data.send(batch):
                     break
+
+In a job with `sharding: dynamic` trainers lease their records, and a loader reads what they have leased. So
+`read` gives all of the data there, and batches that a program makes itself are an error.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_n
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
 from karvan.cluster.role_process import RoleSettings, listening
-from karvan.data import Loader, read
+from karvan.cluster.task_reading.service import TaskReadingService
+from karvan.data import Loader, SharedData, read
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 
@@ -57,6 +61,7 @@ class LoaderContext:
         self._settings = settings = settings or RoleSettings.from_environment(Role.LOADER)
         self.index = settings.index
         self.count = settings.count
+        self._reading: TaskReadingService | None = None
         self._service = LoaderService(
             settings.index,
             settings.count,
@@ -65,6 +70,8 @@ class LoaderContext:
             workers=workers_from_environment() if workers is None else workers,
             split=split,
         )
+        if JobEnvironment.read().sharding == "dynamic":
+            self._reading = TaskReadingService(settings.index)
         self._transforms: list[object] = []  # with statistics
         self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
         self._started = False
@@ -75,20 +82,20 @@ class LoaderContext:
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._terminate)
             self._stack.callback(signal.signal, signal.SIGTERM, before)
-        self._stack.enter_context(listening(self._service, settings, self._ended))
+        self._stack.enter_context(listening(self._reading or self._service, settings, self._ended))
         atexit.register(self._leave)
 
-    def read(self, data: Any, batch_size: int, **options: Any) -> Loader:
-        """`kv.data.read` for this loader's share of the data.
+    def read(self, data: Any, batch_size: int, **options: Any) -> Loader | SharedData:
+        """`kv.data.read` for this loader's share of the data; for all of it if trainers lease their records.
 
         A `transform` takes the statistics that the newest checkpoint of the job (`checkpoints`) has under its
         name, even if it was fitted to other data: the model was trained with those. Trainers save the
         statistics of the transforms that were passed to `read` before `serve`, `epochs` or `send`.
         """
         self._use(options.get("transform"))
-        loader = read(data, batch_size, rank=self.index, world_size=self.count, **options)
-        assert isinstance(loader, Loader)  # a rank has a fixed share
-        return loader
+        if self._reading is not None:
+            return read(data, batch_size, **options)
+        return read(data, batch_size, rank=self.index, world_size=self.count, **options)
 
     def serve(self, batches: Batches) -> None:
         """Send all batches of as many epochs as trainers ask for; usually runs until the process ends.
@@ -96,9 +103,12 @@ class LoaderContext:
         batches: something that gives an epoch each time it is iterated, or a function from the number of an
         epoch to its batches. If it has `state_dict` and `load_state_dict`, as the result of `read` does, a
         loader that takes over continues where the one before stopped. If not, it must give the same batches
-        every time.
+        every time. In a job with `sharding: dynamic` only the result of `read` will do.
         """
         self._started = True
+        if self._reading is not None:
+            self._serve_tasks(self._reading, batches)
+            return
         with self._reporting():
             self._use(getattr(batches, "transform", None))
             serve(self._service, batches, self._statistics())
@@ -109,6 +119,7 @@ class LoaderContext:
         The same number comes again if an epoch has to be sent again, because a loader or a trainer was
         replaced. Batches that are not needed then are dropped, so an epoch must repeat the same batches.
         """
+        self._require_fixed_shares("epochs")
         self._service.identify(None, self._statistics())
         while (start := self._service.begin()) is not None:
             if start.index:  # the position is of a program that had positions
@@ -127,6 +138,7 @@ class LoaderContext:
         trainer's batch. False: further batches are not needed, because this or another epoch has to be sent
         again.
         """
+        self._require_fixed_shares("send")
         checked = as_batch(batch)
         if not self._open:
             self._begin_once()
@@ -138,6 +150,7 @@ class LoaderContext:
 
     def end(self) -> None:
         """The epoch has no more batches; without `epochs`, the only one."""
+        self._require_fixed_shares("end")
         if not self._open and not self._once:
             self._begin_once()
         if self._open:
@@ -147,6 +160,13 @@ class LoaderContext:
 
     def close(self) -> None:
         """End the epoch, wait until trainers need no more, and stop serving."""
+        if self._reading is not None:
+            self._leave()
+            if not self._started:
+                raise ValueError(
+                    "The program of a loader has ended and served no data: expected data.serve(data.read(…))."
+                )
+            return
         try:
             with self._reporting():
                 if self._open or not self._started:
@@ -170,12 +190,30 @@ class LoaderContext:
                 self._report(error)
             self._leave()
 
+    def _serve_tasks(self, reading: TaskReadingService, data: object) -> None:
+        if not isinstance(data, SharedData):
+            raise TypeError(
+                "A loader of a job with sharding: dynamic reads the records that trainers have leased: "
+                f"expected data.serve(data.read(…)), got {type(data).__name__}. For batches that a program "
+                "makes itself, use sharding: static."
+            )
+        self._use(data.transform)
+        reading.offer(data, self._statistics())
+        reading.wait_until_closed()
+
+    def _require_fixed_shares(self, method: str) -> None:
+        if self._reading is not None:
+            raise ValueError(
+                f"data.{method} sends batches that a program makes itself, but trainers of a job with "
+                "sharding: dynamic lease records: expected data.serve(data.read(…)), or sharding: static."
+            )
+
     def _use(self, transform: object) -> None:
         """Load the checkpoint's statistics into a transform, and report them to trainers."""
         if not has_state(transform):
             return
         self._saved.give(transform)
-        known = self._service.statistics
+        known = (self._reading or self._service).statistics
         if known is None:
             if all(transform is not one for one in self._transforms):
                 self._transforms.append(transform)
@@ -198,6 +236,8 @@ class LoaderContext:
         return stack
 
     def _report(self, error: BaseException | None) -> None:
+        if self._reading is not None:
+            return  # the launcher reports it: this process ends with it
         if isinstance(error, Exception) and not isinstance(error, _RestartRequiredError):
             self._service.fail(error)
             self._service.wait_until_reported(_REPORT_WITHIN)

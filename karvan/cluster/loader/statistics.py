@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.transforms import KEY, has_state, name_of
-from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel
 from karvan.features import FeatureEngine
 from karvan.train.state.transforms import replace_statistics
 from karvan.wire import Message
@@ -70,22 +69,22 @@ def digest_of(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16] if digests else ""
 
 
-def ask_loaders(channels: Sequence[LoaderChannel], caller: ChannelSettings) -> tuple[dict[str, Any], str]:
-    """The states of the loaders' transforms by name, and their digest; an error if loaders differ."""
-    answers = [
-        channel.ask_program("statistics", caller, {"whole": number == 0})
-        for number, channel in enumerate(channels)
-    ]
+def ask_loaders(ask: Callable[[int, bool], Message], loaders: Sequence[int]) -> tuple[dict[str, Any], str]:
+    """The states of the loaders' transforms by name, and their digest; an error if loaders differ.
+
+    ask: calls `statistics` of a loader, with `whole`.
+    """
+    answers = [ask(loader, loader == loaders[0]) for loader in loaders]
     first: dict[str, str] = answers[0].head["statistics"]
-    for channel, answer in zip(channels, answers, strict=True):
+    for loader, answer in zip(loaders, answers, strict=True):
         other: dict[str, str] = answer.head["statistics"]
         if other != first:
             names = sorted(name for name in {*first, *other} if first.get(name) != other.get(name))
             raise ValueError(
-                f"{channels[0].name} and {channel.name} have different statistics of transform '{names[0]}': "
-                "expected the same in all loaders. In every loader program, fit the engine to all of the "
-                "data, engine.fit(kv.data.read(…)), since data.read(…) of a LoaderContext is only the share "
-                "of one loader; or take the statistics of a checkpoint, "
+                f"loader {loaders[0]} and loader {loader} have different statistics of transform "
+                f"'{names[0]}': expected the same in all loaders. In every loader program, fit the engine to "
+                "all of the data, engine.fit(kv.data.read(…)), since data.read(…) of a LoaderContext is only "
+                "the share of one loader; or take the statistics of a checkpoint, "
                 "kv.checkpoint.find(folder).load_transforms(engine)."
             )
     arrays = zip(first, answers[0].arrays, strict=True)

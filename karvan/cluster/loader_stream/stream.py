@@ -24,23 +24,28 @@ import torch
 
 from karvan import distributed, ragged
 from karvan.activity import activity
+from karvan.argument_checks import check_counts
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
 from karvan.cluster.loader.id_forwarding import BatchName
 from karvan.cluster.loader.statistics import ask_loaders
 from karvan.cluster.loader_stream import position
 from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
+from karvan.cluster.task_stream.loaded_data import LoadedData
+from karvan.cluster.task_stream.loader_connection import LoaderAccess
 from karvan.data.identity import Identity
+from karvan.data.read import is_leased
 from karvan.discovery.directory import Addresses, Directory, StaticDirectory, directory_from_environment
 from karvan.former_names import former_arguments
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.ragged import REFERENCE, Batch
-from karvan.wire import Security
+from karvan.wire import Message, Security
 
 _log = logging.getLogger("karvan.cluster")
 
 _FOUND_WITHIN = 5.0  # seconds; a caller that finds no loader tries again until its deadline
+_FOUND_SOON = 0.5  # seconds; of tasks that another loader can read
 _WAKE = 1.0  # seconds between checks of the timeout while waiting
 _LONG = 60.0  # seconds without a batch after which a warning is logged
 
@@ -84,7 +89,7 @@ def from_loaders(
     loaders: int | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-) -> LoaderStream:
+) -> LoaderStream | LoadedData:
     """The batches that the job's loaders read for this trainer; one iteration is one epoch.
 
         trainer.fit(kv.data.from_loaders(), epochs=3)
@@ -94,8 +99,40 @@ def from_loaders(
     loader that is lost. ids: features that embedding workers look up; a job that has workers must name them,
     or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses; by default
     those of the launched job. rank and world_size: this trainer among all; by default those of `kv.connect`.
+
+    In a job with `sharding: dynamic` the result is a `LoadedData`: `Trainer.fit` leases its records from the
+    job's master, and has loaders read them. Batches then come as they are ready; with `global_batches`, in
+    the order of the epoch.
     """
+    if is_leased():
+        if rank is not None or world_size is not None:
+            raise ValueError(
+                "sharding: dynamic has trainers lease their records: expected no rank and no world_size."
+            )
+        return _leased(prefetch, timeout, loaders)
     return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world_size)
+
+
+def _leased(prefetch: int, timeout: float, loaders: int | Sequence[str] | None) -> LoadedData:
+    check_counts(1, prefetch=prefetch)
+    security = Security.from_environment()
+    given, count = _directory_of(loaders)
+    directory = given or directory_from_environment(security=security)
+    find = partial(directory.find, Role.LOADER, timeout=_FOUND_SOON)
+    return LoadedData(LoaderAccess(count, find, security, timeout), prefetch)
+
+
+def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory | None, int]:
+    """The directory of loaders whose addresses are given, and how many there are."""
+    directory = None
+    if loaders is None:
+        loaders = JobEnvironment.read().loader_count or 0
+    elif not isinstance(loaders, int):
+        directory = StaticDirectory({Role.LOADER: list(loaders)})
+        loaders = len(loaders)
+    if loaders < 1:
+        raise ValueError("A stream expects loaders: a job that has some (KARVAN_LOADER_COUNT), or addresses.")
+    return directory, loaders
 
 
 class LoaderStream:
@@ -120,22 +157,14 @@ class LoaderStream:
         self._says_ids = ids is not None
         self._check_ids()
         self._placement = rank, world_size  # None: as connected
-        self._directory: Directory | StaticDirectory | None = None
-        if loaders is None:
-            loaders = JobEnvironment.read().loader_count or 0
-        elif not isinstance(loaders, int):
-            self._directory = StaticDirectory({Role.LOADER: list(loaders)})
-            loaders = len(loaders)
-        if loaders < 1:
-            raise ValueError(
-                "A stream expects loaders: a job that has some (KARVAN_LOADER_COUNT), or addresses."
-            )
+        self._directory: Directory | StaticDirectory | None
+        self._directory, count = _directory_of(loaders)
         self._digest: str | None = None  # of the loaders' statistics, if they were requested
         self._epoch = 0
         self._finished = False  # whether the epoch was read to its end, so that the next one follows
         self._released: deque[ragged.IdsReference] = deque()  # whose ids are not needed any more
         self._changed = threading.Condition()
-        self._channels = [LoaderChannel(loader, self._changed) for loader in range(loaders)]
+        self._channels = [LoaderChannel(loader, self._changed) for loader in range(count)]
         weakref.finalize(self, leave_all, self._channels).atexit = False  # connections end with the process
 
     @property
@@ -223,7 +252,12 @@ class LoaderStream:
 
         Loaders with different statistics are an error, also later, when one is replaced.
         """
-        states, self._digest = ask_loaders(self._channels, self._caller())
+        caller = self._caller()
+
+        def ask(loader: int, whole: bool) -> Message:
+            return self._channels[loader].ask_program("statistics", caller, {"whole": whole})
+
+        states, self._digest = ask_loaders(ask, range(len(self._channels)))
         return states
 
     def _go_to(self, epoch: int, states: Sequence[Mapping[str, Any]], finished: bool) -> None:

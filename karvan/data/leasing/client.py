@@ -60,7 +60,7 @@ class WorkClient:
                 "epoch": epoch,
             }
             got = self._client.call("lease_tasks", head).head
-            tasks = {each["token"]: _task_from(each["task"]) for each in got["leases"]}
+            tasks = {each["token"]: task_from(each["task"]) for each in got["leases"]}
             with self._lock:
                 self._held.update({token: task.records for token, task in tasks.items()})
                 self._last = max([self._last, *tasks])
@@ -150,5 +150,6 @@ class WorkClient:
         self._client.close()
 
 
-def _task_from(fields: Mapping[str, Any]) -> Task:
+def task_from(fields: Mapping[str, Any]) -> Task:
+    """The task that a message describes."""
     return Task(**{**fields, "kind": TaskKind(fields["kind"]), "skipped": tuple(fields["skipped"])})

@@ -13,17 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-import pyarrow as pa
-
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.leased_jobs import LeasedJobs
+from karvan.data.leasing.leased_tasks import LeasedTasks
+from karvan.data.leasing.task_pipeline import TaskPipeline
 from karvan.data.leasing.task_records import TakenRecords, records_done
-from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
-from karvan.data.loading.pipeline import Pipeline
-from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
-from karvan.data.retry import RETRY_SECONDS, RetryingSource
-from karvan.data.source import Part, Source, Split
+from karvan.data.loading.batch_steps import Decode, Transform
+from karvan.data.retry import RETRY_SECONDS
+from karvan.data.source import Source
 from karvan.ragged import Batch
 from karvan.work.task import TaskKind
 
@@ -32,7 +29,7 @@ class LeasedLoader:
     """Iterates once over the batches of leased tasks, until all tasks of the job, or of the epoch, are done.
 
     seed: of the order of records inside of each task, None for the order of the source. kind: of tasks, see
-    `LeasedJobs`. The other arguments are those of `Loader`.
+    `LeasedTasks`. The other arguments are those of `Loader`.
     """
 
     def __init__(
@@ -52,20 +49,19 @@ class LeasedLoader:
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._client = client
-        self._jobs = LeasedJobs(client, seed=seed, tasks_ahead=tasks_ahead, epoch=epoch, kind=kind)
-        self._source = RetryingSource(source, retry_seconds)
-        self._reads = _Reads(self._source)
+        self._tasks = LeasedTasks(client, tasks_ahead=tasks_ahead, epoch=epoch, kind=kind)
         self._batch_size = batch_size
         self._unacknowledged: deque[list[TakenRecords]] = deque()  # of each batch
-        self._pipeline = Pipeline(
-            self._reads,
-            iter(self._jobs),
-            BatchSteps(decode, transform),
-            batch_size=batch_size,
-            drop_remainder=False,
+        self._pipeline = TaskPipeline(
+            source,
+            decode,
+            batch_size,
+            iter(self._tasks),
+            seed=seed,
+            transform=transform,
             workers=workers,
             prefetch=prefetch,
-            buffer=MOST_RECORDS_PER_SPLIT,
+            retry_seconds=retry_seconds,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -77,13 +73,13 @@ class LeasedLoader:
         outcome = self._pipeline.next()
         if outcome.batch is not None:
             records = sum(receipt.records for receipt in outcome.receipts)
-            self._unacknowledged.append(self._jobs.take(records))
+            self._unacknowledged.append(self._tasks.take(records))
         return outcome.batch
 
     @property
     def idle(self) -> bool:
         """Whether a batch may take long to come, because others work on the last records of the epoch."""
-        return self._jobs.idle
+        return self._tasks.idle
 
     def acknowledge(self, batches: int = 1) -> list[int]:
         """The records of the oldest batches are done. Returns the tokens of leases that had ended before.
@@ -101,41 +97,14 @@ class LeasedLoader:
 
     def suspects(self, error: Exception) -> list[TakenRecords]:
         """The records of which one may be the reason that the next batch raised this error."""
-        return self._jobs.suspects(self._reads.failed_split(error), self._batch_size)
+        return self._tasks.suspects(self._pipeline.failed_split(error), self._batch_size)
 
     def stop(self) -> None:
         """End the threads; leases stay."""
-        self._jobs.close()
-        self._source.close()
+        self._tasks.close()
         self._pipeline.close()
 
     def close(self) -> None:
         """End the threads, and give back the tasks that are not done."""
         self.stop()
         self._client.close()
-
-
-class _Reads:
-    """A source that remembers which split an error came from."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._failed: list[tuple[Exception, Split]] = []
-
-    @property
-    def schema(self) -> pa.Schema:
-        return self._source.schema
-
-    def parts(self) -> list[Part]:
-        return self._source.parts()
-
-    def read(self, split: Split) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._source.read(split)
-        except Exception as error:
-            self._failed.append((error, split))
-            raise
-
-    def failed_split(self, error: Exception) -> Split | None:
-        """The split whose reading raised this error."""
-        return next((split for each, split in self._failed if each is error), None)

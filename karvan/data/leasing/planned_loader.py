@@ -7,17 +7,16 @@ trainers in turns, so that each knows its own without asking, and can read them 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from karvan.activity import activity
-from karvan.data.leasing.task_records import TakenRecords, places_of, read_job
-from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
-from karvan.data.loading.pipeline import Pipeline
-from karvan.data.loading.read_jobs import ReadJob
-from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
-from karvan.data.retry import RETRY_SECONDS, RetryingSource
+from karvan.data.leasing.task_pipeline import TaskPipeline, TaskToRead
+from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.loading.batch_steps import Decode, Transform
+from karvan.data.retry import RETRY_SECONDS
 from karvan.data.source import Source
 from karvan.ragged import Batch
-from karvan.work.task import TaskLease
+from karvan.work.task import Task, TaskLease
 from karvan.work.task_plan import TaskPlan
 
 
@@ -48,19 +47,19 @@ class PlannedLoader:
     ) -> None:
         self._plan = plan
         self._epoch = epoch
-        self._seed = seed
-        self._handed_out = self._numbers(first, rank, ranks, of_step)
+        numbers = partial(planned_numbers, plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
+        self._handed_out = numbers()
         self._last = -1
-        self._source = RetryingSource(source, retry_seconds)
-        self._pipeline = Pipeline(
-            self._source,
-            map(self._job, self._numbers(first, rank, ranks, of_step)),
-            BatchSteps(decode, transform),
-            batch_size=plan.records_per_task,
-            drop_remainder=False,
+        self._pipeline = TaskPipeline(
+            source,
+            decode,
+            plan.records_per_task,
+            (TaskToRead(plan.task(epoch, number), ends=True) for number in numbers()),
+            seed=seed,
+            transform=transform,
             workers=workers,
             prefetch=prefetch,
-            buffer=MOST_RECORDS_PER_SPLIT,
+            retry_seconds=retry_seconds,
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -77,17 +76,19 @@ class PlannedLoader:
         """See `LeasedLoader.suspects`."""
         return self._records(next(self._handed_out))
 
+    def _records(self, number: int) -> list[TakenRecords]:
+        return planned_records(number, self._plan.task(self._epoch, number))
+
     def stop(self) -> None:
         """End the threads."""
-        self._source.close()
         self._pipeline.close()
 
-    def _numbers(self, first: int, rank: int, ranks: int, of_step: int) -> Iterator[int]:
-        return (number for number in range(first, len(self._plan)) if number % of_step % ranks == rank)
 
-    def _job(self, number: int) -> ReadJob:
-        return read_job(self._plan.task(self._epoch, number), self._seed, last=True)
+def planned_numbers(plan: TaskPlan, *, first: int, rank: int, ranks: int, of_step: int) -> Iterator[int]:
+    """The batches of one of `ranks` trainers by their numbers in the epoch; see `PlannedLoader`."""
+    return (number for number in range(first, len(plan)) if number % of_step % ranks == rank)
 
-    def _records(self, number: int) -> list[TakenRecords]:
-        task = self._plan.task(self._epoch, number)
-        return [TakenRecords(TaskLease(number, "", task), places_of(task), 1)]
+
+def planned_records(number: int, task: Task) -> list[TakenRecords]:
+    """The records of a batch; its number in the epoch takes the place of the token of a lease."""
+    return [TakenRecords(TaskLease(number, "", task), places_of(task), 1)]

@@ -109,28 +109,12 @@ class RecordSearch:
                 return SearchResult(self._unreadable(taken))
             blocks.append(rows)
         rows = joined(blocks)
-        result = SearchResult(None)
-        for check in checks or (_no_check,):
-            found = _search(len(rows), partial(self._try, rows, check))
-            result = SearchResult(self._record(suspects, found.at), found.every)
-            if result.record is not None:
-                break
-        return result
+        return search_with(checks, suspects, self._seed, lambda check: partial(self._try, rows, check))
 
     def _try(self, rows: pa.RecordBatch, check: Check, few: Order) -> None:
         batch = self._steps.finish([rows.take(pa.array(few))])
         if batch.samples:  # a transform may drop records
             check(batch)
-
-    def _record(self, suspects: Sequence[TakenRecords], index: int | None) -> BadRecord | None:
-        """The record that is number `index` of all suspects."""
-        for lease, places, _ in suspects if index is not None else ():
-            assert index is not None
-            if index < len(places):
-                numbers = numbers_of(lease.task, places[index : index + 1], self._seed)
-                return BadRecord(lease, int(places[index]), int(numbers[0]))
-            index -= len(places)
-        return None
 
     def _read(self, taken: TakenRecords) -> pa.RecordBatch:
         """The records in the order of their places."""
@@ -147,19 +131,48 @@ class RecordSearch:
         """The record that cannot be read, if it is one alone."""
         task = taken.lease.task
         numbers = np.sort(numbers_of(task, taken.places, self._seed))
-        found = _search(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
+        found = search_records(len(numbers), lambda few: self._rows(task.path, numbers[few])).at
         if found is None:
             return None
         number = int(numbers[found])
         return BadRecord(taken.lease, place_of(task, number, self._seed), number)
 
 
-class _Found(NamedTuple):
+def search_with(
+    checks: Sequence[Check],
+    suspects: Sequence[TakenRecords],
+    seed: int | None,
+    use: Callable[[Check], Callable[[Order], object]],
+) -> SearchResult:
+    """The record that raises alone when it is used with a check; each is tried until one finds it."""
+    result = SearchResult(None)
+    for check in checks or (_no_check,):
+        found = search_records(sum(len(each.places) for each in suspects), use(check))
+        result = SearchResult(_record(suspects, found.at, seed), found.every)
+        if result.record is not None:
+            break
+    return result
+
+
+def _record(suspects: Sequence[TakenRecords], index: int | None, seed: int | None) -> BadRecord | None:
+    """The record that is number `index` of all suspects."""
+    for lease, places, _ in suspects if index is not None else ():
+        assert index is not None
+        if index < len(places):
+            numbers = numbers_of(lease.task, places[index : index + 1], seed)
+            return BadRecord(lease, int(places[index]), int(numbers[0]))
+        index -= len(places)
+    return None
+
+
+class Found(NamedTuple):
+    """Which record raises alone, if one does, and whether others that were tried do as well."""
+
     at: int | None
     every: bool = False
 
 
-def _search(count: int, use: Callable[[Order], object]) -> _Found:
+def search_records(count: int, use: Callable[[Order], object]) -> Found:
     """Which of `count` records raises alone when it is used."""
 
     def raises(few: Order) -> bool:
@@ -168,17 +181,17 @@ def _search(count: int, use: Callable[[Order], object]) -> _Found:
 
     few = np.arange(count)
     if not raises(few):
-        return _Found(None)
+        return Found(None)
     while len(few) > 1:
         halves = np.array_split(few, 2)
         bad = next((half for half in halves if raises(half)), None)
         if bad is None:  # it takes several records
-            return _Found(None)
+            return Found(None)
         few = bad
     index = int(few[0])
     others = [each for each in range(0, count, max(1, count // _OTHERS)) if each != index]
     every = bool(others) and all(raises(np.array([each])) for each in others)
-    return _Found(None if every else index, every)
+    return Found(None if every else index, every)
 
 
 def _unless_raised(call: Callable[[], T]) -> T | None:

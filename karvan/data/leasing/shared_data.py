@@ -2,7 +2,8 @@
 
 `kv.data.read` gives it in the trainers of a job with `sharding: dynamic`. `Trainer.fit` leases its records,
 epoch by epoch, and acknowledges those of every step. Its evaluations lease their records as well. Outside of
-a fit an evaluation divides it by ranks, as ever.
+a fit an evaluation divides it by ranks, as ever. In a loader of such a job, `serve` reads the tasks that
+trainers have leased.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.planned_loader import PlannedLoader
 from karvan.data.leasing.record_search import RecordSearch
+from karvan.data.leasing.task_pipeline import TaskPipeline, TaskToRead
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.loading.splits import default_split_records
@@ -57,23 +59,23 @@ class SharedData:
         self._decode = decode
         self.batch_size = batch_size
         self._share = share
-        self._seed = seed
+        self.seed = seed
         self._workers = workers
         self._prefetch = prefetch
         self.transform = transform
         self._retry_seconds = retry_seconds
         self._checks = ValueChecks(decode, transform)
         parts = retrying(source.parts, Patience(retry_seconds))
-        self._parts = tuple((part.path, part.records) for part in parts)
+        self.parts = tuple((part.path, part.records) for part in parts)
         usual = default_split_records(parts, 0, getattr(source, "group_records", None))
         small = max(batch_size, self.records // _TASKS)
-        self._records_per_task = records_per_task or min(usual, small)
+        self.records_per_task = records_per_task or min(usual, small)
         self._identity: Identity | None = None
 
     @property
     def records(self) -> int:
         """How many records an epoch has."""
-        return sum(records for _, records in self._parts)
+        return sum(records for _, records in self.parts)
 
     def identity(self) -> Identity:
         """Distinguishes this data from other data."""
@@ -92,9 +94,9 @@ class SharedData:
     def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
         """The work, as the master needs to know it."""
         return WorkSpec(
-            self._parts,
-            self._records_per_task,
-            self._seed,
+            self.parts,
+            self.records_per_task,
+            self.seed,
             epochs=None,
             most_tries=most_tries,
             skip_bad_records=skip_bad_records,
@@ -104,10 +106,10 @@ class SharedData:
         """The batches of an epoch that this process leases."""
         return LeasedLoader(
             client,
-            self._source,
+            self._checks.over(self._source),
             self._decode,
             self.batch_size,
-            seed=self._seed,
+            seed=self.seed,
             transform=self.transform,
             workers=self._workers,
             prefetch=self._prefetch,
@@ -117,11 +119,11 @@ class SharedData:
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
         """The batches that this process leases of an evaluation; they end when no task waits."""
-        size = max(self._records_per_task, -(-self.records // _MOST_OF_EVALUATION))
-        client.begin_evaluation(number, self._parts, size)
+        size = max(self.records_per_task, -(-self.records // _MOST_OF_EVALUATION))
+        client.begin_evaluation(number, self.parts, size)
         return LeasedLoader(
             client,
-            self._source,
+            self._checks.over(self._source),
             self._decode,
             self.batch_size,
             transform=self.transform,
@@ -135,11 +137,11 @@ class SharedData:
     def search(self) -> RecordSearch:
         """Finds bad records of leased tasks."""
         steps = BatchSteps(self._decode, self.transform)
-        return RecordSearch(self._source, steps, self._seed, self._retry_seconds)
+        return RecordSearch(self._checks.over(self._source), steps, self.seed, self._retry_seconds)
 
     def plan(self) -> TaskPlan:
         """The batches of every epoch, each a task, where steps have fixed batches."""
-        return TaskPlan(self._parts, self.batch_size, seed=self._seed)
+        return TaskPlan(self.parts, self.batch_size, seed=self.seed)
 
     def planned(
         self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
@@ -147,14 +149,28 @@ class SharedData:
         """The batches of an epoch that one of `ranks` trainers computes; see `PlannedLoader`."""
         return PlannedLoader(
             plan,
-            self._source,
+            self._checks.over(self._source),
             self._decode,
             epoch=epoch,
             first=first,
             rank=rank,
             ranks=ranks,
             of_step=of_step,
-            seed=self._seed,
+            seed=self.seed,
+            transform=self.transform,
+            workers=self._workers,
+            prefetch=self._prefetch,
+            retry_seconds=self._retry_seconds,
+        )
+
+    def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> TaskPipeline:
+        """The batches of these tasks, whoever has leased them."""
+        return TaskPipeline(
+            self._checks.over(self._source),
+            self._decode,
+            self.batch_size,
+            tasks,
+            seed=self.seed,
             transform=self.transform,
             workers=self._workers,
             prefetch=self._prefetch,

@@ -24,7 +24,7 @@ from typing import Any
 
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.dense.elastic import ElasticDense
 from karvan.distributed.clients.own_commits import Tally
 from karvan.exit_codes import note_training
@@ -57,7 +57,7 @@ class AsyncFit(ElasticFit):
         work: WorkSettings,
     ) -> None:
         super().__init__(trainer, parts, data, goal, begin, client, work)
-        assert isinstance(data, SharedData)
+        assert isinstance(data, LeasedData)
         self._make_own_steps = partial(OwnSteps, parts, self._group, data, client, work, self._stopping.asked)
         self._batches = TrainedBatches()
         self._met = 0  # the step at the last meeting

@@ -19,8 +19,8 @@ from torch import nn
 
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.failure_reports import named_error, report
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, SearchResult
-from karvan.data.leasing.shared_data import SharedData
 from karvan.ragged import Batch
 from karvan.train.checks.label_values import check_of
 from karvan.train.evaluation import evaluating
@@ -33,7 +33,7 @@ _HINT = ". Correct it, or set skip_bad_records in job.yaml, so that such records
 class BadRecords:
     """The batches of one fit that raise errors."""
 
-    def __init__(self, parts: TrainerParts, data: SharedData) -> None:
+    def __init__(self, parts: TrainerParts, data: LeasedData) -> None:
         self._parts = parts
         self._data = data
         self._check_labels = check_of(parts.loss)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
 from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.async_fit import AsyncFit
@@ -24,11 +25,12 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     connection = parts.connection
     if connection.group is None:
         return Fit(trainer, parts, data, goal, begin)
-    if not isinstance(data, SharedData):
+    if not isinstance(data, LeasedData):
         raise TypeError(
-            "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) after "
-            f"kv.connect, got {type(data).__name__}."
+            "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) or "
+            f"kv.data.from_loaders() after kv.connect, got {type(data).__name__}."
         )
+    require_evaluable(goal.eval_data)
     if engines_of(parts.model) and connection.servers is None:
         raise ValueError(
             "Rows that are sharded over trainers die with them, but trainers of a job with sharding: dynamic "
@@ -62,3 +64,12 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
             "each trains on its own: expected none, or mode sync."
         )
     return AsyncFit(trainer, parts, data, goal, begin, client, work)
+
+
+def require_evaluable(data: object) -> None:
+    """A TypeError if data for evaluations can only be leased, before anything is trained."""
+    if isinstance(data, LeasedData) and not isinstance(data, SharedData):
+        raise TypeError(
+            "The loaders of a job with sharding: dynamic read what is trained: expected kv.data.read(…) as "
+            f"eval_data, got {type(data).__name__}."
+        )

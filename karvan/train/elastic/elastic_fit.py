@@ -36,6 +36,7 @@ import torch
 from karvan.activity import activity
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed import RankError
 from karvan.distributed.elastic.group import ElasticGroup
@@ -80,7 +81,7 @@ class ElasticFit(Fit):
         super().__init__(trainer, parts, data, goal, begin)
         group = parts.connection.group
         assert group is not None
-        assert isinstance(data, SharedData)
+        assert isinstance(data, LeasedData)
         self._group: ElasticGroup = group
         self._client = client
         self._evaluation: LeasedEvaluation | None = None  # that is in progress

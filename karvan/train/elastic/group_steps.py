@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, StepBatch
 from karvan.train.elastic.leased_feed import TakenBatch
@@ -37,7 +37,7 @@ class GroupSteps:
         self,
         parts: TrainerParts,
         group: ElasticGroup,
-        data: SharedData,
+        data: LeasedData,
         client: WorkClient,
         work: WorkSettings,
         stopped: Callable[[], object],

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from karvan.activity import activity
-from karvan.data.leasing.loader import LeasedLoader
-from karvan.data.leasing.planned_loader import PlannedLoader
+from karvan.data.leasing.leased_data import LeasedBatches
 from karvan.data.leasing.record_search import blaming
 from karvan.data.leasing.task_records import TakenRecords, records_done
 from karvan.train.types import samples_of
@@ -40,9 +39,7 @@ class TakenBatch(NamedTuple):
 class LeasedFeed:
     """The batches that this trainer leases in one epoch, until `close`."""
 
-    def __init__(
-        self, loader: LeasedLoader | PlannedLoader, place: Callable[[Any], Any], prefetch: int
-    ) -> None:
+    def __init__(self, loader: LeasedBatches, place: Callable[[Any], Any], prefetch: int) -> None:
         self._loader = loader
         self._place = place
         self._size = max(1, prefetch)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError
-from karvan.data.leasing.shared_data import SharedData
 from karvan.train.elastic.acknowledgements import Acknowledgements
 from karvan.train.elastic.bad_records import BadRecords
 from karvan.train.elastic.step_batches import BatchDealer
@@ -41,7 +41,7 @@ class LeasedWork:
     def __init__(
         self,
         parts: TrainerParts,
-        data: SharedData,
+        data: LeasedData,
         client: WorkClient,
         batches: BatchDealer,
         work: WorkSettings,

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.record_search import BatchError, blaming
-from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed.clients.own_commits import OwnCommits, SentCommit, Tally
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.train.elastic.joint_step import Agreement, Contribution
@@ -88,7 +88,7 @@ class OwnSteps:
         self,
         parts: TrainerParts,
         group: ElasticGroup,
-        data: SharedData,
+        data: LeasedData,
         client: WorkClient,
         work: WorkSettings,
         stopped: Callable[[], object],

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leasing.leased_data import LeasedData
 from karvan.distributed.elastic.group import ElasticGroup
 from karvan.train.elastic.leased_feed import LeasedFeed, TakenBatch
 from karvan.train.reporting.results import TrainingCounts
@@ -57,7 +57,7 @@ class LeasedSteps:
 
     def __init__(
         self,
-        data: SharedData,
+        data: LeasedData,
         client: WorkClient,
         group: ElasticGroup,
         counts: TrainingCounts,
@@ -110,7 +110,7 @@ class PlannedSteps:
 
     def __init__(
         self,
-        data: SharedData,
+        data: LeasedData,
         group: ElasticGroup,
         counts: TrainingCounts,
         place: Callable[[Any], Any],

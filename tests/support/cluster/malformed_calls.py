@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from dense_helpers import new_state
+from task_loaders import Numbers, shared_data
 
 import karvan as kv
 from karvan import checkpoint
@@ -20,6 +21,7 @@ from karvan.cluster.batch_messages import pack as pack_batch
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.parameter_server.service import ParameterServer
+from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.dense.wire_format import state_message, state_of, tensors_message
 from karvan.discovery.registry import Registry
 from karvan.protocol.values import words
@@ -455,6 +457,28 @@ class LoaderSubject(Subject):
         self._thread.join(20)
 
 
+class TaskReadingSubject(Subject):
+    """A loader that reads leased tasks."""
+
+    def __init__(self, folder):
+        super().__init__("loader", TaskReadingService(), {"loader": 0})
+        self.service.offer(shared_data(Numbers([40])))
+        task = {"kind": "train", "epoch": 0, "number": 0, "path": "0", "first": 0, "records": 8, "done": 2}
+        task |= {"tries": 0, "skipped": [3]}
+        self.makers = {
+            "describe": lambda: ({}, []),
+            "statistics": lambda: ({"whole": True}, []),
+            "read_batch": lambda: ({"tasks": [{"task": dict(task), "ends": True}]}, []),
+            "stop_reading": lambda: ({}, []),
+        }
+
+    def renew(self):
+        """It has no runs."""
+
+    def fingerprint(self):
+        return list(self.service._readings)
+
+
 class RegistrySubject(Subject):
     """The registry, with its store for trainers that meet."""
 
@@ -500,6 +524,7 @@ SUBJECTS = {
     "async server": AsyncServerSubject,
     "worker": WorkerSubject,
     "loader": LoaderSubject,
+    "loader of tasks": TaskReadingSubject,
     "registry": RegistrySubject,
 }
 

@@ -27,6 +27,8 @@ class ElasticLaunch:
         mode="hybrid",
         checkpoints=None,
         restarts="max_restarts: 1000\nrestart_window: 1",
+        servers=2,
+        loaders=0,
         **settings,
     ):
         self.folder, self.records, self.epochs = folder, records, epochs
@@ -41,7 +43,9 @@ class ElasticLaunch:
         (folder / "job.yaml").write_text(
             f"name: elastic\nentry: {self.program}\nmode: {mode}\nsharding: dynamic\n"
             f"checkpoints: {self.checkpoints}\n{restarts}\n"
-            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: 2, threads: 1}}\n"
+            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: {servers}, threads: 1}}\n"
+            f"  loaders: {{replicas: {loaders}, threads: 1}}\n"
+            f"data: {json.dumps(self.data_of_loaders()) if loaders else 'null'}\n"
         )
         self.log = folder / "log"
         self.launch()
@@ -52,6 +56,11 @@ class ElasticLaunch:
         for part in range(3):
             mine = [number for number in range(self.records) if number % 3 == part]
             pq.write_table(pa.table({"record": pa.array(mine, pa.int64())}), self.data / f"{part}.parquet")
+
+    def data_of_loaders(self):
+        """The `data` of the job, for loaders without a program: as the trainers would read it."""
+        files = f"{self.data}/*.parquet"
+        return {"train": files, "batch_size": 8, "shuffle": 64, "split_records": 24}
 
     def launch(self):
         """Start the job, or start it again; its log begins anew."""

@@ -31,6 +31,8 @@ class ElasticJob:
         program="elastic_trainer",
         servers=0,
         lost_after=5.0,
+        loaders=0,
+        loader_program=None,
         **settings,
     ):
         self.folder = folder
@@ -50,6 +52,12 @@ class ElasticJob:
         self._open()
         for index in range(servers):
             self.start_server(index, servers)
+        self.loaders = {}
+        self._loader_program = loader_program
+        for index in range(loaders):
+            self.start_loader(index, loaders)
+        if loaders:
+            self.settings |= {"KARVAN_LOADER_COUNT": str(loaders)}
         if servers:
             self.settings |= {"ROWS": "1", "KARVAN_PARAMETER_SERVER_COUNT": str(servers)}
 
@@ -62,6 +70,30 @@ class ElasticJob:
             server = ForkedProgram(command, stdout=output, stderr=subprocess.STDOUT)
         server.log = self.folder / f"server-{index}.log"
         self.servers.append(server)
+
+    def start_loader(self, index, count):
+        """Start a loader without a program, which reads the `data` of the job, or with one."""
+        files = f"{self.data}/*.parquet"
+        data = {"files": files, "batch_size": 8, "shuffle": 64, "split_records": 24}
+        environment = {
+            **os.environ,
+            "KARVAN_REGISTRY": self.registry.address,
+            "KARVAN_ROLE": "loader",
+            "KARVAN_INDEX": str(index),
+            "KARVAN_COUNT": str(count),
+            "KARVAN_SHARDING": "dynamic",
+            "KARVAN_DATA": json.dumps(data),
+            "KARVAN_CHECKPOINTS": str(self.checkpoints),
+        }
+        program = self._loader_program
+        arguments = ["-m", "karvan", "role", "loader"] if program is None else [support_path(program), files]
+        log = self.folder / f"loader-{index}.log"
+        with log.open("ab") as output:
+            loader = ForkedProgram(
+                [sys.executable, *arguments], env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        loader.log = log
+        self.loaders[index] = loader
 
     def _open(self, port=0):
         (self.folder / "master").mkdir(exist_ok=True)
@@ -142,7 +174,7 @@ class ElasticJob:
         return value
 
     def logs(self):
-        processes = (*self.trainers, *self.servers)
+        processes = (*self.trainers, *self.servers, *self.loaders.values())
         return "\n".join(f"{each.log.name}:\n{each.log.read_text()[-3000:]}" for each in processes)
 
     def hurry(self):
@@ -155,7 +187,7 @@ class ElasticJob:
         return [json.loads(path.read_text()) for path in self.notes.glob("result-*[0-9]")]
 
     def close(self):
-        for process in (*self.trainers, *self.servers):
+        for process in (*self.trainers, *self.servers, *self.loaders.values()):
             process.kill()
             process.wait()
         self.registry.close()

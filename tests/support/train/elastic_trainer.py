@@ -161,7 +161,12 @@ trainer = kv.Trainer(
     progress="plain",
     log_every=10,
 )
-read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24, transform=transform)
+if os.environ.get("KARVAN_LOADER_COUNT", "0") == "0":
+    read = kv.data.read(
+        str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24, transform=transform
+    )
+else:
+    read = kv.data.from_loaders()
 valid = kv.data.read(
     str(data / "*.parquet"), batch_size=32, transform=lambda batch: {**batch, "evaluated": batch["record"]}
 )

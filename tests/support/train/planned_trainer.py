@@ -63,7 +63,10 @@ trainer = kv.Trainer(
     callbacks=[Note()],
     progress="plain",
 )
-read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64)
+if os.environ.get("KARVAN_LOADER_COUNT", "0") == "0":
+    read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64)
+else:
+    read = kv.data.from_loaders()
 result = trainer.fit(read, epochs=epochs)
 if result.stopped is None:
     written = notes / f"result-{os.getpid()}.new"

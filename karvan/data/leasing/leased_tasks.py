@@ -1,7 +1,7 @@
-"""`LeasedJobs`: leased tasks as jobs of a loader's pipeline, and which records its batches contain.
+"""`LeasedTasks`: the tasks that a process leases, and which of their records its batches contain.
 
-The pipeline hands out the records of jobs in order. So the records of its next batch are the first ones, of
-the first tasks, that no batch has contained before; `take` says how far they reach in each task.
+Whoever reads them hands out the records of tasks in order. So the records of the next batch are the first
+ones, of the first tasks, that no batch has contained before; `take` says how far they reach in each task.
 
 A task that is followed by one of another epoch, or by none for now, ends a batch: batches do not span epochs,
 and must not wait for records that others may still be working on.
@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.task_records import TakenRecords, places_of, read_job
-from karvan.data.loading.read_jobs import Order, ReadJob
+from karvan.data.leasing.task_pipeline import TaskToRead
+from karvan.data.leasing.task_records import TakenRecords, places_of
+from karvan.data.loading.read_jobs import Order
 from karvan.data.source import Split
 from karvan.work.ledger import NoTask
 from karvan.work.task import TaskKind, TaskLease
@@ -29,19 +30,18 @@ _LONG = 30.0  # seconds after which a warning says what it waits for
 _POLL = 0.1  # seconds between two questions for a task while others work on the last ones of an epoch
 
 
-class LeasedJobs:
-    """Iterates over jobs, with None between them: each is read alone, so that errors have a task.
+class LeasedTasks:
+    """Iterates over tasks, with None between them: each is read alone, so that errors have a task.
 
-    tasks_ahead: how many tasks are leased at a time. seed: of the order of records inside of a task; None for
-    the order of the source. epoch: whose tasks to lease, None for those of all. kind: of tasks. Where these
-    are for training, it waits for those that others may return; otherwise it ends when there is none.
+    tasks_ahead: how many tasks are leased at a time. epoch: whose tasks to lease, None for those of all.
+    kind: of tasks. Where these are for training, it waits for those that others may return; otherwise it ends
+    when there is none.
     """
 
     def __init__(
         self,
         client: WorkClient,
         *,
-        seed: int | None,
         tasks_ahead: int = 2,
         epoch: int | None = None,
         kind: TaskKind = TaskKind.TRAIN,
@@ -49,19 +49,19 @@ class LeasedJobs:
         self._epoch = epoch
         self._kind = kind
         self._client = client
-        self._seed = seed
         self._tasks_ahead = tasks_ahead
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: deque[_Waiting] = deque()  # those that are in no batch yet
+        self._ends: dict[int, bool] = {}  # whether a batch ends with the task, by token of an open one
         self._waits = False  # whether there is no task for now
 
-    def __iter__(self) -> Iterator[ReadJob | None]:
+    def __iter__(self) -> Iterator[TaskToRead | None]:
         before: TaskLease | None = None
         for lease in self._leases():
             if before is not None:
                 ends = lease is None or lease.task.epoch != before.task.epoch
-                yield from self._job(before, last=ends)
+                yield from self._begin(before, ends)
                 yield None
             before = lease
 
@@ -90,7 +90,7 @@ class LeasedJobs:
                     _LONG,
                 )
 
-    def _job(self, lease: TaskLease, last: bool) -> Iterator[ReadJob]:
+    def _begin(self, lease: TaskLease, ends: bool) -> Iterator[TaskToRead]:
         task = lease.task
         places = places_of(task)
         if not len(places):
@@ -98,7 +98,8 @@ class LeasedJobs:
             return
         with self._lock:
             self._open.append((lease, places))
-        yield read_job(task, self._seed, last=last)
+            self._ends[lease.token] = ends
+        yield TaskToRead(task, ends)
 
     @property
     def idle(self) -> bool:
@@ -110,7 +111,18 @@ class LeasedJobs:
         """A batch of this many records was handed out: which ones of each task."""
         with self._lock:
             taken, self._open = _first(self._open, records)
+            for each in taken:
+                if not self._open or self._open[0][0] is not each.lease:
+                    del self._ends[each.lease.token]
         return taken
+
+    def left(self) -> list[TaskToRead]:
+        """The tasks that are not in batches, in order, each without the records that are."""
+        with self._lock:
+            return [
+                TaskToRead(lease.task._replace(done=int(places[0])), self._ends[lease.token])
+                for lease, places in self._open
+            ]
 
     def suspects(self, split: Split | None, records: int) -> list[TakenRecords]:
         """Those of a split that could not be read; of an error elsewhere, the next so many records."""

@@ -1,0 +1,195 @@
+"""The loader of a job with `sharding: dynamic`: reads the tasks that trainers have leased.
+
+Trainers lease tasks from the master, and acknowledge their records. A loader knows nothing of leases. It
+reads what it is asked for:
+
+    trainer                                          loader
+    describe                                         the parts of the data, how they are cut into tasks, the
+                                                       identity; "wait" after a second, until its program has
+                                                       called `serve`
+    statistics(whole)                                see `karvan/cluster/loader/statistics.py`
+    read_batch(tasks)                                the first batch of these tasks: all that the caller has
+                                                       leased and not received, in order, each from its next
+                                                       record on. "wait" after a second; "failed" with the
+                                                       task that could not be read
+    stop_reading                                     drops what was read for this caller
+
+A call has all that its answer depends on, and the same call has the same answer in every loader. A loader
+keeps nothing of a caller but what it has read in advance.
+
+**A loader dies.** Trainers ask another one, or its replacement, for the tasks that are left.
+
+**A trainer dies.** What was read for it is dropped after a minute without a call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from karvan.cluster.batch_messages import pack
+from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.cluster.task_reading.description import DataDescription
+from karvan.cluster.task_reading.reading import ReadFailure, TaskReading
+from karvan.data.leasing.client import task_from
+from karvan.data.leasing.shared_data import SharedData
+from karvan.data.leasing.task_pipeline import TaskToRead
+from karvan.data.leasing.task_records import places_of
+from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
+from karvan.protocol.task_reading import TASK_READING_CALLS, TASK_READING_HELLO
+from karvan.ragged import Batch
+from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
+from karvan.work.task import Task
+
+_log = logging.getLogger("karvan.cluster")
+
+_WAIT = 1.0  # seconds until a call is answered, even if there is nothing to send yet
+_KINDS = {DAMAGED: "damaged", TEMPORARY: "temporary"}
+
+
+class TaskReadingService(Service):
+    """Loader number `index`: `offer` sets the data, trainers call the endpoints."""
+
+    hello = TASK_READING_HELLO
+
+    progresses = False  # calls are not progress; batches are, see `TaskReading`
+
+    def __init__(self, index: int = 0) -> None:
+        self.name = f"loader {index}"
+        self._index = index
+        self._changed = threading.Condition()
+        self._data: SharedData | None = None
+        self._description: DataDescription | None = None
+        self._records: dict[str, int] = {}  # by path
+        self._statistics = LoaderStatistics()
+        self._readings: dict[str, TaskReading] = {}  # by session of the caller
+        self._closed = False
+        self.endpoints = endpoints(
+            TASK_READING_CALLS,
+            {
+                "describe": self._describe,
+                "statistics": self._answer_statistics,
+                "read_batch": self._read_batch,
+                "stop_reading": self._stop_reading,
+            },
+        )
+
+    @property
+    def statistics(self) -> LoaderStatistics | None:
+        """The statistics that trainers receive; None before there is data."""
+        return None if self._data is None else self._statistics
+
+    def offer(self, data: SharedData, statistics: LoaderStatistics | None = None) -> None:
+        """Read tasks of this data from now on; statistics: of its transforms."""
+        found = statistics or LoaderStatistics()
+        description = DataDescription.of(data, found)
+        with self._changed:
+            self._data, self._statistics, self._description = data, found, description
+            self._records = dict(data.parts)
+            self._changed.notify_all()
+
+    def wait_until_closed(self) -> None:
+        """Wait for `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed)
+
+    def welcome(self, caller: Caller) -> dict[str, Any]:
+        """See `Service.welcome`."""
+        if caller.hello["loader"] != self._index:
+            raise RefusedError(
+                f"expected to be asked for as loader {self._index}, got {caller.hello['loader']}."
+            )
+        return {"loader": self._index}
+
+    def close(self) -> None:
+        """See `Service.close`."""
+        with self._changed:
+            self._closed = True
+            readings, self._readings = list(self._readings.values()), {}
+            self._changed.notify_all()
+        for reading in readings:
+            reading.close()
+
+    def _offered(self) -> tuple[SharedData, DataDescription] | None:
+        """The data, once the program has offered it; None if that takes longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._data is not None, _WAIT)
+            if self._data is None or self._description is None:
+                return None
+            return self._data, self._description
+
+    def _describe(self, call: Request) -> Message:
+        offered = self._offered()
+        return Message({"wait": True} if offered is None else offered[1].as_head())
+
+    def _answer_statistics(self, call: Request) -> Message:
+        offered = self._offered()
+        return Message({"wait": True}) if offered is None else self._statistics.message(call.head["whole"])
+
+    def _stop_reading(self, call: Request) -> Message:
+        self._drop(call.caller.session)
+        return Message({})
+
+    def _read_batch(self, call: Request) -> Message:
+        offered = self._offered()
+        if offered is None:
+            return Message({"wait": True})
+        data, description = offered
+        tasks = [TaskToRead(task_from(each["task"]), each["ends"]) for each in call.head["tasks"]]
+        for task, _ in tasks:
+            self._check(task)
+        session = call.caller.session
+        reading = self._readings.get(session)
+        if reading is None or not reading.extend(tasks):
+            self._drop(session)
+            reading = self._begin(session, data, description)
+            reading.extend(tasks)
+        taken = reading.take(_WAIT)
+        if taken is None:
+            return Message({"wait": True})
+        if isinstance(taken, ReadFailure):
+            self._drop(session)
+            return self._failure(taken)
+        return taken.message
+
+    def _check(self, task: Task) -> None:
+        records = self._records.get(task.path)
+        if records is None or task.first + task.records > records or not len(places_of(task)):
+            raise RefusedError(
+                f"expected a task of the data with records that are left, got {task}, of which {task.done} "
+                f"are done, and {'no such file' if records is None else f'{records} records in the file'}."
+            )
+
+    def _begin(self, session: str, data: SharedData, description: DataDescription) -> TaskReading:
+        def packed(batch: Batch, records: int) -> Message:
+            made = pack(batch)
+            head = {"records": records, "samples": batch.samples, "digest": description.digest}
+            return Message({**made.head, **head}, made.arrays)
+
+        reading = TaskReading(data, packed)
+        with self._changed:
+            if self._closed:
+                reading.close()
+                raise RefusedError("expected to be running, but it is closed.")
+            gone = [name for name, each in self._readings.items() if each.over]
+            for name in gone:
+                del self._readings[name]
+            self._readings[session] = reading
+        return reading
+
+    def _drop(self, session: str) -> None:
+        with self._changed:
+            reading = self._readings.pop(session, None)
+        if reading is not None:
+            reading.close()
+
+    def _failure(self, failure: ReadFailure) -> Message:
+        error, code = failure.error, code_of(failure.error)
+        text = f"{type(error).__name__}: {error}"
+        if code in _KINDS:
+            _log.error("%s could not read a task: %s", self.name, text_of(error))
+        else:
+            _log.error("%s could not read a task", self.name, exc_info=error)
+        kind = _KINDS.get(code, "failed")
+        return Message({"failed": text[:20_000], "task": failure.task, "kind": kind})

@@ -1,0 +1,1 @@
+"""Leased records that the loaders of a job read, for a trainer."""

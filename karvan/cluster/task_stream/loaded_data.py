@@ -1,0 +1,162 @@
+"""`LoadedData`: data whose records trainers lease, and the loaders of the job read.
+
+`kv.data.from_loaders()` gives it in the trainers of a job with `sharding: dynamic`. A trainer is the holder
+of its leases, as with `SharedData`, and sends each task to a loader to be read. What it has to know of the
+data, it asks the loaders.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+
+from karvan import distributed
+from karvan.cluster.loader.statistics import ask_loaders
+from karvan.cluster.task_reading.description import DataDescription
+from karvan.cluster.task_stream.batches import LoadedBatches
+from karvan.cluster.task_stream.loader_connection import LoaderAccess, ask_all, ask_one
+from karvan.cluster.task_stream.record_search import LoadedRecordSearch
+from karvan.cluster.task_stream.stream import TaskStream
+from karvan.cluster.task_stream.task_queue import LeasedQueue, PlannedQueue, TaskQueue
+from karvan.data.identity import Identity
+from karvan.data.leasing.client import WorkClient
+from karvan.data.leasing.planned_loader import planned_numbers
+from karvan.data.leasing.task_pipeline import TaskToRead
+from karvan.job.environment import JobEnvironment
+from karvan.wire import Message
+from karvan.work.spec import WorkSpec
+from karvan.work.task_plan import TaskPlan
+
+_LEAST_STREAMS = 2  # so that one batch is unpacked while another is sent, by the same loader or another one
+
+
+class LoadedData:
+    """The data of the job's loaders; prefetch: batches of each stream in advance."""
+
+    def __init__(self, access: LoaderAccess, prefetch: int) -> None:
+        self._access = access
+        self._prefetch = prefetch
+        self._known: tuple[DataDescription, list[int]] | None = None
+        self._identity: Identity | None = None
+
+    @property
+    def records(self) -> int:
+        """How many records an epoch has."""
+        return sum(records for _, records in self._description.parts)
+
+    @property
+    def batch_size(self) -> int:
+        """How many records a batch has."""
+        return self._description.batch_size
+
+    def identity(self) -> Identity:
+        """Distinguishes this data from other data."""
+        return self._identity or self._description.identity
+
+    def call_data(self, name: str) -> None:
+        """Give the data a name, which is its identity from now on."""
+        self._identity = Identity.named(name, self._description.identity.files)
+
+    def spec(self, most_tries: int = 3, skip_bad_records: int = 0) -> WorkSpec:
+        """The work, as the master needs to know it."""
+        known = self._description
+        return WorkSpec(
+            known.parts,
+            known.records_per_task,
+            known.seed,
+            epochs=None,
+            most_tries=most_tries,
+            skip_bad_records=skip_bad_records,
+        )
+
+    def transform_states(self) -> dict[str, Any]:
+        """The statistics of the loaders' transforms, by name; a Trainer saves them in checkpoints.
+
+        Loaders with different statistics are an error, also later, when one is replaced.
+        """
+        _, loaders = self._described()
+
+        def ask(loader: int, whole: bool) -> Message:
+            return ask_one(self._access, loader, "statistics", {"whole": whole})
+
+        return ask_loaders(ask, loaders)[0]
+
+    def lease(self, client: WorkClient, epoch: int) -> LoadedBatches:
+        """The batches of an epoch that this process leases, as they are ready."""
+        group = distributed.current().group
+        count = self._streams(1 if group is None else group.world_size)
+        make = partial(LeasedQueue, client, epoch, self.batch_size)
+        return self._batches([make] * count, in_turns=False)
+
+    def search(self) -> LoadedRecordSearch:
+        """Finds bad records of leased tasks."""
+        return LoadedRecordSearch(self._access, self._description.seed)
+
+    def plan(self) -> TaskPlan:
+        """The batches of every epoch, each a task, where steps have fixed batches."""
+        known = self._description
+        return TaskPlan(known.parts, known.batch_size, seed=known.seed)
+
+    def planned(
+        self, plan: TaskPlan, *, epoch: int, first: int, rank: int, ranks: int, of_step: int
+    ) -> LoadedBatches:
+        """The batches of an epoch that one of `ranks` trainers computes, in order; see `PlannedLoader`."""
+        count = self._streams(ranks)
+
+        def make(stream: int) -> PlannedQueue:
+            def numbers() -> Iterator[int]:
+                mine = planned_numbers(plan, first=first, rank=rank, ranks=ranks, of_step=of_step)
+                return (number for place, number in enumerate(mine) if place % count == stream)
+
+            return PlannedQueue((n, TaskToRead(plan.task(epoch, n), ends=True)) for n in numbers())
+
+        return self._batches([partial(make, stream) for stream in range(count)], in_turns=True)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "The loaders of a job with sharding: dynamic read what Trainer.fit leases, so their data cannot "
+            "be iterated or evaluated: expected kv.data.read(…) for an evaluation or a loop of your own."
+        )
+
+    def _streams(self, trainers: int) -> int:
+        """How many streams each trainer has, so that together they ask all loaders."""
+        return max(_LEAST_STREAMS, -(-self._access.count // trainers))
+
+    def _batches(self, queues: list[Callable[[], TaskQueue]], *, in_turns: bool) -> LoadedBatches:
+        changed = threading.Condition()
+        first = JobEnvironment.read().index * len(queues)  # trainers begin with different loaders
+        streams = [
+            TaskStream(
+                make(),
+                self._access,
+                (first + number) % self._access.count,
+                digest=self._description.digest,
+                prefetch=self._prefetch,
+                changed=changed,
+            )
+            for number, make in enumerate(queues)
+        ]
+        return LoadedBatches(streams, changed, in_turns=in_turns)
+
+    @property
+    def _description(self) -> DataDescription:
+        return self._described()[0]
+
+    def _described(self) -> tuple[DataDescription, list[int]]:
+        """The data as loaders describe it, and which of them have; others are lost for now."""
+        if self._known is None:
+            found = {
+                loader: DataDescription.from_head(answer.head)
+                for loader, answer in ask_all(self._access, "describe").items()
+            }
+            first = min(found)
+            for loader, each in found.items():
+                if difference := found[first].difference(each):
+                    raise ValueError(
+                        f"loader {first} and loader {loader} read data with different {difference}: expected "
+                        "the same in all loaders, since any of them reads what trainers have leased."
+                    )
+            self._known = found[first], sorted(found)
+        return self._known

@@ -1,0 +1,178 @@
+"""`TaskStream`: the batches of some tasks, in order, which loaders read.
+
+A stream asks one loader at a time, and one batch after the other. Its own loader is asked first. If that is
+lost, the stream asks the next one for the same tasks, and returns to its own when it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+from karvan.activity import activity
+from karvan.clock import clock
+from karvan.cluster.batch_messages import unpack
+from karvan.cluster.task_stream.loader_connection import LoaderAccess, LoaderConnection, LoaderLostError
+from karvan.cluster.task_stream.record_search import reading_error, tasks_head
+from karvan.cluster.task_stream.task_queue import TaskQueue
+from karvan.data.leasing.task_pipeline import TaskToRead
+from karvan.data.leasing.task_records import TakenRecords
+from karvan.ragged import Batch
+from karvan.wire import Message, WireError
+
+_log = logging.getLogger("karvan.cluster")
+
+_RETURN_AFTER = 5.0  # seconds after which a stream tries its own loader again
+_PAUSE = 0.2  # seconds after all loaders were lost
+_LONG = 60.0  # seconds without a batch after which a warning is logged
+
+
+class LoadedBatch(NamedTuple):
+    """A batch, and its records of leased tasks."""
+
+    batch: Batch
+    records: list[TakenRecords]
+
+
+class TaskStream:
+    """Takes batches in the background, up to `prefetch` of them, until its tasks have ended.
+
+    loader: its own. digest: what batches must say of their data. changed: the lock of all that is public
+    here, which is notified of every change.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskQueue,
+        access: LoaderAccess,
+        loader: int,
+        *,
+        digest: str,
+        prefetch: int,
+        changed: threading.Condition,
+    ) -> None:
+        self.ready: deque[LoadedBatch] = deque()
+        self.ended = False
+        self.error: BaseException | None = None
+        self.suspects: list[TakenRecords] = []  # of which one may be the reason of the error
+        self._tasks = tasks
+        self._access = access
+        self._own = self._loader = loader
+        self._return_at = 0.0
+        self._digest = digest
+        self._prefetch = prefetch
+        self._changed = changed
+        self._closed = threading.Event()
+        self._connection: LoaderConnection | None = None
+        self._thread = threading.Thread(target=self._run, name=f"karvan-stream {loader}", daemon=True)
+        self._thread.start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no batch, and nothing to read for now."""
+        return not self.ready and self._tasks.idle
+
+    def join(self, seconds: float) -> None:
+        """Wait after `close` until no task is leased any more."""
+        self._tasks.join(seconds)
+
+    def close(self) -> None:
+        """End; the thread disconnects on its own."""
+        self._closed.set()
+        self._tasks.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while tasks := self._tasks.left():
+                answer = self._read(tasks)
+                if answer is None:
+                    return
+                batch = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+                with self._changed:
+                    self.ready.append(LoadedBatch(batch, self._tasks.take(answer.head["records"])))
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._closed.is_set() or len(self.ready) < self._prefetch)
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self._changed:
+                self.ended = True
+                self._changed.notify_all()
+            if self._connection is not None:
+                self._connection.leave()
+
+    def _read(self, tasks: list[TaskToRead]) -> Message | None:
+        """The first batch of these tasks, by whichever loader; None after `close`."""
+        losses, since = 0, clock.now()
+        while not self._closed.is_set():
+            loader = self._choose()
+            try:
+                return self._ask(loader, tasks)
+            except LoaderLostError as error:
+                losses += 1
+                since = clock.now() if losses == 1 else since
+                self._lose(error)
+                if clock.now() - since > self._access.timeout:
+                    raise WireError(
+                        f"Expected one of {self._access.count} loaders to read {tasks[0].task} within "
+                        f"{self._access.timeout:.0f} s, got: {error}."
+                    ) from error
+                if losses % self._access.count == 0:
+                    self._closed.wait(_PAUSE)
+        return None
+
+    def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message | None:
+        head = tasks_head(tasks)
+        began = warn_at = clock.now()
+        if self._connection is None:
+            self._connection = LoaderConnection(loader, self._access)
+        with activity.waiting(f"loader-{loader}"):
+            while "wait" in (answer := self._connection.call("read_batch", head)).head:
+                if self._closed.is_set():
+                    return None
+                if clock.now() - warn_at > _LONG:
+                    warn_at = clock.now()
+                    seconds = clock.now() - began
+                    _log.warning(
+                        "No batch from loader %d for %.0f seconds: %s", loader, seconds, tasks[0].task
+                    )
+        return self._checked(loader, answer)
+
+    def _choose(self) -> int:
+        """The loader to ask."""
+        if self._loader != self._own and clock.now() > self._return_at:
+            self._disconnect()
+            self._loader = self._own
+        return self._loader
+
+    def _lose(self, error: LoaderLostError) -> None:
+        """Go to the next loader."""
+        self._disconnect()
+        if self._loader == self._own:
+            self._return_at = clock.now() + _RETURN_AFTER
+        self._loader = (self._loader + 1) % self._access.count
+        _log.info("%s; loader %d is asked.", error, self._loader)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _checked(self, loader: int, answer: Message) -> Message:
+        head: dict[str, Any] = answer.head
+        if "failed" in head:
+            if head["kind"] != "temporary":
+                self.suspects = self._tasks.suspects(head["task"])
+            raise reading_error(loader, head)
+        if head["digest"] != self._digest:
+            raise ValueError(
+                f"loader {loader} reads other data, or transforms it with other statistics, than when "
+                "training started: its process was replaced, and files have changed since, or its engine was "
+                "fitted again. Expected the same: do not change files, and name the folder of checkpoints in "
+                "the job (checkpoints), from which data.read of the loader program takes the statistics."
+            )
+        return answer
