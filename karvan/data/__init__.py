@@ -20,6 +20,7 @@ from karvan.data.loading.position import merge
 from karvan.data.read import read
 from karvan.data.source import Part, Source, Split
 from karvan.data.streaming.kafka import KafkaReader
+from karvan.data.streaming.kafka_source import KafkaSource
 from karvan.data.streaming.prefetch_stream import Stream
 from karvan.data.streaming.record_batches import json_rows, record_batches
 from karvan.data.streaming.time_windows import Window, Windows
@@ -35,6 +36,7 @@ __all__ = [
     "Fixed",
     "Identity",
     "KafkaReader",
+    "KafkaSource",
     "Loader",
     "Part",
     "Raw",

@@ -98,6 +98,7 @@ def read(
             "epochs: "
             "expected no epochs, steps_per_epoch or drop_remainder."
         )
+    getattr(source, "require_fixed", lambda: None)()  # of a topic that grows
     return SharedData(
         source,
         decode,

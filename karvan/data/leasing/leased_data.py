@@ -54,6 +54,9 @@ class LeasedData(Protocol):
     def records(self) -> int:
         """How many records an epoch has."""
 
+    def __iter__(self) -> Iterator[Any]:
+        """All batches, for a program that reads them itself; an error if it cannot."""
+
     def identity(self) -> Identity | None:
         """Distinguishes this data from other data."""
 

@@ -18,7 +18,7 @@ Reports between meetings have the losses and metrics of the batches of the first
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -50,14 +50,13 @@ class AsyncFit(ElasticFit):
         self,
         trainer: TrainerView,
         parts: TrainerParts,
-        data: Iterable[Any],
+        data: LeasedData,
         goal: Goal,
         begin: Begin,
         client: WorkClient,
         work: WorkSettings,
     ) -> None:
         super().__init__(trainer, parts, data, goal, begin, client, work)
-        assert isinstance(data, LeasedData)
         self._make_own_steps = partial(OwnSteps, parts, self._group, data, client, work, self._stopping.asked)
         self._batches = TrainedBatches()
         self._met = 0  # the step at the last meeting

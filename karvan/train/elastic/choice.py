@@ -8,6 +8,8 @@ from typing import Any
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
+from karvan.data.streaming.kafka import KafkaReader
+from karvan.data.streaming.prefetch_stream import Stream
 from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
@@ -25,11 +27,7 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     connection = parts.connection
     if connection.group is None:
         return Fit(trainer, parts, data, goal, begin)
-    if not isinstance(data, LeasedData):
-        raise TypeError(
-            "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) or "
-            f"kv.data.from_loaders() after kv.connect, got {type(data).__name__}."
-        )
+    leased = require_leased(data)
     require_evaluable(goal.eval_data)
     if engines_of(parts.model) and connection.servers is None:
         raise ValueError(
@@ -57,13 +55,29 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
     if not connection.settings.mode.dense_on_servers:
-        return ElasticFit(trainer, parts, data, goal, begin, client, work)
+        return ElasticFit(trainer, parts, leased, goal, begin, client, work)
     if job.global_batches is not None:
         raise ValueError(
             f"global_batches={job.global_batches} makes steps of all trainers together, but in mode async "
             "each trains on its own: expected none, or mode sync."
         )
-    return AsyncFit(trainer, parts, data, goal, begin, client, work)
+    return AsyncFit(trainer, parts, leased, goal, begin, client, work)
+
+
+def require_leased(data: object) -> LeasedData:
+    """The data; a TypeError if it has no records that can be leased."""
+    if isinstance(data, LeasedData):
+        return data
+    endless = ""
+    if isinstance(data, KafkaReader | Stream):
+        endless = (
+            " A stream has no end, and no records that several trainers could share: lease ranges of offsets "
+            "of Kafka topics, kv.data.read(kv.data.KafkaSource(…, since=…, until=…), batch_size)."
+        )
+    raise TypeError(
+        "A job with sharding: dynamic trains on data that its trainers lease, kv.data.read(…) or "
+        f"kv.data.from_loaders() after kv.connect, got {type(data).__name__}.{endless}"
+    )
 
 
 def require_evaluable(data: object) -> None:

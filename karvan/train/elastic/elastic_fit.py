@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -72,7 +72,7 @@ class ElasticFit(Fit):
         self,
         trainer: TrainerView,
         parts: TrainerParts,
-        data: Iterable[Any],
+        data: LeasedData,
         goal: Goal,
         begin: Begin,
         client: WorkClient,
@@ -81,7 +81,6 @@ class ElasticFit(Fit):
         super().__init__(trainer, parts, data, goal, begin)
         group = parts.connection.group
         assert group is not None
-        assert isinstance(data, LeasedData)
         self._group: ElasticGroup = group
         self._client = client
         self._evaluation: LeasedEvaluation | None = None  # that is in progress
