@@ -159,6 +159,25 @@ def test_small_splits_in_order_decode_each_group_once(tmp_path, monkeypatch):
     assert begun == [0]
 
 
+def test_a_reader_of_every_other_split_decodes_each_group_once(tmp_path, monkeypatch):
+    path = write(ROWS, tmp_path / "one.parquet", group=100)
+    source = open_files(path)
+    whole = pa.Table.from_batches(open_files(path).read(Split(str(path), 0, 523)))
+    decoded = []
+    groups = type(source)._groups
+
+    def counted(self, *rest):
+        for number, batch in groups(self, *rest):
+            decoded.append(number)
+            yield number, batch
+
+    monkeypatch.setattr(type(source), "_groups", counted)
+    for first in range(10, 523, 20):
+        split = Split(str(path), first, min(10, 523 - first))
+        assert pa.Table.from_batches(source.read(split)).equals(whole.slice(first, split.count))
+    assert decoded == [0, 1, 2, 3, 4, 5]
+
+
 def test_row_groups_too_large_to_decode_at_once_give_the_same_records(files, monkeypatch):
     monkeypatch.setattr(parquet, "_DECODED_AT_ONCE", 0)
     monkeypatch.setattr(parquet, "_ROWS", 30)

@@ -154,10 +154,9 @@ class FileSource(ABC):
             )
         if first == end:
             return
-        with self._lock:
-            reader = self._readers.pop((split.path, first), None)
+        group = int(np.searchsorted(layout.starts, first, side="right")) - 1
+        reader = self._stored_reader(split.path, int(layout.starts[group]), first)
         if reader is None:
-            group = int(np.searchsorted(layout.starts, first, side="right")) - 1
             reader = _Reader(self._batches(split.path, layout, group), int(layout.starts[group]))
         yield from reader.take(first, end)
         if end < layout.records:
@@ -165,6 +164,12 @@ class FileSource(ABC):
                 self._readers[(split.path, end)] = reader
                 while len(self._readers) > _STORED_READERS:
                     del self._readers[next(iter(self._readers))]
+
+    def _stored_reader(self, path: str, group_start: int, first: int) -> _Reader | None:
+        """A reader that has stopped at a record, or before it in the same group, which it has decoded."""
+        with self._lock:
+            stops = [at for name, at in self._readers if name == path and group_start <= at <= first]
+            return self._readers.pop((path, max(stops))) if stops else None
 
     def fingerprint(self) -> str:
         """A hash of the bytes; see `fingerprint.py`."""

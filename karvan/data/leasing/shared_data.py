@@ -30,8 +30,10 @@ from karvan.work.task import TaskKind
 from karvan.work.task_plan import TaskPlan
 
 # Tasks of an epoch, unless they would be smaller than a batch. With a few large ones, some trainers have
-# nothing to do while others work on the last of them.
+# nothing to do while others work on the last of them. If tasks come in a random order, each decodes its whole
+# group of records (a row group of Parquet), so there are fewer.
 _TASKS = 256
+_SHUFFLED_TASKS = 64
 _MOST_OF_EVALUATION = 1024  # tasks, about: the master stores them all
 
 
@@ -67,9 +69,13 @@ class SharedData:
         self._checks = ValueChecks(decode, transform)
         parts = retrying(source.parts, Patience(retry_seconds))
         self.parts = tuple((part.path, part.records) for part in parts)
-        usual = default_split_records(parts, 0, getattr(source, "group_records", None))
-        small = max(batch_size, self.records // _TASKS)
-        self.records_per_task = records_per_task or min(usual, small)
+        group = getattr(source, "group_records", None)
+        usual = default_split_records(parts, 0, group)
+        self.records_per_task = records_per_task or (
+            _shuffled_task_records(group, self.records, batch_size)
+            if group and seed is not None
+            else min(usual, max(batch_size, self.records // _TASKS))
+        )
         self._identity: Identity | None = None
 
     @property
@@ -187,3 +193,17 @@ class SharedData:
 
     def __bool__(self) -> bool:
         return True
+
+
+def _shuffled_task_records(group: int, records: int, batch_size: int) -> int:
+    """How many records a task has, if tasks come in a random order: a group, or an equal part of one.
+
+    A task that spans two groups would decode both.
+    """
+    wanted = max(batch_size, records // _SHUFFLED_TASKS)
+    fewest = -(-group // wanted)
+    if fewest == 1:
+        return group
+    counts = (*range(fewest, 2 * fewest + 1), *range(fewest - 1, fewest // 2 - 1, -1))
+    equal = (group // count for count in counts if group % count == 0)
+    return next((each for each in equal if each >= batch_size), wanted)
