@@ -46,7 +46,7 @@ def test_members_and_holders_find_a_master_that_was_killed_and_started_again(sta
     client = WorkClient(first.address, "trainer 0")
     client.open(SPEC)
     one, two = client.lease(most=2)
-    assert client.acknowledge({one.token: 3, two.token: 1}, [one.token]) == []
+    assert client.acknowledge({one.token: 3, two.token: 1}) == []
     first.kill()
     first.wait()
     again = start_master(port)
@@ -66,7 +66,7 @@ def test_a_master_that_is_stopped_leaves_the_ledger_to_the_next(start_master, tm
     client = WorkClient(master.address, "trainer 0")
     client.open(SPEC)
     (lease,) = client.lease([TaskKind.TRAIN])
-    client.acknowledge({lease.token: 3}, [lease.token])
+    client.acknowledge({lease.token: 3})
     client.close()
     master.terminate()
     assert master.wait(20) == 0

@@ -78,6 +78,7 @@ def test_random_kills_lose_and_double_nothing(tmp_path, mode, loaders, seed):
         job.finish()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_comes_too_late_finds_nothing_to_do(tmp_path):
     with ElasticLaunch(tmp_path, records=60, pause=0.3) as job:
         job.wait_for_world(2)
