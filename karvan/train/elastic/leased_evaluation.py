@@ -7,10 +7,10 @@ kept their own results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 
 from karvan.data.leasing.client import WorkClient
-from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import records_done
 from karvan.distributed import CollectiveChannel
@@ -34,11 +34,8 @@ class LeasedEvaluation:
 
         After a RankError it may be called again, in the next round.
         """
-        loader = self._data.lease_evaluation(self._client, self._number)
-        try:
-            self._evaluator.add(self._sums, self._data, self._batches(loader))
-        finally:
-            loader.stop()
+        with closing(self._batches()) as batches:
+            self._evaluator.add(self._sums, self._data, batches)
         return self._evaluator.results(self._sums, channel)
 
     def end(self) -> None:
@@ -46,7 +43,12 @@ class LeasedEvaluation:
         if self._done:
             self._client.acknowledge(self._done)
 
-    def _batches(self, loader: LeasedLoader) -> Iterator[Batch]:
-        for batch in loader:
-            self._done |= records_done(loader.hand_over())
-            yield batch
+    def _batches(self) -> Generator[Batch, None, None]:
+        # Reading begins here, when the evaluator has said which columns must have values.
+        loader = self._data.lease_evaluation(self._client, self._number)
+        try:
+            for batch in loader:
+                self._done |= records_done(loader.hand_over())
+                yield batch
+        finally:
+            loader.stop()
