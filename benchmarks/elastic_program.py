@@ -32,7 +32,7 @@ def main() -> None:
     kv.connect("remote")
     model = kv.models.DLRM(NUMBERS, IDS, DIM)
     trainer = train.karvan_trainer("fp32", model, [Times(folder / "times" / str(os.getpid()))])
-    data = kv.data.read(folder / "train.parquet", BATCH, split_records=BATCH)
+    data = kv.data.read(folder / "train.parquet", BATCH)
     trainer.fit(data, epochs=epochs)
 
 
