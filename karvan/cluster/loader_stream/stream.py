@@ -82,7 +82,7 @@ class LoadedBatch(Batch):
 @former_arguments(ahead="prefetch", world="world_size")
 def from_loaders(
     *,
-    ordered: bool = True,
+    ordered: bool | None = None,
     prefetch: int = 4,
     timeout: float = 300.0,
     ids: Sequence[str] | None = None,
@@ -94,23 +94,26 @@ def from_loaders(
 
         trainer.fit(kv.data.from_loaders(), epochs=3)
 
-    ordered: batches come by their numbers, so that a run can be repeated; otherwise in the order in which
-    they are ready. prefetch: batches requested from each loader in advance. timeout: seconds to wait for a
-    loader that is lost. ids: features that embedding workers look up; a job that has workers must name them,
-    or say ids=[] to have the ids in the batches. loaders: how many there are, or their addresses; by default
-    those of the launched job. rank and world_size: this trainer among all; by default those of `kv.connect`.
+    ordered: batches come by their numbers, so that a run can be repeated, which is the default; otherwise in
+    the order in which they are ready. prefetch: batches requested from each loader in advance. timeout:
+    seconds to wait for a loader that is lost. ids: features that embedding workers look up; a job that has
+    workers must name them, or say ids=[] to have the ids in the batches. loaders: how many there are, or
+    their addresses; by default those of the launched job. rank and world_size: this trainer among all; by
+    default those of `kv.connect`.
 
     In a job with `sharding: dynamic` the result is a `LoadedData`: `Trainer.fit` leases its records from the
     job's master, and has loaders read them. Batches then come as they are ready; with `global_batches`, in
-    the order of the epoch.
+    the order of the epoch. So ordered, ids, rank and world_size are errors there.
     """
     if is_leased():
-        if rank is not None or world_size is not None:
+        given = {"ordered": ordered, "rank": rank, "world_size": world_size, "ids": ids or None}
+        if names := [name for name, value in given.items() if value is not None]:
             raise ValueError(
-                "sharding: dynamic has trainers lease their records: expected no rank and no world_size."
+                "sharding: dynamic has trainers lease their records, in an order of their own, and has no "
+                f"embedding workers: expected no ordered, ids, rank and world_size, got {', '.join(names)}."
             )
         return _leased(prefetch, timeout, loaders)
-    return LoaderStream(ordered, prefetch, timeout, ids, loaders, rank, world_size)
+    return LoaderStream(ordered is not False, prefetch, timeout, ids, loaders, rank, world_size)
 
 
 def _leased(prefetch: int, timeout: float, loaders: int | Sequence[str] | None) -> LoadedData:

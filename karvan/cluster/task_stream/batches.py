@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from karvan.activity import activity
 from karvan.clock import clock
-from karvan.cluster.task_stream.stream import LoadedBatch, TaskStream
+from karvan.cluster.task_stream.stream import ReceivedBatch, TaskStream
 from karvan.data.leasing.task_records import TakenRecords
 from karvan.ragged import Batch
 
@@ -71,7 +71,7 @@ class LoadedBatches:
         for stream in self._streams:
             stream.join(max(0.0, due - clock.now()))
 
-    def _take(self, streams: Sequence[TaskStream]) -> LoadedBatch | None:
+    def _take(self, streams: Sequence[TaskStream]) -> ReceivedBatch | None:
         """The next batch of one of these streams; None if all of them have ended."""
         with self._changed:
             while not self._closed:

@@ -29,7 +29,7 @@ _PAUSE = 0.2  # seconds after all loaders were lost
 _LONG = 60.0  # seconds without a batch after which a warning is logged
 
 
-class LoadedBatch(NamedTuple):
+class ReceivedBatch(NamedTuple):
     """A batch, and its records of leased tasks."""
 
     batch: Batch
@@ -53,7 +53,7 @@ class TaskStream:
         prefetch: int,
         changed: threading.Condition,
     ) -> None:
-        self.ready: deque[LoadedBatch] = deque()
+        self.ready: deque[ReceivedBatch] = deque()
         self.ended = False
         self.error: BaseException | None = None
         self.suspects: list[TakenRecords] = []  # of which one may be the reason of the error
@@ -93,7 +93,7 @@ class TaskStream:
                     return
                 batch = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
                 with self._changed:
-                    self.ready.append(LoadedBatch(batch, self._tasks.take(answer.head["records"])))
+                    self.ready.append(ReceivedBatch(batch, self._tasks.take(answer.head["records"])))
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed.is_set() or len(self.ready) < self._prefetch)
         except BaseException as error:

@@ -165,14 +165,14 @@ def _record(suspects: Sequence[TakenRecords], index: int | None, seed: int | Non
     return None
 
 
-class Found(NamedTuple):
+class RaisingRecord(NamedTuple):
     """Which record raises alone, if one does, and whether others that were tried do as well."""
 
     at: int | None
     every: bool = False
 
 
-def search_records(count: int, use: Callable[[Order], object]) -> Found:
+def search_records(count: int, use: Callable[[Order], object]) -> RaisingRecord:
     """Which of `count` records raises alone when it is used."""
 
     def raises(few: Order) -> bool:
@@ -181,17 +181,17 @@ def search_records(count: int, use: Callable[[Order], object]) -> Found:
 
     few = np.arange(count)
     if not raises(few):
-        return Found(None)
+        return RaisingRecord(None)
     while len(few) > 1:
         halves = np.array_split(few, 2)
         bad = next((half for half in halves if raises(half)), None)
         if bad is None:  # it takes several records
-            return Found(None)
+            return RaisingRecord(None)
         few = bad
     index = int(few[0])
     others = [each for each in range(0, count, max(1, count // _OTHERS)) if each != index]
     every = bool(others) and all(raises(np.array([each])) for each in others)
-    return Found(None if every else index, every)
+    return RaisingRecord(None if every else index, every)
 
 
 def _unless_raised(call: Callable[[], T]) -> T | None:
