@@ -237,6 +237,21 @@ def test_a_master_that_cannot_start_again_gives_up_and_ends_everything(tmp_path)
     assert "The master of job test ended with code 1, and could not be restarted. Its last lines:" in errors
 
 
+def test_a_master_that_cannot_start_at_all_is_not_restarted(tmp_path, monkeypatch):
+    """As with an installation that lacks a part: nothing of the job runs yet, so another try is no use."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow.flight'] = None\n")
+    monkeypatch.setenv("PYTHONPATH", f"{broken}{os.pathsep}{os.environ['PYTHONPATH']}")
+    with Launched(tmp_path, ROLES, stderr=subprocess.PIPE) as job:
+        errors = job.process.communicate(timeout=60)[1]
+    assert job.process.returncode == 1
+    assert errors.startswith("error: The master could not start: ModuleNotFoundError: import of pyarrow.flight")
+    assert len(said(job, "Traceback")) == 1
+    assert job.events("start") == []
+    assert left(job) == LEFT
+
+
 def test_a_job_can_be_launched_again_after_all_of_it_was_killed(tmp_path):
     with Launched(tmp_path, ROLES) as job:
         job.wait_for("start", "", COUNT)

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -203,6 +204,11 @@ def main(path: Path) -> int:
             except (MasterError, OwnerError) as error:
                 code = error.code if isinstance(error, MasterError) else code_of(error)
                 outcome = JobOutcome(code, str(error) if isinstance(error, MasterError) else text_of(error))
+            except Exception as error:
+                if folder.master() is not None:
+                    raise  # processes of the job may run: the next master continues with them
+                traceback.print_exc()
+                outcome = JobOutcome(FAILED, f"The master could not start: {type(error).__name__}: {error}")
             state = JobState.read(folder.state)
             folder.write_outcome(outcome.code, outcome.failure, state.generation)
             ended = {"state": "ended", "code": outcome.code, "failure": outcome.failure}
