@@ -50,12 +50,30 @@ class Metric(ABC):
     @torch.no_grad()
     def update(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> None:
         """Add a batch and the model's output for it."""
+        self.add_selection(self.select(output, batch))
+
+    def select(self, output: Tensor | Mapping[str, Tensor], batch: Mapping[str, Any]) -> State:
+        """What `update` needs of a batch and the model's output for it: tensors, for `add_selection`.
+
+        So a batch can be counted elsewhere, as by other trainers. Tensors that do not fit are an error here.
+        """
         scores = self._scores(output)
+        selection = {"scores": scores}
+        for role, name in (("labels", self.label), ("weights", self.weight), ("groups", self.group)):
+            if name is not None:
+                selection[role] = _column(batch, name, role.removesuffix("s"))
+                self._check_beside(role, selection[role], scores)
+        return selection
+
+    @torch.no_grad()
+    def add_selection(self, selection: Mapping[str, Tensor]) -> None:
+        """Add what `select` gave, here or in another process."""
+        scores = selection["scores"]
         self.add(
             scores.double().sigmoid() if self.logits else scores,
-            _column(batch, self.label, "label"),
-            None if self.weight is None else _column(batch, self.weight, "weight"),
-            None if self.group is None else _column(batch, self.group, "group"),
+            selection["labels"],
+            selection.get("weights"),
+            selection.get("groups"),
         )
 
     @torch.no_grad()
@@ -64,13 +82,11 @@ class Metric(ABC):
     ) -> None:
         """Add samples: scores as the metric needs them, labels, weights, and groups."""
         scores = scores.detach().reshape(-1).double()
-        labels = _beside("labels", labels, scores).double()
+        labels = self._beside("labels", labels, scores).double()
         if weights is not None:
-            weights = _beside("weights", weights, scores).double()
+            weights = self._beside("weights", weights, scores).double()
         if groups is not None:
-            if groups.is_floating_point():
-                raise TypeError(f"{type(self).__name__} expects groups of integers, got {groups.dtype}.")
-            groups = _beside("groups", groups, scores).long()
+            groups = self._beside("groups", groups, scores).long()
         if scores.numel():
             self._add(scores, labels, weights, groups)
 
@@ -120,6 +136,18 @@ class Metric(ABC):
             raise KeyError(f"{type(self).__name__}: no output '{self.output}' among the model's: {known}.")
         return output[self.output].detach()
 
+    def _check_beside(self, role: str, tensor: Tensor, scores: Tensor) -> None:
+        if tensor.numel() != scores.numel():
+            raise ValueError(
+                f"Expected {scores.numel()} {role}, one for each score, got {tuple(tensor.shape)}."
+            )
+        if role == "groups" and tensor.is_floating_point():
+            raise TypeError(f"{type(self).__name__} expects groups of integers, got {tensor.dtype}.")
+
+    def _beside(self, role: str, tensor: Tensor, scores: Tensor) -> Tensor:
+        self._check_beside(role, tensor, scores)
+        return tensor.detach().reshape(-1).to(scores.device)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.compute():.6g})"
 
@@ -130,13 +158,6 @@ def check_state(metric: Metric, expected: Mapping[str, Tensor], received: Mappin
         raise ValueError(
             f"A state of {type(metric).__name__} has {', '.join(expected)}; got {', '.join(received)}."
         )
-
-
-def _beside(what: str, tensor: Tensor, scores: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    if flat.shape != scores.shape:
-        raise ValueError(f"Expected {scores.numel()} {what}, one for each score, got {tuple(tensor.shape)}.")
-    return flat.to(scores.device)
 
 
 def _column(batch: Mapping[str, Any], name: str, role: str) -> Tensor:

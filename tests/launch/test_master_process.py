@@ -246,7 +246,9 @@ def test_a_master_that_cannot_start_at_all_is_not_restarted(tmp_path, monkeypatc
     with Launched(tmp_path, ROLES, stderr=subprocess.PIPE) as job:
         errors = job.process.communicate(timeout=60)[1]
     assert job.process.returncode == 1
-    assert errors.startswith("error: The master could not start: ModuleNotFoundError: import of pyarrow.flight")
+    assert errors.startswith(
+        "error: The master could not start: ModuleNotFoundError: import of pyarrow.flight"
+    )
     assert len(said(job, "Traceback")) == 1
     assert job.events("start") == []
     assert left(job) == LEFT

@@ -36,6 +36,27 @@ def _batch(rows, seed=0):
     ), torch.randn(rows, generator=random).round(decimals=1)
 
 
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_selection_is_all_that_an_update_needs(maker):
+    """It can be counted elsewhere, as by another trainer."""
+    batch, output = _batch(50)
+    one, other = MAKERS[maker](weight="w"), MAKERS[maker](weight="w")
+    one.update(output, batch)
+    selection = other.select(output, batch)
+    del batch, output
+    other.add_selection(selection)
+    assert one.state().keys() == other.state().keys()
+    assert all(torch.equal(value, other.state()[name]) for name, value in one.state().items())
+
+
+def test_a_selection_of_tensors_that_do_not_fit_is_an_error():
+    batch, output = _batch(50)
+    with pytest.raises(ValueError, match=r"Expected 49 labels, one for each score, got \(50,\)"):
+        metrics.AUC().select(output[1:], batch)
+    with pytest.raises(TypeError, match=r"GAUC expects groups of integers, got torch\.float32"):
+        metrics.GAUC(group="w").select(output, batch)
+
+
 def _rows(batch, chosen):
     return kv.Batch({name: entry[chosen] for name, entry in batch.items()})
 

@@ -33,8 +33,10 @@ def test_one_trainer_alone(job):
 
 
 def test_a_trainer_that_is_killed_costs_nobody_a_step(tmp_path):
-    with elastic_job(tmp_path, PAUSE=0.2, least=2) as job:
-        _kill_one(job)
+    with elastic_job(tmp_path, PAUSE=0.2, least=2, epochs=1, COUNTED=1) as job:
+        for result in _kill_one(job):
+            assert result["metrics"] == {"samples": job.records}  # those of the killed one, too
+            assert result["evaluation"]["samples"] == job.records
 
 
 def _kill_one(job):
@@ -50,6 +52,7 @@ def _kill_one(job):
     check(job, results)
     assert [two.wait(20), three.wait(20)] == [0, 0]
     assert max(result["trained"] for result in results) == results[0]["step"]  # nobody went back
+    return results
 
 
 def test_a_trainer_that_is_terminated_finishes_its_batch_and_leaves(job):

@@ -36,6 +36,7 @@ from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.elastic.own_steps import OwnSteps, TrainedBatch, TrainedBatches
 from karvan.train.fit import Begin
 from karvan.train.reporting.results import StepLogs, TrainingCounts
+from karvan.train.state.gathering import gather_state, joined
 from karvan.train.stopping.goal import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
@@ -60,6 +61,7 @@ class AsyncFit(ElasticFit):
         self._make_own_steps = partial(OwnSteps, parts, self._group, data, client, work, self._stopping.asked)
         self._batches = TrainedBatches()
         self._met = 0  # the step at the last meeting
+        self._metric_states: list[Any] = []  # of all trainers at the last meeting
 
     def _make_steps(self) -> FitSteps:
         self._own_steps = self._make_own_steps()
@@ -97,6 +99,8 @@ class AsyncFit(ElasticFit):
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
         super()._receive(everything)
+        for metric in self._parts.metrics.values():  # they are of one's own batches
+            metric.reset()
         self._batches.load_state_dict(everything["batches"])
         self._met = everything["met"]
 
@@ -210,6 +214,23 @@ class AsyncFit(ElasticFit):
             if kind in due and kind not in self._todo and not (kind == "save" and self._has_all()):
                 self._todo.append(kind)
         self._met = self._counts.step
+
+    def _training_metrics(self) -> dict[str, float]:
+        return self._reporter.metrics()
+
+    def _save_together(self) -> None:
+        own = {name: metric.state() for name, metric in self._parts.metrics.items()}
+        self._metric_states = gather_state(self._group.channel, own)
+
+    def _trained_state(self) -> dict[str, Any]:
+        state = super()._trained_state()
+        if self._metric_states:
+            metrics = {
+                name: joined(metric, [each[name] for each in self._metric_states]).state()
+                for name, metric in self._parts.metrics.items()
+            }
+            state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]
+        return state
 
     def _evaluate_together(self) -> dict[str, float]:
         self._parts.setup.dense.settle()

@@ -53,7 +53,6 @@ from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
 from karvan.train.state import dataset, train_state
 from karvan.train.state.finished_data import FinishedData
 from karvan.train.state.folder_owner import owned_folder
-from karvan.train.state.gathering import gather_state, joined
 from karvan.train.state.randomness import set_random_state
 from karvan.train.state.resuming import check_choice, chosen
 from karvan.train.stopping.goal import Goal
@@ -92,7 +91,6 @@ class ElasticFit(Fit):
         self._todo: list[str] = []  # actions that are due before the next step
         self._actions = 0  # that are complete
         self._last: dict[str, Any] | None = None  # the last of them, and its result
-        self._metric_states: list[Any] = []
         self._result: FitResult | None = None
 
     def run(self) -> FitResult:
@@ -253,12 +251,10 @@ class ElasticFit(Fit):
         }
 
     def _receive(self, everything: Mapping[str, Any]) -> None:
-        """Become a copy of the trainer that has sent `_everything`; metrics are of one's own batches."""
+        """Become a copy of the trainer that has sent `_everything`."""
         parts, state = self._parts, everything["state"]
         parts.setup.update.forget()
         train_state.restore(parts, state)
-        for metric in parts.metrics.values():
-            metric.reset()
         self._transforms.load(state)
         self._todo, self._actions = list(everything["todo"]), everything["actions"]
         self._last, self._unsaved = everything["last"], everything["unsaved"]
@@ -385,7 +381,12 @@ class ElasticFit(Fit):
     # Reports, evaluations, saves
 
     def _report_together(self) -> dict[str, float]:
-        return self._reporter.metrics()
+        return self._training_metrics()
+
+    def _training_metrics(self) -> dict[str, float]:
+        """The metrics of training so far; a collective, so that no trainer is two actions behind another."""
+        self._group.channel.barrier()
+        return {name: metric.compute() for name, metric in self._parts.metrics.items()}
 
     def _complete_report(self, metrics: Mapping[str, float]) -> None:
         if self._first:
@@ -419,9 +420,8 @@ class ElasticFit(Fit):
             self._todo.insert(0, "save")
 
     def _save_together(self) -> None:
-        """Gather what a checkpoint has of every trainer."""
-        own = {name: metric.state() for name, metric in self._parts.metrics.items()}
-        self._metric_states = gather_state(self._group.channel, own)
+        """Gather what a checkpoint has of every trainer: nothing, since all have the same state."""
+        self._group.channel.barrier()
 
     def _complete_save(self, result: None) -> None:
         if self._first:
@@ -438,7 +438,7 @@ class ElasticFit(Fit):
                 said["checkpoint"] = self._parts.saver.finish(self._unsaved, self._snapshot)
             said["bad_records"] = self._steps.work.bad_records()
         first = self._group.channel.gather_json(said)[0]
-        return {**first, "metrics": self._reporter.metrics()}
+        return {**first, "metrics": self._training_metrics()}
 
     def _complete_finish(self, result: Mapping[str, Any]) -> None:
         parts = self._parts
@@ -453,20 +453,17 @@ class ElasticFit(Fit):
         if self._first:
             self._reporter.end(made, self._skips.count)
 
+    def _trained_state(self) -> dict[str, Any]:
+        """What a checkpoint has of training."""
+        return train_state.take(self._parts)
+
     def _state(self) -> dict[str, Any]:
         parts = self._parts
         finished = self._has_all() or parts.stop_request.final
         early = finished and not self._goal.reached(self._counts)
         data = dataset.state_of(self._identity, finished, self._goal.text, early, self._past)
-        state = train_state.take(parts)
-        if self._metric_states:
-            metrics = {
-                name: joined(metric, [each[name] for each in self._metric_states]).state()
-                for name, metric in parts.metrics.items()
-            }
-            state["ranks"] = [{**state["ranks"][0], "metrics": metrics}]
         return {
-            **state,
+            **self._trained_state(),
             **self._transforms.state(),
             "position": None,
             "epoch_random": None,

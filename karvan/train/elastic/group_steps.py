@@ -21,6 +21,7 @@ from karvan.distributed.elastic.group import ElasticGroup
 from karvan.train.elastic.joint_step import Agreement, Contribution, JointStep, StepBatch
 from karvan.train.elastic.leased_feed import TakenBatch
 from karvan.train.elastic.leased_work import LeasedWork, WorkSettings
+from karvan.train.elastic.shared_metrics import SharedMetrics
 from karvan.train.elastic.step_batches import BatchDealer, LeasedSteps, PlannedSteps
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.losses import named
@@ -57,6 +58,7 @@ class GroupSteps:
             else PlannedSteps(data, group, parts.counts, place, prefetch, of_step)
         )
         self.work = LeasedWork(parts, data, client, self._batches, work)
+        self._metrics = SharedMetrics(parts.metrics)
         self._computed: dict[int, StepBatch] = {}  # batches of the step in progress, by number
 
     def agree(self, *, save: bool) -> dict[str, Any]:
@@ -68,10 +70,13 @@ class GroupSteps:
         self._joint.begin(step)
         plan = self._batches.plan()
         mine = plan.mine(self._group.rank)
-        for _, number in mine:
+        numbers = [number for _, number in mine]
+        self._computed = {number: done for number, done in self._computed.items() if number in numbers}
+        self._joint.keep(numbers)  # others compute the rest now
+        for number in numbers:
             if number not in self._computed:
                 self._computed[number] = self._compute(number)
-        self._joint.keep([number for _, number in mine])
+        self._metrics.share(self._group.channel, mine)
         stop = self._parts.stop_request.reason
         contribution = Contribution(
             member=self._group.member,
@@ -89,6 +94,10 @@ class GroupSteps:
         """The effects of a step that is committed: what was agreed on, and whether it was taken."""
         agreement = Agreement.from_json(result)
         taken = self._joint.apply(agreement)
+        if agreement.samples:
+            self._metrics.count()
+        else:
+            self._metrics.forget()
         self._computed = {}
         if self._of_step is not None:
             seed_random(self.work.seed, -1, self._parts.counts.step)
@@ -139,8 +148,7 @@ class GroupSteps:
             routine.forward(made, made.batch, parts.loss)
             routine.backward(made, 1.0 / samples)
             if made.losses is not None and made.loss is not None:
-                for metric in parts.metrics.values():
-                    metric.update(made.output, made.batch)
+                self._metrics.read(number, made.output, made.batch)
                 losses.add(named(made.losses, made.loss), 1.0)
         self.work.bad.computed = True
         done = {} if self._of_step is not None else taken.done

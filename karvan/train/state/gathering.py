@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from karvan.checkpoint.format.state_bytes import pack, unpack
@@ -29,15 +29,21 @@ def merged(channel: CollectiveChannel, metrics: Mapping[str, MetricLike]) -> dic
 def joined(metric: MetricLike, states: list[Any]) -> MetricLike:
     """A copy of this metric that combines these states."""
     copied = copy.deepcopy(metric)
-    merge = getattr(copied, "merge", None)
-    if merge is None:
-        raise TypeError(
-            f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
-        )
+    merge = require_merge(copied)
     copied.reset()
     for state in states:
         merge(state)
     return copied
+
+
+def require_merge(metric: MetricLike) -> Callable[[Any], None]:
+    """The metric's `merge`, or a TypeError if it has none."""
+    merge: Callable[[Any], None] | None = getattr(metric, "merge", None)
+    if merge is None:
+        raise TypeError(
+            f"{type(metric).__name__} has no merge(state), which a metric needs where several ranks train."
+        )
+    return merge
 
 
 def summed(channel: CollectiveChannel, values: Mapping[str, float]) -> dict[str, float]:

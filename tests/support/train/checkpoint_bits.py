@@ -9,10 +9,7 @@ from karvan.checkpoint import find
 
 
 def state_of(path):
-    """All tensors and numbers of a checkpoint, by their place in it, without the metrics of training.
-
-    Those lack the batches of trainers that are gone.
-    """
+    """All tensors and numbers of a checkpoint, by their place in it."""
     found = {}
 
     def walk(value, name):
@@ -26,11 +23,7 @@ def state_of(path):
             found[name] = value
 
     walk(find(path).state(), "")
-    return {
-        name: value
-        for name, value in found.items()
-        if not name.startswith("/data/identity") and "/metrics/" not in name
-    }
+    return {name: value for name, value in found.items() if not name.startswith("/data/identity")}
 
 
 def assert_same(one, two):

@@ -4,7 +4,8 @@ Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds 
 a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps, SAVE_SECONDS;
 POISON, records that raise an error, in POISONED=model, loss or transform, or with POISON=all every one;
 HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
-first batch of an evaluation. Every record that is evaluated is noted.
+first batch of an evaluation; COUNTED=1 for a metric that counts samples. Every record that is evaluated is
+noted.
 
 In mode async there are also PULL_EVERY; DIE_AT=BATCH,SERVER, which kills the process in the commit of one of
 its batches, after that server has it and before any other does, or before any server has it if that is -1;
@@ -140,6 +141,31 @@ def loss(output, batch):
     return output.mean() + 1.0
 
 
+class Samples:
+    """A metric of a user's own: how many samples it has seen."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.samples = torch.zeros(())
+
+    def update(self, output, batch):
+        self.samples = self.samples + len(output)
+
+    def compute(self):
+        return float(self.samples)
+
+    def state(self):
+        return {"samples": self.samples}
+
+    def merge(self, state):
+        self.samples = self.samples + state["samples"]
+
+    def load_state(self, state):
+        self.samples = state["samples"]
+
+
 # Gradients are clipped to ±2^-20, so that every update adds exactly 1 to a row, or to a parameter.
 STEP = 2.0**20
 
@@ -157,6 +183,7 @@ trainer = kv.Trainer(
     checkpoints=SlowDisk(checkpoints),
     checkpoint_every=int(os.environ.get("SAVE_EVERY", "5")),
     checkpoint_seconds=float(os.environ.get("SAVE_SECONDS", "600")),
+    metrics={"samples": Samples()} if os.environ.get("COUNTED") == "1" else None,
     callbacks=[Note()],
     progress="plain",
     log_every=10,
@@ -178,6 +205,7 @@ if result.stopped is None:
         "samples": result.samples,
         "times": times.tolist(),
         "evaluation": result.evaluation,
+        "metrics": result.metrics,
         "trained": result.trained,
         "bad_records": result.bad_records,
     }

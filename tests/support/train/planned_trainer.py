@@ -60,6 +60,11 @@ trainer = kv.Trainer(
     scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9),
     checkpoints=checkpoints,
     checkpoint_every=int(os.environ.get("SAVE_EVERY", "1000")),
+    metrics={
+        "distance": kv.metrics.MeanAbsoluteError(label="record"),
+        "weighted": kv.metrics.MeanSquaredError(label="record", weight="record"),
+        "mean": kv.metrics.Mean(),
+    },
     callbacks=[Note()],
     progress="plain",
 )
