@@ -1,6 +1,7 @@
 """Steps with fixed batches: the same bits on any number of trainers, and while they come and go."""
 
 import pytest
+import torch
 from checkpoint_bits import assert_same, state_of
 from elastic_jobs import elastic_job
 
@@ -27,6 +28,22 @@ def come_and_go(job, started):
     started[1].kill()
     job.wait(lambda: job.step(third)[1] == 1)
     job.hurry()
+
+
+def test_elasticdl_10_four_batches_of_three_trainers_are_the_mean_of_one_process(tmp_path):
+    with elastic_job(tmp_path, program="mean_trainer", least=3, records=25, KARVAN_GLOBAL_BATCHES=4) as job:
+        for _ in range(3):
+            job.start()
+        results = job.results(3)
+    assert sorted(result["batches"] for result in results) == [1, 1, 2]
+    number = torch.arange(25, dtype=torch.float64)  # four batches: 8, 1, 8, 8
+    inputs = torch.stack([number, torch.sin(number)], 1)
+    expected = 2 * (inputs * torch.cos(number)[:, None]).mean(0)  # a step of 1.0 against the gradient at 0
+    for result in results:
+        assert result["step"] == 1
+        torch.testing.assert_close(
+            torch.tensor(result["weight"], dtype=torch.float64), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.slow
