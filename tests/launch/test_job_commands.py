@@ -57,6 +57,12 @@ def test_status_shows_the_processes_of_a_running_job_and_how_one_that_ended_did(
         code, out, _ = run("status", tmp_path / "job.yaml")
         assert code == 0
         assert "Job test: running" in out
+        code, _, err = run("scale", "test", "trainers=2")
+        assert code == 2
+        assert err.startswith(
+            "error: Job 'test': its number of trainers is fixed, 1: only jobs with sharding"
+        )
+        assert "RefusedError" not in err
         assert str(started["loader-0"]) in out
         assert "test" in run("status")[1]
         job.order("end-trainer", 0)

@@ -175,7 +175,7 @@ _KILLED = {"code": None, "failure": "its processes were killed, or the machine w
 
 @contextmanager
 def _known(job: str) -> Iterator[JobClient]:
-    from karvan.launch.master.job_client import JobClient, MasterAwayError, UnknownJobError
+    from karvan.launch.master.job_client import JobClient, MasterAwayError, RefusedByJobError, UnknownJobError
     from karvan.launch.run_folder import RunFolderError
 
     try:
@@ -184,6 +184,8 @@ def _known(job: str) -> Iterator[JobClient]:
         raise CommandError(str(error), DAMAGED) from error
     except MasterAwayError as error:
         raise CommandError(str(error), TEMPORARY) from error
+    except RefusedByJobError as error:
+        raise CommandError(str(error)) from error
     except RunFolderError as error:
         raise CommandError(str(error), FAILED) from error
 

@@ -7,13 +7,17 @@ from typing import Any
 
 from karvan.launch.job_spec import JobSpec, read_spec
 from karvan.launch.run_folder import RunFolder, jobs_folder
-from karvan.wire.errors import WireError
+from karvan.wire.errors import RefusedError, WireError
 
 _DEADLINE = 10.0  # seconds for a call; a master that was killed is back sooner
 
 
 class UnknownJobError(LookupError):
     """There is no such job; the text says which there are."""
+
+
+class RefusedByJobError(ValueError):
+    """What was asked of a job is not possible."""
 
 
 class MasterAwayError(RuntimeError):
@@ -78,6 +82,8 @@ class JobClient:
         )
         try:
             return client.call(method, head).head
+        except RefusedError as error:
+            raise RefusedByJobError(f"Job '{self.name}': {str(error).removeprefix('master: ')}") from error
         except WireError as error:
             raise MasterAwayError(
                 f"The master of job '{self.name}' at {master['address']} does not answer: {error} It is "

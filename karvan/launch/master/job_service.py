@@ -70,7 +70,7 @@ class JobService(Service):
         trainers, number = supervisor.spec.roles.trainers, request.head["trainers"]
         if not trainers.varies:
             raise RefusedError(
-                f"the job has {trainers.replicas} trainers: only jobs with sharding: dynamic and "
+                f"its number of trainers is fixed, {trainers.replicas}: only jobs with sharding: dynamic and "
                 "roles.trainers: {min: …, max: …} can be scaled."
             )
         if not trainers.least <= number <= trainers.most:
