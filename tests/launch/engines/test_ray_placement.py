@@ -88,6 +88,19 @@ def test_groups_place_the_processes_and_end_with_the_job(engine_on, start_on, tm
 
 
 @pytest.mark.slow
+def test_each_process_has_the_gpus_that_it_needs_for_itself(make_ray, start_on, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # of the launcher's machine
+    engine = make_ray(needs={TRAINER: Needs(cpus=0.1, gpus=1.0), SERVER: Needs(cpus=0.1)})
+    shows = ("import os, time", "print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))", "time.sleep(1000)")
+    trainers = [start_on(engine, *shows, index=index) for index in range(2)]
+    assert {run.first_line() for run in trainers} == {"'0'", "'1'"}
+    third = start_on(engine, *shows, index=2)
+    assert third.handle.node is None  # there is no third one
+    trainers[0].handle.kill()
+    assert third.first_line() == trainers[0].first_line()
+
+
+@pytest.mark.slow
 def test_the_processes_of_a_group_wait_for_room_for_all_of_them(
     make_ray, start_on, output, nodes, monkeypatch
 ):

@@ -15,7 +15,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 STORE = 80 << 20
-HEAD = {"num_cpus": 16, "include_dashboard": False, "object_store_memory": STORE, "resources": {"scarce": 1}}
+HEAD = {
+    "num_cpus": 16,
+    "num_gpus": 2,  # whatever this machine has: Ray counts what it is told
+    "include_dashboard": False,
+    "object_store_memory": STORE,
+    "resources": {"scarce": 1},
+}
 
 
 def add_node(cluster, resources):
