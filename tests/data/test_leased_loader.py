@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from karvan.data.leasing.loader import LeasedLoader
 from karvan.data.leasing.record_search import BatchError, RecordSearch, blaming
 from karvan.data.leasing.task_records import places_of
 from karvan.data.loading.batch_steps import BatchSteps
+from karvan.data.loading.pipeline import Closed
 from karvan.data.loading.splits import permutation
 from karvan.data.read import read
 from karvan.data.source import Part
@@ -337,6 +339,52 @@ def test_records_that_are_skipped_reach_the_end_of_the_task(tmp_path):
         assert job.work.ledger.position.records == 8
 
 
+class Taker:
+    """A holder in a random history. It takes batches on a thread: one may have to wait for other holders."""
+
+    def __init__(self, job, batch_size):
+        self._loader = job.loader(batch_size, tasks_ahead=1)
+        self._wanted = threading.Semaphore(0)
+        self._ended = False
+        self.asked = 0
+        self.taken = []  # the ids of each batch that it got
+        self.acknowledged = 0
+        self._thread = threading.Thread(target=self._take)
+        self._thread.start()
+
+    def _take(self):
+        try:
+            batches = iter(self._loader)
+            while self._wanted.acquire() and (batch := next(batches, None)) is not None:
+                self.taken.append(ids_of(batch))
+        except Closed:
+            pass
+        finally:
+            self._ended = True
+
+    def take(self):
+        """Ask for a batch, until it comes or there is none for now."""
+        self.asked += 1
+        self._wanted.release()
+        until = time.monotonic() + 30
+        while len(self.taken) < self.asked and not self._ended and not self._loader.idle:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def acknowledge(self):
+        """All that it has taken is done: the ids."""
+        batches = self.taken[self.acknowledged :]
+        assert self._loader.acknowledge(len(batches)) == []
+        self.acknowledged += len(batches)
+        return itertools.chain.from_iterable(batches)
+
+    def close(self):
+        self._loader.close()
+        self._wanted.release()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
 @given(
     counts=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
     size=st.integers(1, 12),
@@ -344,7 +392,8 @@ def test_records_that_are_skipped_reach_the_end_of_the_task(tmp_path):
     epochs=st.integers(1, 2),
     seed=st.none() | st.integers(0, 3),
     moves=st.lists(
-        st.tuples(st.integers(0, 1), st.sampled_from(["acknowledge", "die", "restart"])), max_size=12
+        st.tuples(st.integers(0, 1), st.sampled_from(["take", "take", "acknowledge", "die", "restart"])),
+        max_size=20,
     ),
 )
 def test_every_record_is_acknowledged_once_in_every_epoch(
@@ -355,29 +404,21 @@ def test_every_record_is_acknowledged_once_in_every_epoch(
     done = Counter()
     folder = tmp_path_factory.mktemp("leased")
     with job_of(folder, source, size, loader_seed=seed, seed=seed, epochs=epochs) as job:
-        loaders = [job.loader(batch_size, tasks_ahead=1) for _ in range(2)]
-        batches = [iter(loader) for loader in loaders]
-        waiting = [[], []]  # batches that were taken and not acknowledged
-        for which, move in moves:
-            if move == "train":
-                # The other one may hold the last records of the epoch: this one would wait for it.
-                done.update(itertools.chain.from_iterable(waiting[1 - which]))
-                loaders[1 - which].acknowledge(len(waiting[1 - which]))
-                waiting[1 - which] = []
-                loaders[1 - which].close()
-                loaders[1 - which] = job.loader(batch_size, tasks_ahead=1)
-                batches[1 - which] = iter(loaders[1 - which])
-                batch = next(batches[which], None)
-                if batch is not None:
-                    waiting[which].append(ids_of(batch))
-            elif move == "die":
-                loaders[which].close()
-                loaders[which] = job.loader(batch_size, tasks_ahead=1)
-                batches[which], waiting[which] = iter(loaders[which]), []
-            else:
-                job.restart()
-        for loader in loaders:
-            loader.close()
+        takers = [Taker(job, batch_size) for _ in range(2)]
+        try:
+            for which, move in moves:
+                if move == "take":
+                    takers[which].take()
+                elif move == "acknowledge":
+                    done.update(takers[which].acknowledge())
+                elif move == "die":
+                    takers[which].close()
+                    takers[which] = Taker(job, batch_size)
+                else:
+                    job.restart()
+        finally:
+            for taker in takers:
+                taker.close()
         done.update(itertools.chain.from_iterable(train(job.loader(batch_size))))
     assert done == Counter(everything * epochs)
 
