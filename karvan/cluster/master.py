@@ -50,6 +50,7 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
             raise ValueError(str(error)) from None
         stack.callback(work.close)
         group = TrainerGroup(path.with_name("group.json"), settled=partial(release_all, work))
+        work.refuse(group.gone)
         registry = Registry(settings.host, settings.port, settings.security, beside=[work, group])
         stack.callback(registry.close)
         _log.info("master at %s, ledger in %s", registry.address, path)

@@ -16,7 +16,8 @@ Protocol:
 - Release. The file is removed. The file of a killed process is replaced as above.
 - Successors. The master of a job that is restarted takes the lease with the id of the one before, which it
   replaces at once, wherever that ran; processes of the job know the lease by its id, and notice nothing. A
-  master that was not dead finds another process in the file, and has lost its lease.
+  master that was not dead finds another process in the file, and has lost its lease. So does a trainer of an
+  elastic job without a launcher, whose group has continued without it.
 """
 
 from __future__ import annotations

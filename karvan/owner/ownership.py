@@ -76,7 +76,7 @@ _leases: dict[Path, _SharedLease] = {}
 def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
     """Own a folder, which is created if necessary; an OwnerError if another run owns it.
 
-    id: of the lease of a process that has died, and of which this one is the successor.
+    id: of the lease of a process that has died, or was left behind, and of which this one is the successor.
     """
     path = Path(folder)
     key = Path(os.path.realpath(path))

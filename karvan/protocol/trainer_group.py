@@ -16,7 +16,7 @@ GROUP_CALLS = table_of(
     Call(
         "enter_group",
         Fields({"process": _PROCESS}),
-        answer=Fields({"member": _MEMBER, "run": Text(100)}),
+        answer=Fields({"member": _MEMBER, "group": Text(100), "run": Text(100)}),
     ),
     Call(
         "join_group",

@@ -93,6 +93,7 @@ WORK_CALLS = table_of(
         "begin_evaluation",
         Fields(
             {
+                "holder": _HOLDER,
                 "evaluation": Integer(1),
                 "parts": ListOf(TupleOf(PART_PATH, NUMBER)),
                 "records_per_task": Integer(1),
@@ -100,6 +101,6 @@ WORK_CALLS = table_of(
         ),
     ),
     Call("begin_export", Fields({"holder": _HOLDER}), answer=Fields({"token": _TOKEN})),
-    Call("take_position", answer=Fields({"state": _STATE})),
-    Call("restore_position", Fields({"state": Nullable(_STATE)})),
+    Call("take_position", Fields({"holder": _HOLDER}), answer=Fields({"state": _STATE})),
+    Call("restore_position", Fields({"holder": _HOLDER, "state": Nullable(_STATE)})),
 )

@@ -321,7 +321,8 @@ class Client:
         if welcome.get("error") == BusyError.__name__:
             raise BusyError(f"{self.name} is busy: {welcome.get('text')}")
         if "error" in welcome:
-            raise RefusedError(f"{self.name} refused: {welcome.get('text')}")
+            refused = RefusedError(f"{self.name} refused: {welcome.get('text')}")
+            raise _marked(refused, welcome)
         incarnation, last = welcome.get("incarnation"), welcome.get("last")
         if not isinstance(incarnation, str) or type(last) is not int:
             raise RefusedError(f"{self.name} expected to be a service of Karvan, got something else.")
@@ -437,9 +438,7 @@ class Client:
             kind = REPORTED_ERRORS.get(str(answer.head["error"]), RuntimeError)
             text, cause = f"{self.name}: {answer.head.get('text')}", answer.head.get("errno")
             error = kind(cause, text) if kind is OSError and isinstance(cause, int) else kind(text)
-            if isinstance(temporary := answer.head.get("temporary"), bool):
-                mark(error, temporary)
-            reply.set(error)
+            reply.set(_marked(error, answer.head))
         else:
             reply.set(self._checked(reply, answer))
 
@@ -451,6 +450,12 @@ class Client:
             return declared.check_answer(reply.head, answer)
         except RefusedError as error:
             return RefusedError(f"{self.name}: {error}")
+
+
+def _marked(error: Exception, said: Mapping[str, Any]) -> Exception:
+    """The error of a service, marked with whether it is temporary if the service has said so."""
+    temporary = said.get("temporary")
+    return mark(error, temporary) if isinstance(temporary, bool) else error
 
 
 def _copy_of(error: Exception) -> Exception:

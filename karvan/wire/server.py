@@ -258,7 +258,8 @@ def _is_name(value: Any) -> bool:
 
 def _refusal(error: Exception) -> Message:
     kind = BusyError if isinstance(error, BusyError) else RefusedError
-    return Message({"error": kind.__name__, "text": _text(error), "fatal": True})
+    temporary = getattr(error, "temporary", None)
+    return Message({"error": kind.__name__, "text": _text(error), "fatal": True, "temporary": temporary})
 
 
 def _text(error: Exception) -> str:

@@ -27,6 +27,9 @@ the job has failed. A network error means neither: the holder calls again until 
 A lease ends when its holder is reported dead (`release`), or when the holder made no progress for `patience`
 seconds, or for three times as long as the slowest task took if that is more: then it hangs. Progress is a
 new lease, or an acknowledged record of any of its tasks: those that are leased ahead wait for their turn.
+
+A process that was reported dead may only have been out of reach. It gets no more tasks, and calls that would
+change the work of the others are refused, such as a `restore_position` that was on its way meanwhile.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
+from karvan.outages import mark
 from karvan.protocol.work import WORK_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.holders import is_of_process, process_of
@@ -73,7 +77,7 @@ class WorkService(Service):
         if self._opened is not None:
             self._heard = {lease.holder: now() for lease in self._opened.leases}
         self._slowest = 0.0
-        self._ended: set[str] = set()  # processes that were reported dead
+        self._ended: set[str] = set()  # processes that were reported dead: refused
         self.endpoints = endpoints(
             WORK_CALLS,
             {
@@ -138,6 +142,11 @@ class WorkService(Service):
         holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
         return [task for holder in holders for task in self.release(holder)]
 
+    def refuse(self, processes: Iterable[str]) -> None:
+        """These were reported dead to an earlier master."""
+        with self._lock:
+            self._ended.update(processes)
+
     def progress(self) -> dict[str, Any] | None:
         """How far the work is: tasks and records of the ledger; None before it is opened."""
         with self._lock:
@@ -185,10 +194,7 @@ class WorkService(Service):
         holder = head["holder"]
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
-            if process_of(holder) in self._ended:
-                raise RefusedError(
-                    f"expected a process of the job that runs, got {holder}, whose tasks others have now."
-                )
+            self._require_running(holder)
             held = self.ledger.leases_of(holder)
             leases = [each for each in held if each.token > head["last_token"] and each.task.kind in kinds]
             if leases:
@@ -244,23 +250,27 @@ class WorkService(Service):
     def _begin_evaluation(self, request: Request) -> Message:
         head = request.head
         with self._lock:
+            self._require_running(head["holder"])
             self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
         return Message({})
 
     def _begin_export(self, request: Request) -> Message:
         holder = request.head["holder"]
         with self._lock:
+            self._require_running(holder)
             lease = self.ledger.begin_export(holder)
             self._begun[lease.token] = self._heard[holder] = self._now()
         return Message({"token": lease.token})
 
     def _take_position(self, request: Request) -> Message:
         with self._lock:
+            self._require_running(request.head["holder"])
             return Message({"state": json.dumps(self.ledger.state_dict())})
 
     def _restore_position(self, request: Request) -> Message:
         state = request.head["state"]
         with self._lock:
+            self._require_running(request.head["holder"])
             try:
                 if state is None:
                     self.ledger.reset()
@@ -270,6 +280,11 @@ class WorkService(Service):
                 raise RefusedError(f"expected the position of a checkpoint of this data: {error}") from None
             self._begun, self._heard = {}, {}
         return Message({})
+
+    def _require_running(self, holder: str) -> None:
+        if process_of(holder) in self._ended:
+            text = f"expected a process of the job that runs, got {holder}, whose tasks others have now."
+            raise mark(RefusedError(text), True)
 
     def _forget(self, tokens: Iterable[int]) -> None:
         for token in tokens:

@@ -3,7 +3,8 @@
 A round is a list of members, in the order of their ranks. It lasts until a member dies or leaves, or until
 another trainer wants to join. A trainer calls
 
-    enter_group   when it starts. It gets its number, and the name of the run, by which servers know it.
+    enter_group   when it starts. It gets its number, the name of the group, by which a folder of checkpoints
+                  knows its trainers, and the name of the run, by which servers know it.
     join_group    when it is ready to train, and when its round is over. It calls again until the answer names
                   a later round. The next round begins when all members of the last one have called, except
                   for those that are gone: they have no step in progress then. Members keep their order;
@@ -16,7 +17,8 @@ another trainer wants to join. A trainer calls
 
 A member is gone when it has left, when the engine says that its process has ended (`remove`), when another
 member has seen that, or when it was not heard for `lost_after` seconds while others wait for it. A member
-that is gone stays so: if it comes back, its calls are refused.
+that is gone stays so: if it comes back, its calls are refused. If nobody at all is heard for some seconds, it
+is the master that is out of reach, and silence begins anew.
 
 If all members are gone, what they had trained since the last checkpoint is lost, and another run begins.
 Rounds, members and runs have numbers and names that are never used again. They are in a file, so that they
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.clock import clock
+from karvan.outages import mark
 from karvan.protocol.trainer_group import GROUP_CALLS
 from karvan.wire import Message, RefusedError, Request, Service, endpoints
 
@@ -67,6 +70,7 @@ class TrainerGroup(Service):
         self._lock = threading.Lock()
         self._round = 0
         self._run = secrets.token_hex(8)
+        self._group = secrets.token_hex(16)
         self._members: list[int] = []
         self._processes: dict[int, str] = {}  # of members and of those that want to join
         self._gone: set[int] = set()  # of the processes above
@@ -74,6 +78,7 @@ class TrainerGroup(Service):
         self._next_member = 0
         self._waits: dict[int, float] = {}  # when each that waits for the next round has called last
         self._heard: dict[int, float] = {}
+        self._heard_last = now()  # of whomever
         if path is not None and path.exists():
             self._read(json.loads(path.read_text()))
         self.endpoints = endpoints(
@@ -92,6 +97,12 @@ class TrainerGroup(Service):
         """The processes of the current round, in the order of their ranks, without those that are gone."""
         with self._lock:
             return [self._processes[each] for each in self._present()]
+
+    @property
+    def gone(self) -> list[str]:
+        """The processes without which the others have continued, or will."""
+        with self._lock:
+            return [name for member, name in self._processes.items() if member in self._gone]
 
     @property
     def round(self) -> int:
@@ -131,13 +142,13 @@ class TrainerGroup(Service):
     def _enter(self, request: Request) -> Message:
         with self._lock:
             member = self._admit(request.head["process"])
-            return Message({"member": member, "run": self._run})
+            return Message({"member": member, "group": self._group, "run": self._run})
 
     def _join(self, request: Request) -> Message:
         head, now = request.head, self._now()
         with self._lock:
             member = self._admit(head["process"])
-            self._heard[member] = now
+            self._hear(member, now)
             if member in self._members and head["round"] < self._round:
                 return self._answer(member)
             self._waits[member] = now
@@ -162,7 +173,7 @@ class TrainerGroup(Service):
     def _begin_round(self, now: float) -> None:
         """Begin the next round, if all who are needed for it wait."""
         for member in self._present():
-            if member not in self._waits and now - self._heard.setdefault(member, now) > self._lost_after:
+            if now - self._heard.setdefault(member, now) > self._lost_after:
                 self._gone.add(member)
         survivors = self._present()
         here = self._here(now)
@@ -187,12 +198,11 @@ class TrainerGroup(Service):
         head, now = request.head, self._now()
         with self._lock:
             member = self._admit(head["process"])
-            self._heard[member] = now
+            self._hear(member, now)
             if head["round"] != self._round:
                 return Message({"regroup": True, "broken": True, "gone": []})
             for each in self._present():
-                silent = now - self._heard.setdefault(each, now)
-                if each not in self._waits and silent > self._lost_after:
+                if now - self._heard.setdefault(each, now) > self._lost_after:
                     self._gone.add(each)
             here = set(self._here(now))
             gone = [each for each in self._members if each in self._gone]
@@ -220,15 +230,19 @@ class TrainerGroup(Service):
     def _admit(self, process: str) -> int:
         member = self._member_of(process)
         if member in self._gone:
-            raise RefusedError(
-                f"The trainers have continued without {process}: it left, or nothing was heard of it."
-            )
+            text = f"The trainers have continued without {process}: it left, or nothing was heard of it."
+            raise mark(RefusedError(text), True)
         if member is None:
             member = self._next_member
             self._next_member += 1
             self._processes[member] = process
             self._write()
         return member
+
+    def _hear(self, member: int, now: float) -> None:
+        if now - self._heard_last > _PRESENT:
+            self._heard = {}
+        self._heard[member] = self._heard_last = now
 
     def _member_of(self, process: str) -> int | None:
         return next((member for member, name in self._processes.items() if name == process), None)
@@ -247,6 +261,7 @@ class TrainerGroup(Service):
         state = {
             "round": self._round,
             "run": self._run,
+            "group": self._group,
             "members": self._members,
             "processes": {str(member): name for member, name in self._processes.items()},
             "gone": sorted(self._gone),
@@ -261,7 +276,7 @@ class TrainerGroup(Service):
         written.replace(self._path)
 
     def _read(self, state: dict[str, Any]) -> None:
-        self._round, self._run = state["round"], state["run"]
+        self._round, self._run, self._group = state["round"], state["run"], state["group"]
         self._members, self._next_member = state["members"], state["next_member"]
         self._processes = {int(member): name for member, name in state["processes"].items()}
         self._gone, self._left = set(state["gone"]), set(state["left"])

@@ -15,9 +15,12 @@ from ranks_helpers import run
 from support_paths import support_path
 from wire_helpers import wait_for
 
+from karvan import exit_codes
 from karvan.discovery.registry import Registry
 from karvan.distributed.collectives import CollectiveChannel
+from karvan.distributed.elastic.group_client import GroupClient
 from karvan.distributed.elastic.ordered_sum import ordered_sum
+from karvan.wire import RefusedError
 from karvan.work.trainer_group import TrainerGroup
 
 PROGRAM = support_path("distributed/group_program.py")
@@ -134,6 +137,68 @@ def test_a_group_outlives_its_master(tmp_path):
     finally:
         one.process.kill()
         registry.close()
+
+
+class Silences:
+    """Members of a group whose time the test sets, by the calls that they make."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self.service = TrainerGroup(least=2, lost_after=60.0, now=lambda: self.seconds)
+        self.registry = Registry(beside=[self.service])
+        self.clients = [GroupClient(self.registry.address, name) for name in ("one", "two")]
+
+    def close(self):
+        for client in self.clients:
+            client.close()
+        self.registry.close()
+
+    def wait(self, seconds, watching=(), joining=()):
+        """Let time pass, while some watch their round, and some wait for the next one."""
+        for _ in range(seconds):
+            self.seconds += 1.0
+            for client in watching:
+                client.watch(self.service.round)
+            for client in joining:
+                client.join(self.service.round)
+
+
+@pytest.fixture
+def silences():
+    made = Silences()
+    one, two = made.clients
+    assert one.join(0) is None
+    assert two.join(0).members == one.join(0).members == (0, 1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_member_that_falls_silent_is_gone_also_while_it_waits_for_the_next_round(silences, waits):
+    one, two = silences.clients
+    two.watch(1)
+    if waits:
+        assert two.join(1) is None
+    silences.wait(59, watching=[one])
+    assert not one.watch(1).gone
+    silences.wait(2, joining=[one])
+    assert one.join(1).members == (0,)
+    with pytest.raises(RefusedError, match="continued without two") as refused:
+        two.watch(1)
+    assert exit_codes.code_of(refused.value) == exit_codes.TEMPORARY
+
+
+def test_a_master_that_nobody_reached_blames_none_of_them(silences):
+    one, two = silences.clients
+    silences.wait(5, watching=[one, two])
+    silences.seconds += 1000.0
+    assert not one.watch(1).broken
+    assert not two.watch(1).broken
+    silences.seconds += 1000.0
+    silences.wait(59, watching=[one])
+    assert not one.watch(1).gone
+    silences.wait(3, watching=[one])
+    assert one.watch(1).gone == (1,)
 
 
 @given(

@@ -123,6 +123,29 @@ def test_a_process_that_was_taken_for_dead_gets_no_more_tasks(tmp_path):
         assert {each.holder for each in ledger.leases} == {other}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_process_that_was_taken_for_dead_changes_nothing_any_more(tmp_path, restarted):
+    silent, other = "trainer-0 process a", "trainer-1 process b"
+    parts = [["valid", 10]]
+    with serving(tmp_path) as (ledger, work, client):
+        begun = lease(client, other)["leases"]
+        client.call("acknowledge_records", {"holder": other, "done": [[begun[0]["token"], 2]]})
+        work.refuse([silent]) if restarted else work.release_process(silent)
+        before = ledger.state_dict()
+        for method, head in {
+            "restore_position": {"state": None},
+            "take_position": {},
+            "begin_export": {},
+            "begin_evaluation": {"evaluation": 1, "parts": parts, "records_per_task": 5},
+        }.items():
+            with pytest.raises(RefusedError, match="whose tasks others have now") as refused:
+                client.call(method, {"holder": silent, **head})
+            assert refused.value.temporary  # a process that replaces it can go on
+        assert ledger.state_dict() == before
+        client.call("restore_position", {"holder": other, "state": None})
+        assert ledger.position.records == 0
+
+
 @pytest.mark.parametrize("master_died_early", [False, True])
 def test_nothing_is_leased_before_the_work_is_opened(tmp_path, master_died_early):
     if master_died_early:

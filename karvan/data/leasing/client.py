@@ -112,7 +112,12 @@ class WorkClient:
     def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Take part in an evaluation, whose tasks can be leased then; see `Ledger.begin_evaluation`."""
         listed = [list(part) for part in parts]
-        head = {"evaluation": number, "parts": listed, "records_per_task": records_per_task}
+        head = {
+            "holder": self.holder,
+            "evaluation": number,
+            "parts": listed,
+            "records_per_task": records_per_task,
+        }
         self._client.call("begin_evaluation", head)
 
     @contextmanager
@@ -126,12 +131,12 @@ class WorkClient:
 
     def take_position(self) -> str:
         """The ledger's position, for a checkpoint: JSON."""
-        state: str = self._client.call("take_position").head["state"]
+        state: str = self._client.call("take_position", {"holder": self.holder}).head["state"]
         return state
 
     def restore_position(self, state: str | None) -> None:
         """Return to the position of a checkpoint; None: to the beginning. All leases end."""
-        self._client.call("restore_position", {"state": state})
+        self._client.call("restore_position", {"holder": self.holder, "state": state})
         with self._lock:
             self._held.clear()
 

@@ -74,6 +74,11 @@ class ElasticGroup:
         return self._client.member
 
     @property
+    def name(self) -> str:
+        """That of the group, which its trainers share, whoever comes and goes."""
+        return self._client.group
+
+    @property
     def process(self) -> str:
         """Its name at the master."""
         return self._client.process
@@ -102,10 +107,10 @@ class ElasticGroup:
         self._client.settle(self.round.number)
         self.gone = set()
 
-    def leave(self) -> None:
-        """Leave the group for good; the others continue."""
+    def leave(self, within: float | None = None) -> None:
+        """Leave the group for good; the others continue. within: see `GroupClient.leave`."""
         self.channel.leave()
-        self._client.leave()
+        self._client.leave(within)
         self.channel = CollectiveChannel("group")
 
     def dissolve(self) -> None:

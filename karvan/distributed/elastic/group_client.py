@@ -39,13 +39,14 @@ class GroupClient:
         deadline: float = _DEADLINE,
     ) -> None:
         self.process = process
-        self.member = -1  # once it has entered
+        self.member = -1  # until it has entered
+        self.group = ""  # the name of the group, once it has entered
         self._client = Client("master", find, security, calls=GROUP_CALLS, deadline=deadline, forgetful=True)
 
     def enter(self) -> str:
-        """Get a number, `member`; returns the name of the run."""
+        """Get a number, `member`, and the name of the group; returns the name of the run."""
         answer = self._client.call("enter_group", {"process": self.process}).head
-        self.member = answer["member"]
+        self.member, self.group = answer["member"], answer["group"]
         return str(answer["run"])
 
     def join(self, round_number: int, lost: Iterable[int] = ()) -> GroupRound | None:
@@ -66,9 +67,9 @@ class GroupClient:
         """The members of a round have settled what those that are gone have done."""
         self._client.call("settle_group", {"process": self.process, "round": round_number})
 
-    def leave(self) -> None:
-        """Leave the group for good."""
-        self._client.call("leave_group", {"process": self.process})
+    def leave(self, within: float | None = None) -> None:
+        """Leave the group for good. within: seconds in which the master must answer; by default minutes."""
+        self._client.call("leave_group", {"process": self.process}, deadline=within)
 
     def close(self) -> None:
         """Disconnect."""

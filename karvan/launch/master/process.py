@@ -152,6 +152,7 @@ def _services(
             lost_after=_SLOWER_TRAINERS * timing.lost,
             settled=partial(release_all, work),
         )
+        work.refuse(group.gone)
         service = JobService()
         with closing(_registry(folder, spec, timing, state, [work, group, service])) as registry:
             folder.write_master(registry.address)

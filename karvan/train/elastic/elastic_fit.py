@@ -61,6 +61,7 @@ from karvan.train.trainer_view import TrainerView
 
 _log = logging.getLogger("karvan.train")
 
+_GOODBYE = 10.0  # seconds; a master that is out of reach learns of the end of this process by itself
 _IDLE = 0.02  # seconds between two steps without a batch, while others work on the last records of an epoch
 
 
@@ -113,7 +114,7 @@ class ElasticFit(Fit):
                     self._go_on()
             except BaseException:
                 with suppress(Exception):  # the error that ends this trainer is what to report
-                    self._group.leave()
+                    self._group.leave(_GOODBYE)
                 raise
             return self._result
 
@@ -177,7 +178,7 @@ class ElasticFit(Fit):
     def _begin_run(self) -> None:
         """Nobody has the state of training: load the newest checkpoint, or start from the beginning."""
         parts = self._parts
-        self._stack.enter_context(owned_folder(parts.saver.folder, parts.connection))
+        self._own_folder()
         self._first = True
         parts.saver.require_writable()
         resumed = parts.saver.resume(self._load_checkpoint, chosen(self._how.resume))
@@ -221,8 +222,13 @@ class ElasticFit(Fit):
         """This trainer reports, saves and acknowledges from now on."""
         if not self._first:
             self._first = True
-            self._stack.enter_context(owned_folder(self._parts.saver.folder, self._parts.connection))
+            self._own_folder()
             self._open_reports()
+
+    def _own_folder(self) -> None:
+        """Take the folder of checkpoints over from the last trainer that saved, should it still run."""
+        folder, connection = self._parts.saver.folder, self._parts.connection
+        self._stack.enter_context(owned_folder(folder, connection, self._group.name))
 
     def _load(self, saved: Mapping[str, Any], other: bool) -> None:
         parts, counts = self._parts, self._counts

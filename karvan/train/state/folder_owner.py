@@ -10,13 +10,16 @@ from karvan.distributed import Connection
 from karvan.owner import OwnerError, Ownership, own
 
 
-def own_together(folder: Path, connection: Connection) -> Ownership | None:
-    """Own a folder, on all ranks or on none: they all raise an OwnerError if another run does."""
+def own_together(folder: Path, connection: Connection, group: str = "") -> Ownership | None:
+    """Own a folder, on all ranks or on none: they all raise an OwnerError if another run does.
+
+    group: the name of a group of which one trainer after the other may own the folder.
+    """
     owned: Ownership | None = None
     refused: str | None = None
     if connection.rank == 0:
         try:
-            owned = own(folder)
+            owned = own(folder, group)
         except OwnerError as error:
             if connection.world_size == 1:
                 raise
@@ -29,9 +32,9 @@ def own_together(folder: Path, connection: Connection) -> Ownership | None:
 
 
 @contextmanager
-def owned_folder(folder: Path | None, connection: Connection) -> Iterator[None]:
-    """Own the folder of checkpoints, if there is one, while inside."""
-    owned = None if folder is None else own_together(folder, connection)
+def owned_folder(folder: Path | None, connection: Connection, group: str = "") -> Iterator[None]:
+    """Own the folder of checkpoints, if there is one, while inside; see `own_together`."""
+    owned = None if folder is None else own_together(folder, connection, group)
     try:
         yield
     finally:

@@ -157,7 +157,7 @@ def mutual_tls(folder, host="127.0.0.1", *others):
     (folder / "cert").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     (folder / "key").write_bytes(issued.private_key_pem.bytes())
     (folder / "ca").write_bytes(authority.cert_pem.bytes())
-    (folder / "token").write_text("secret")
+    (folder / "token").write_text("secret" * 6)
     (folder / "token").chmod(0o600)
     files = ", ".join(f"{name}: {folder / name}" for name in ("cert", "key", "ca"))
     return f"host: {host}\ntoken_file: {folder / 'token'}\ntls: {{{files}, mutual: true}}\n"

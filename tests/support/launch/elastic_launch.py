@@ -28,7 +28,9 @@ class ElasticLaunch:
         checkpoints=None,
         restarts="max_restarts: 1000\nrestart_window: 1",
         servers=2,
+        server_arguments="[]",
         loaders=0,
+        extra="",
         **settings,
     ):
         self.folder, self.records, self.epochs = folder, records, epochs
@@ -43,9 +45,9 @@ class ElasticLaunch:
         (folder / "job.yaml").write_text(
             f"name: elastic\nentry: {self.program}\nmode: {mode}\nsharding: dynamic\n"
             f"checkpoints: {self.checkpoints}\n{restarts}\n"
-            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: {servers}, threads: 1}}\n"
+            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: {servers}, threads: 1, args: {server_arguments}}}\n"
             f"  loaders: {{replicas: {loaders}, threads: 1}}\n"
-            f"data: {json.dumps(self.data_of_loaders()) if loaders else 'null'}\n"
+            f"data: {json.dumps(self.data_of_loaders()) if loaders else 'null'}\n{extra}"
         )
         self.log = folder / "log"
         self.launch()

@@ -14,13 +14,17 @@ from support_paths import support_path
 
 from karvan.discovery.registry import Registry
 from karvan.job.roles import Role
+from karvan.wire import Security
 from karvan.work.holders import holder_of
 from karvan.work.service import WorkService
 from karvan.work.trainer_group import TrainerGroup
 
 
 class ElasticJob:
-    """A job without a launcher: start trainers by `start`, kill them, wait for the result."""
+    """A job without a launcher: start trainers by `start`, kill them, wait for the result.
+
+    host, server_host: where the master and servers listen. security: the variables of token and TLS that all processes have.
+    """
 
     def __init__(
         self,
@@ -33,9 +37,13 @@ class ElasticJob:
         lost_after=5.0,
         loaders=0,
         loader_program=None,
+        host="127.0.0.1",
+        server_host=None,
+        security=None,
         **settings,
     ):
         self.folder = folder
+        self._host, self._server_host, self._security = host, server_host or host, security or {}
         self.program = support_path(f"train/{program}.py")
         self.records, self.epochs = records, epochs
         self.data, self.notes, self.checkpoints = folder / "data", folder / "notes", folder / "checkpoints"
@@ -65,9 +73,10 @@ class ElasticJob:
         options = {"index": index, "count": count, "registry": self.registry.address}
         command = [sys.executable, "-m", "karvan", "role", "parameter-server"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        command.append(f"--checkpoints={self.checkpoints}")
+        command += [f"--checkpoints={self.checkpoints}", f"--host={self._server_host}"]
+        environment = {**os.environ, **self._security}
         with (self.folder / f"server-{index}.log").open("wb") as output:
-            server = ForkedProgram(command, stdout=output, stderr=subprocess.STDOUT)
+            server = ForkedProgram(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         server.log = self.folder / f"server-{index}.log"
         self.servers.append(server)
 
@@ -104,7 +113,8 @@ class ElasticJob:
             lost_after=self._lost_after,
             settled=self._settled,
         )
-        self.registry = Registry(port=port, beside=[self.work, self.group])
+        security = Security.from_environment(self._security)
+        self.registry = Registry(self._host, port, security, beside=[self.work, self.group])
 
     def _settled(self, processes):
         for process in processes:
@@ -127,6 +137,7 @@ class ElasticJob:
             "KARVAN_PROCESS": f"process{index}",
             "KARVAN_SHARDING": "dynamic",
             "OMP_NUM_THREADS": "1",
+            **self._security,
             **self.settings,
             **{key: str(value) for key, value in settings.items()},
         }

@@ -11,6 +11,7 @@ it is not told who the members are, so it cannot take those who have joined mean
 
 from __future__ import annotations
 
+from karvan.outages import mark
 from karvan.wire import RefusedError
 
 
@@ -32,14 +33,14 @@ class Members:
         """A RefusedError if a member is fenced or abandoned."""
         if member in self._abandoned or member in self.fenced:
             how = "abandoned" if member in self._abandoned else "fenced off"
-            raise RefusedError(
+            raise _left_behind(
                 f"expected a member of the run, got member {member}, which the others have {how}."
             )
 
     def enter_round(self, number: int) -> None:
         """A member has entered a round; a RefusedError if others have entered a newer one."""
         if number < self._round:
-            raise RefusedError(
+            raise _left_behind(
                 f"expected a member of round {self._round}, which the others have entered, got one of round "
                 f"{number}."
             )
@@ -57,3 +58,8 @@ class Members:
         """Refuse them, and forget the member otherwise."""
         self._abandoned.add(member)
         self.fenced.discard(member)
+
+
+def _left_behind(text: str) -> RefusedError:
+    """Temporary: its process was out of reach, and another one may replace it."""
+    return mark(RefusedError(text), True)
