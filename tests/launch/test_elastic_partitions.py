@@ -1,7 +1,7 @@
 """Elastic jobs whose network is interrupted: every record counts once, and nobody waits for ever.
 
-Silence limits are those of launched jobs, a minute for trainers, where `karvan launch` runs the job. Where the
-test has the master in its own process, they are seconds, and nobody kills a trainer that is out of reach.
+Limits of silence are those of launched jobs, a minute for trainers, where `karvan launch` runs the job. Where
+the test has the master in its own process, they are seconds, and nobody kills a trainer that is out of reach.
 """
 
 import subprocess

@@ -1,6 +1,7 @@
 """`karvan launch` of an elastic job whose final values count how often each record was trained."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,8 +32,10 @@ class ElasticLaunch:
         server_arguments="[]",
         loaders=0,
         extra="",
+        environment=None,
         **settings,
     ):
+        self.environment = {**os.environ, **(environment or {})}
         self.folder, self.records, self.epochs = folder, records, epochs
         self.checkpoints = checkpoints or folder / "checkpoints"
         self.data, self.notes = folder / "data", folder / "notes"
@@ -45,7 +48,8 @@ class ElasticLaunch:
         (folder / "job.yaml").write_text(
             f"name: elastic\nentry: {self.program}\nmode: {mode}\nsharding: dynamic\n"
             f"checkpoints: {self.checkpoints}\n{restarts}\n"
-            f"roles:\n  trainers: {section}\n  parameter_servers: {{replicas: {servers}, threads: 1, args: {server_arguments}}}\n"
+            f"roles:\n  trainers: {section}\n"
+            f"  parameter_servers: {{replicas: {servers}, threads: 1, args: {server_arguments}}}\n"
             f"  loaders: {{replicas: {loaders}, threads: 1}}\n"
             f"data: {json.dumps(self.data_of_loaders()) if loaders else 'null'}\n{extra}"
         )
@@ -64,11 +68,16 @@ class ElasticLaunch:
         files = f"{self.data}/*.parquet"
         return {"train": files, "batch_size": 8, "shuffle": 64, "split_records": 24}
 
+    def command(self):
+        """The command that launches the job."""
+        return [sys.executable, "-m", "karvan", "launch", str(self.folder / "job.yaml")]
+
     def launch(self):
         """Start the job, or start it again; its log begins anew."""
-        command = [sys.executable, "-m", "karvan", "launch", str(self.folder / "job.yaml")]
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                self.command(), stdout=output, stderr=subprocess.STDOUT, env=self.environment
+            )
 
     def __enter__(self):
         return self

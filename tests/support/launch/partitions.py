@@ -1,8 +1,8 @@
 """A network namespace whose connection with this machine tests interrupt, and restore.
 
-This machine has two addresses on it, one for the master of a job and one for its servers, so that they can be
-cut off one by one. An address that is cut off does not answer, in neither direction; nobody gets an error from
-the network. A link that is pulled is gone for the programs of the namespace, which get errors at once.
+This machine has two addresses there, one for the master of a job and one for its servers, so that they can be
+cut off one by one. An address that is cut off does not answer, and nobody gets an error from the network. A
+link that is pulled is gone for the programs of the namespace, which get errors at once.
 """
 
 import itertools

@@ -23,7 +23,8 @@ from karvan.work.trainer_group import TrainerGroup
 class ElasticJob:
     """A job without a launcher: start trainers by `start`, kill them, wait for the result.
 
-    host, server_host: where the master and servers listen. security: the variables of token and TLS that all processes have.
+    host, server_host: where the master and servers listen. security: the variables of token and TLS that all
+    processes have.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""elastic_trainer.py in a network namespace: FAR names it and its interface, as NAME/INTERFACE; without, here.
+"""elastic_trainer.py in a network namespace, if FAR names it and its interface, as NAME/INTERFACE.
 
 FAR_TRAINERS: the indices of those trainers that are there, separated by commas; all, if it is not set.
 """
