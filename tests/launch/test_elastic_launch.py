@@ -1,10 +1,7 @@
 """Launched elastic jobs: trainers are killed, come and go; every record counts once, without a rollback."""
 
 import os
-import random
 import signal
-import time
-from contextlib import suppress
 
 import pytest
 from elastic_launch import ElasticLaunch
@@ -51,31 +48,6 @@ def test_a_job_grows_and_shrinks_while_it_runs(tmp_path, capsys):
         assert "expected 1 to 4 trainers, got 5" in capsys.readouterr().err
         text = job.finish()
     assert "Generation 1 begins" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
-@pytest.mark.parametrize("loaders", [0, 2])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_kills_lose_and_double_nothing(tmp_path, mode, loaders, seed):
-    draw = random.Random(seed)
-    with ElasticLaunch(tmp_path, records=4000, trainers="{replicas: 3}", mode=mode, loaders=loaders) as job:
-        job.wait(lambda: job.worlds())
-        for _ in range(14):
-            victims = draw.choices(
-                ["trainer", "parameter-server", "master", "loader"],
-                [6, 1, 1, 4 if loaders else 0],
-                k=draw.choice([1, 1, 2]),
-            )
-            for role in victims:
-                if pids := job.pids(role):
-                    how = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-                    with suppress(ProcessLookupError):
-                        os.kill(draw.choice(pids), signal.SIGKILL if role != "trainer" else how)
-            time.sleep(draw.uniform(0.0, 6.0))
-            if job.process.poll() is not None or list(job.notes.glob("result-*")):
-                break
-        job.finish()
 
 
 @pytest.mark.slow
