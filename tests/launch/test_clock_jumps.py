@@ -11,6 +11,7 @@ from elastic_launch import ElasticLaunch
 from wall_clock import WallClocks
 
 DAY = 86400
+SLOWLY = {"records": 1600, "pause": 0.2}
 NAMES = ["master-0", "trainer-0", "trainer-1", "parameter-server-0", "parameter-server-1"]
 PROGRAM = """
 import sys, threading, time
@@ -61,7 +62,7 @@ def test_the_clocks_of_a_job_jump(tmp_path):
 @pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
 def test_clocks_jump_by_a_day_forward_and_backward(tmp_path, mode, names):
     clocks = WallClocks(tmp_path / "clocks", NAMES)
-    with ElasticLaunch(tmp_path, records=3000, mode=mode, environment=clocks.environment) as job:
+    with ElasticLaunch(tmp_path, **SLOWLY, mode=mode, environment=clocks.environment) as job:
         job.wait_for_world(2)
         for offset in (DAY, -DAY, 3600, 0):
             clocks.set(names, offset)
@@ -77,7 +78,7 @@ def test_clocks_jump_by_a_day_forward_and_backward(tmp_path, mode, names):
 @pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
 def test_trainers_and_masters_that_start_after_a_jump_find_each_other(tmp_path, mode):
     clocks = WallClocks(tmp_path / "clocks", NAMES)
-    with ElasticLaunch(tmp_path, records=3000, mode=mode, environment=clocks.environment) as job:
+    with ElasticLaunch(tmp_path, **SLOWLY, mode=mode, environment=clocks.environment) as job:
         job.wait_for_world(2)
         for offset, role in ((DAY, "trainer"), (-DAY, "master"), (DAY, "master"), (-DAY, "trainer")):
             clocks.set(["master-0", "trainer-1"], offset)

@@ -1,6 +1,7 @@
 """Launched elastic jobs whose processes are killed and stopped at random: every record counts once.
 
-Each run prints what was done to it (`-rP`). Runs are apart from each other: `-n 8` runs eight at a time.
+Each run prints what was done to it (`-rP`), and leaves it in the file `disturbances` of its folder. Runs are
+apart from each other: `-n 8` runs eight at a time.
 """
 
 import re
@@ -12,6 +13,12 @@ from support_paths import support_path
 
 pytestmark = pytest.mark.slow
 KEPT = {"history.jsonl", "master", "work.db", "job.json", "lock", "logs", "outcome.json"}
+
+
+def tell(folder, text):
+    """Say how often a job was disturbed."""
+    print(text)
+    (folder / "disturbances").write_text(text)
 
 
 def check_nothing_is_left(job):
@@ -32,7 +39,7 @@ def test_random_kills_and_stops_lose_and_double_nothing(tmp_path, mode, loaders,
             chaos.run()
             job.finish()
         finally:
-            print(f"mode {mode}, {loaders} loaders, seed {seed}: {chaos}")
+            tell(tmp_path, f"mode {mode}, {loaders} loaders, seed {seed}: {chaos}")
         check_nothing_is_left(job)
 
 
@@ -67,7 +74,7 @@ def test_random_kills_and_stops_change_no_bit(tmp_path, undisturbed, loaders, se
             chaos.run()
             state, rows = job.bits()
         finally:
-            print(f"global_batches, {loaders} loaders, seed {seed}: {chaos}")
+            tell(tmp_path, f"global_batches, {loaders} loaders, seed {seed}: {chaos}")
         check_nothing_is_left(job)
     assert_same(state, undisturbed[0])
     assert rows == undisturbed[1]

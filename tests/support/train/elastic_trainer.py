@@ -4,8 +4,8 @@ Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds 
 a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps, SAVE_SECONDS;
 POISON, records that raise an error, in POISONED=model, loss or transform, or with POISON=all every one;
 HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
-first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives. Every record
-that is evaluated is noted.
+first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives. Every
+record that is evaluated is noted.
 
 In mode async there are also PULL_EVERY; DIE_AT=BATCH,SERVER, which kills the process in the commit of one of
 its batches, after that server has it and before any other does, or before any server has it if that is -1;
