@@ -17,6 +17,7 @@ import threading
 from typing import Any
 
 from karvan.cluster.role_process import RoleSettings
+from karvan.job.master_address import MasterAddress
 from karvan.protocol.registry import GENERATION, REGISTRY_CALLS
 from karvan.wire import Client, RefusedError, Security, WireError
 
@@ -31,7 +32,7 @@ class Generations:
 
     def __init__(
         self,
-        registry: str = "",
+        registry: str | MasterAddress = "",
         security: Security | None = None,
         own: int = 0,
         *,
@@ -76,4 +77,4 @@ class Generations:
 
 def generations_of(settings: RoleSettings) -> Generations:
     """The generations of the service of a process."""
-    return Generations(settings.registry, settings.security, settings.generation)
+    return Generations(settings.master if settings.registry else "", settings.security, settings.generation)

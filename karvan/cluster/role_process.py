@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from karvan.clock import clock
 from karvan.discovery.membership import Membership
 from karvan.job.environment import JobEnvironment
+from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.wire import Security, Server, Service, WireError
 from karvan.wire.security.credentials import reachable
@@ -47,6 +48,7 @@ class RoleSettings:
     port: int = 0
     advertise: str = ""
     registry: str = ""
+    master_address_file: str = ""
     threads: int = 0
     generation: int = 0
     checkpoints: str = ""
@@ -70,6 +72,11 @@ class RoleSettings:
         """Such as "parameter-server 0"."""
         return f"{self.role} {self.index}"
 
+    @property
+    def master(self) -> MasterAddress:
+        """Where the registry is, if there is one."""
+        return MasterAddress(self.registry, self.master_address_file)
+
     @classmethod
     def from_environment(cls, role: Role, environment: Mapping[str, str] | None = None) -> RoleSettings:
         """Read the variables; an error names the variable."""
@@ -82,6 +89,7 @@ class RoleSettings:
             port=job.port,
             advertise=job.advertise,
             registry=job.registry,
+            master_address_file=job.master_address_file,
             threads=job.threads or 0,
             generation=job.generation,
             checkpoints=job.checkpoints,
@@ -160,7 +168,7 @@ def _join(settings: RoleSettings, address: str, ended: threading.Event) -> Membe
     while not ended.is_set():
         try:
             return Membership(
-                settings.registry,
+                settings.master,
                 settings.role,
                 settings.index,
                 address,

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from karvan.clock import clock
 from karvan.job.environment import JobEnvironment, addresses_variable
+from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.wire.client import Client
@@ -54,9 +55,9 @@ class Addresses(Protocol):
 
 
 class Directory:
-    """Asks the registry at "host:port"; waits for processes that have not registered yet, or are lost."""
+    """Asks the registry at "host:port", which may move; waits for processes that are not there, or lost."""
 
-    def __init__(self, registry: str, security: Security | None = None) -> None:
+    def __init__(self, registry: str | MasterAddress, security: Security | None = None) -> None:
         self._registry = registry
         self._security = security
         self._lock = threading.Lock()
@@ -149,9 +150,7 @@ def directory_from_environment(
     """The registry that the environment names, or else the addresses that it lists."""
     job = JobEnvironment.read(environment)
     if job.registry:
-        return Directory(
-            job.registry, Security.from_environment(environment) if security is None else security
-        )
+        return Directory(job.master, Security.from_environment(environment) if security is None else security)
     addresses = {role: job.addresses_of(role) for role in _LISTENING}
     if not any(addresses.values()):
         names = ", ".join(map(addresses_variable, _LISTENING))
@@ -165,7 +164,7 @@ def find_role(
     """A directory of a role's processes, and their number: of these addresses, or as the environment says."""
     job = JobEnvironment.read()
     if addresses is None and job.registry:
-        return Directory(job.registry, security), job.count_of(role) or 0
+        return Directory(job.master, security), job.count_of(role) or 0
     if addresses is None:
         addresses = job.addresses_of(role)
     return StaticDirectory({role: addresses}), len(addresses)

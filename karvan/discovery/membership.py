@@ -15,6 +15,7 @@ from typing import Any
 
 from karvan.activity import activity, dump_stacks_on_signal
 from karvan.job.environment import JobEnvironment
+from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.protocol.registry import REGISTRY_CALLS
 from karvan.wire.client import Client
@@ -31,13 +32,14 @@ class Membership:
     """This process's entry in the registry, until `leave`.
 
     Registers at once; a registry that cannot be reached for `patience` seconds is a WireError, one that
-    refuses this process a RefusedError. Later, it waits for a registry that is unreachable.
+    refuses this process a RefusedError. Later, it waits for a registry that is unreachable, and looks for one
+    that moves.
     generation: the job's, when this process was started. beat: seconds between two heartbeats.
     """
 
     def __init__(
         self,
-        registry: str,
+        registry: str | MasterAddress,
         role: Role,
         index: int,
         address: str,
@@ -125,5 +127,5 @@ def member_from_environment(role: Role) -> Membership | None:
     if not job.registry or job.role != role:
         return None
     return Membership(
-        job.registry, role, job.index, socket.gethostname(), Security.from_environment(), job.generation
+        job.master, role, job.index, socket.gethostname(), Security.from_environment(), job.generation
     )

@@ -466,7 +466,7 @@ def _open_group(settings: ConnectionSettings) -> ElasticGroup:
 
     job = JobEnvironment.read()
     process = holder_of(Role.TRAINER, job.index, job.process or secrets.token_hex(8))
-    client = GroupClient(job.registry, process, Security.from_environment())
+    client = GroupClient(job.master, process, Security.from_environment())
     store = launched_store(settings.timeout)
     group = ElasticGroup(client, store, transport=settings.transport, timeout=settings.timeout)
     atexit.register(group.close)

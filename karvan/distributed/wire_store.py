@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from karvan.clock import clock
 from karvan.job.environment import JobEnvironment
+from karvan.job.master_address import MasterAddress
 from karvan.protocol.rendezvous import RENDEZVOUS_CALLS, pack_values, unpack_values
 from karvan.torch_internals import Store
 from karvan.wire import Array, Client, Message, Security, WireError
@@ -47,7 +48,11 @@ class WireStore(Store):
     timeout: timedelta  # torch's; `set_timeout` changes it
 
     def __init__(
-        self, registry: str, generation: int, security: Security | None = None, timeout: float = 300.0
+        self,
+        registry: str | MasterAddress,
+        generation: int,
+        security: Security | None = None,
+        timeout: float = 300.0,
     ) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=timeout))
@@ -178,4 +183,4 @@ class WireStore(Store):
 def launched_store(timeout: float) -> WireStore:
     """The store of the job that has launched this trainer, as the environment says."""
     job = JobEnvironment.read()
-    return WireStore(job.registry, job.generation, Security.from_environment(), timeout)
+    return WireStore(job.master, job.generation, Security.from_environment(), timeout)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from karvan.former_names import VARIABLES
+from karvan.job.master_address import MasterAddress
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
 
@@ -37,7 +38,8 @@ class JobEnvironment:
 
     data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. advertise: the host by
     which other processes reach this one. *_addresses: "host:port" by index, for jobs without a registry.
-    process: a random id of this process. jobs: the folder of all launched jobs of a user.
+    process: a random id of this process. master_address_file: see `MasterAddress`. jobs: the folder of all
+    launched jobs of a user.
     """
 
     # Set by the launcher.
@@ -46,6 +48,7 @@ class JobEnvironment:
     index: int = 0
     count: int = 1
     registry: str = ""
+    master_address_file: Verbatim = ""
     generation: int = 0
     process: str = ""
     mode: str = ""
@@ -105,6 +108,11 @@ class JobEnvironment:
         """What to set for a process so that `read` gives the same there."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {variable(name): _text(value) for name, value in values if value not in (None, "", ())}
+
+    @property
+    def master(self) -> MasterAddress:
+        """Where the master is, which has the registry; only if there is a registry."""
+        return MasterAddress(self.registry, self.master_address_file)
 
     def count_of(self, role: Role) -> int | None:
         """How many processes of a role the job has, if a launcher has said so."""

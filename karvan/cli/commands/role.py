@@ -9,7 +9,7 @@ import typer
 
 from karvan.cli.errors import DAMAGED, OK, TEMPORARY, USAGE, CommandError, code_of
 from karvan.cli.output import help_of
-from karvan.job.environment import set_variables
+from karvan.job.environment import set_variables, variable
 from karvan.system_limits import require_limits
 
 
@@ -89,6 +89,8 @@ def role(
         "tls_ca": tls_ca,
         "tls_mutual": tls_mutual,
     }
+    if registry is not None:
+        os.environ.pop(variable("master_address_file"), None)  # of another registry
     set_variables(os.environ, options)  # so that all parts of the role see the same settings
     require_limits(2)  # the number of its peers is not known yet
     return _run(name)

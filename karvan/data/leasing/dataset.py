@@ -32,6 +32,7 @@ from karvan.data.loading.splits import default_split_records
 from karvan.data.read import open_data
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.job.environment import JobEnvironment
+from karvan.job.master_address import MasterAddress
 from karvan.ragged import Batch, Entry
 from karvan.wire import Security
 from karvan.work.holders import holder_of
@@ -62,7 +63,7 @@ class ElasticDataset(torch.utils.data.IterableDataset[LeasedBatch]):
         data: Any,
         batch_size: int,
         *,
-        master: str,
+        master: str | MasterAddress,
         open_arguments: Mapping[str, Any],
         shuffle: bool,
         seed: int,
@@ -223,8 +224,8 @@ def elastic(
     """
     check_counts(1, batch_size=batch_size, epochs=epochs, records_per_task=records_per_task)
     check_counts(1, most_tries=most_tries, workers=workers, prefetch=prefetch)
-    address = JobEnvironment.read().registry if master is None else master
-    if not address:
+    job = JobEnvironment.read()
+    if not (job.registry if master is None else master):
         raise ValueError(
             "kv.data.elastic leases its records from a master, but there is none: start one with `karvan "
             "role master --checkpoints FOLDER`, and pass its address as master=, or in KARVAN_REGISTRY."
@@ -240,7 +241,7 @@ def elastic(
     return ElasticDataset(
         data,
         batch_size,
-        master=address,
+        master=job.master if master is None else master,
         open_arguments=open_arguments,
         shuffle=shuffle,
         seed=seed,

@@ -86,6 +86,9 @@ class Engine(Protocol):
     ) -> Handle:
         """Take over a process that an earlier master started, by the `record` of its handle.
 
+        The environment of the process is as if it were started now. The variables of a process that runs do
+        not change, but where a master may be restarted on another machine, the engine tells it the address.
+
         The record is empty if that master died while it started the process, which then may or may not run.
         `ended` is called as in `start`, also if the process has ended in the meantime; if its exit code is
         unknown, with minus SIGKILL.

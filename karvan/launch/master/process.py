@@ -4,8 +4,8 @@ It serves the registry, the leased work and the calls about the job at one addre
 processes. All that it must not lose is in files: the supervisor's state, the trainers' rendezvous keys, and
 the ledger of work, which is in the folder of checkpoints if the job has one. Its keeper restarts a master
 that dies. The next one listens at the same address, takes over the lease of the folder of checkpoints, and
-adopts the processes. Two masters exclude each other by a lock in the run folder, by that lease, and by the
-ledger's lock.
+adopts the processes. On another machine it has another address, of which its engine tells them. Two masters
+exclude each other by a lock in the run folder, by that lease, and by the ledger's lock.
 
 What it prints is the log of the job: a line of a process is `NAME | line`. Lines of the name `job` are for
 programs: JSON with the state of the job, and in the end how it has ended.
@@ -71,7 +71,6 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
         stack.enter_context(logs.warnings())
         owner = stack.enter_context(_owned(spec, job["owner"]))
         folder.remove_earlier_runs()
-        before = folder.master()
         timing = Timing(**job["timing"])
         services = stack.enter_context(_services(folder, spec, timing, state))
         work, group, service, registry = services
@@ -82,7 +81,6 @@ def run(folder: RunFolder, signals: MasterSignals) -> JobOutcome:
             work=work,
             group=group,
             state=state,
-            moved=before is not None and before["address"] != registry.address,
             started=lambda: logs.announce({"state": "running"}),
         )
         service.supervise(supervisor, registry, work)
@@ -188,7 +186,7 @@ def _registry(
             )
         except ListenError as error:
             if elsewhere and port != spec.registry_port:
-                port = spec.registry_port  # no process looks for the master on this machine
+                port = spec.registry_port  # processes are told the address on another machine in any case
             elif time.monotonic() > until:
                 raise MasterError(str(error), TEMPORARY) from error
             time.sleep(0.1)

@@ -175,7 +175,6 @@ class Supervisor:
     work: WorkView = field(default_factory=NoWork)
     group: GroupView = field(default_factory=NoGroup)
     state: JobState = field(default_factory=JobState)
-    moved: bool = False  # whether processes that the last master started do not find this one
     started: Callable[[], None] = lambda: None  # called when all processes were started
     generation: int = field(default=0, init=False)
 
@@ -412,12 +411,6 @@ class Supervisor:
                 member.handle.resume()  # the last master may have died while the job was suspended
                 adopted.append(member.name)
         self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
-        if self.moved:
-            self.logs.say(
-                f"It is now at {self.registry.address}, where others do not find it: all are restarted."
-            )
-            kill(self._members)
-            self._rollback = now
         for member in self._members:
             pending = member.code is not None and member.due is None and self._rollback is None
             if pending and member.code is not None and self._outcome is None:

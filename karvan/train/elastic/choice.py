@@ -51,7 +51,7 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
             "sharding: dynamic come and go: expected neither."
         )
     job = JobEnvironment.read()
-    client = WorkClient(job.registry, connection.group.process, Security.from_environment())
+    client = WorkClient(job.master, connection.group.process, Security.from_environment())
     given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
     if not connection.settings.mode.dense_on_servers:

@@ -19,6 +19,8 @@ from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.needs import Needs
 
 INTERRUPTED = ("try: time.sleep(1000)", "except KeyboardInterrupt as error: print(repr(error))")
+MASTER = "return open(os.environ['KARVAN_MASTER_ADDRESS_FILE']).read()"
+MOVED = "second:22"
 SLEEP = ("import time", "print('ready')", "time.sleep(1000)")
 
 
@@ -30,19 +32,21 @@ def actor_of(run):
 def test_output_exit_codes_kills_and_adoption(make_ray, start_on, output, tmp_path):
     """What others test in detail, in as few processes as possible: each takes Ray seconds to start."""
     waits = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
-    ending = start_on(make_ray(), "import os, time", "print('first')", waits, "print('last')", "os._exit(7)")
+    code = ["import os, time", f"def master(): {MASTER}", "print(master())", waits, "print(master())"]
+    there = {"KARVAN_REGISTRY": "first:1"}
+    ending = start_on(make_ray(), *code, "os._exit(7)", environment=there)
     killed = start_on(make_ray(), *FAMILY, index=1)
     everybody = family_of(killed)
     killed.handle.kill()
     assert killed.end() == -9
     assert not any(map(is_alive, everybody))
-    assert ending.first_line() == "first"
+    assert ending.first_line() == "first:1"
     adopted = Adopted(make_ray(), output, ending.handle.record, index=2)
     wait_until(lambda: adopted.handle.pid == ending.handle.pid, "the same process")
     (tmp_path / "go").touch()
     codes = {ending.end(), adopted.end()}
     assert codes in ({7}, {7, -9})  # whoever has its code first ends the actor
-    assert "last" in ending.lines + adopted.lines
+    assert MOVED in ending.lines + adopted.lines  # the process knows the address of the later master
 
 
 @pytest.mark.slow
@@ -200,7 +204,9 @@ class Adopted(Run):
     """A process of an earlier master."""
 
     def __init__(self, engine, output, record, index=0):
-        super().__init__(self, output, index=index, environment={"KARVAN_PROCESS": "driven"})
+        super().__init__(
+            self, output, index=index, environment={"KARVAN_PROCESS": "driven", "KARVAN_REGISTRY": MOVED}
+        )
         self.handle = engine.adopt(self.process, record, self.note)
 
     def start(self, process, ended):

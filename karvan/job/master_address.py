@@ -1,0 +1,36 @@
+"""`MasterAddress`: where the master of a job is, which has its registry and its leased work.
+
+A master that is restarted on another machine has another address. Its engine leaves that in the *master
+address file* of every process that runs (KARVAN_MASTER_ADDRESS_FILE). Clients call a `MasterAddress` at every
+attempt to connect, so they find the master again after the connection to the last one was lost or refused.
+The file says only where to look: the token of the job, and its TLS, say who the master is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class MasterAddress:
+    """An address "host:port" that may change; called, it says the present one.
+
+    first: that with which the process was started. file: the path of its master address file, or "".
+    """
+
+    first: str
+    file: str = ""
+
+    def __call__(self) -> str:
+        """What the file says; the first address without one, or if there is nothing to read in it."""
+        if not self.file:
+            return self.first
+        try:
+            lines = Path(self.file).read_text().splitlines()
+        except (OSError, UnicodeDecodeError):  # with its engine, which ends this process, too
+            return self.first
+        return lines[0].strip() if lines and lines[0].strip() else self.first
+
+    def __str__(self) -> str:
+        return self()
