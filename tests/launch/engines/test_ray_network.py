@@ -2,18 +2,17 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack
 
 import pytest
 from chaos_helpers import mutual_tls
 from engine_helpers import HAS_RAY, NEEDS_RAY
-from launch_helpers import PATIENCE
-from ray_jobs import DetachedJob, karvan
+from launch_helpers import PATIENCE, wait_until
+from ray_jobs import DetachedElasticJob, DetachedJob, karvan
 from support_paths import support_path
-from two_machines import can_make_namespaces, two_machines
+from two_machines import can_make_namespaces, kill_far, launched_far, one_more_node, two_machines
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,7 +73,7 @@ def test_a_process_on_another_machine_has_the_code_the_secrets_and_an_address_of
 
 
 def test_a_job_survives_the_machine_on_which_it_was_launched(tmp_path, monkeypatch):
-    """The master is restarted on the other machine, where no process would find it: all go back."""
+    """The master is restarted on the other machine, and a server there too, so that all trainers go back."""
     (hidden := tmp_path / "hidden").mkdir()
     number = os.getpid() % 250
     here, there = f"10.77.{number}.1", f"10.77.{number}.2"
@@ -82,17 +81,61 @@ def test_a_job_survives_the_machine_on_which_it_was_launched(tmp_path, monkeypat
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         tls = mutual_tls(tmp_path, there, here)
-        launched = ["ip", "netns", "exec", f"kv{number}"]
-        with DetachedJob(tmp_path, extra=tls, address=address, before=launched) as job:
+        with DetachedJob(tmp_path, extra=tls, address=address, before=launched_far(number)) as job:
             first = job.master()
             assert job.run_folder.master()["address"].startswith(f"{there}:")
             job.wait_for_step(7, 150)
-            everybody = subprocess.check_output(["ip", "netns", "pids", f"kv{number}"], text=True).split()
-            assert str(first) in everybody
-            for pid in everybody:
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            assert first in kill_far(number)
             job.wait_for_master(first)
             assert job.run_folder.master()["address"].startswith(f"{here}:")
-            assert f"It is now at {here}:" in karvan("logs", "chaos")
             job.finish()
+
+
+def test_trainers_continue_when_the_machine_of_the_master_dies(tmp_path, monkeypatch):
+    """Those on the other machine find the master there, and so does the server, which has its rows."""
+    for name in ("hidden", "temporary"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # paths of sockets are short
+    number = os.getpid() % 250
+    here, there = f"10.77.{number}.1", f"10.77.{number}.2"
+    with ExitStack() as stack:
+        address, _, environment = stack.enter_context(two_machines(tmp_path, tmp_path / "hidden", number))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        where = {"trainers": {"room": 1}, "parameter_servers": {"near": 0.1}}
+        job = stack.enter_context(
+            DetachedElasticJob(
+                tmp_path,
+                extra=mutual_tls(tmp_path, there, here),
+                address=address,
+                before=launched_far(number),
+                servers=1,
+                trainers={"min": 1, "max": 3},
+                resources=where,
+            )
+        )
+        job.wait(lambda: job.reached(2, 3))
+        first, [server] = job.master(), job.pids("parameter-server")
+        assert job.run_folder.master()["address"].startswith(f"{there}:")
+        trainers = set(job.pids("trainer"))
+        dead = trainers.intersection(lost := kill_far(number))
+        near = trainers - dead
+        assert first in lost
+        assert (len(dead), len(near)) == (1, 2)
+        job.wait_for_restart(first)
+        assert job.run_folder.master()["address"].startswith(f"{here}:")
+        stack.enter_context(one_more_node(tmp_path, address, environment, room=1))
+        job.wait(lambda: job.reached(5, 3))
+        assert near < set(job.pids("trainer"))
+        assert job.pids("parameter-server") == [server]
+        job.finish()
+        job.check_records()
+        said = karvan("logs", "chaos")
+        assert "; the others continue, and it is restarted." in said
+        assert "all trainers" not in said  # nobody went back
+        assert {path.name for path in (tmp_path / "notes").glob("result-*")} >= {
+            f"result-{pid}" for pid in near
+        }
+        wait_until(lambda: not list((tmp_path / "temporary").glob("karvan-*")), "no file to be left")
+        assert sorted(path.name for path in job.run_folder.shared.iterdir()) == ["logs", "outcome.json"]

@@ -19,6 +19,7 @@ from support_paths import support_path
 
 from karvan.launch.run_folder import RunFolder
 
+LONG = "master_timeout: 300\n"  # a busy machine is slow
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer", "master")
 
 
@@ -29,23 +30,28 @@ def parent_of(pid):
 class RayJob(LaunchedJob):
     """A job whose roles run on the nodes that have some resource; without an address, on its own cluster.
 
-    before: words before the command that launches it.
+    before: words before the command that launches it. resources: of the roles, by their names in a job.yaml,
+    if they differ.
     """
 
     needs = 0.01  # of the resource, for each process
 
-    def __init__(self, folder, *arguments, address=None, resource=None, options=(), before=(), **more):
+    def __init__(
+        self, folder, *arguments, address=None, resource=None, resources=None, options=(), before=(), **more
+    ):
         self._before = before
         self._options = [*options, *([] if address is None else ["--address", address])]
         self._resource = resource
+        self._resources = resources or {}
         super().__init__(folder, *arguments, **more)
 
     def start(self, command):
         path = self.folder / "job.yaml"
         job = yaml.safe_load(path.read_text())
-        for name, section in job["roles"].items() if self._resource else ():
+        of_all = {self._resource: self.needs} if self._resource else {}
+        for name, section in job["roles"].items():
             section = section if isinstance(section, dict) else {"replicas": section}
-            job["roles"][name] = {**section, "resources": {self._resource: self.needs}}
+            job["roles"][name] = {**section, "resources": self._resources.get(name, of_all)}
         path.write_text(yaml.safe_dump(job))
         self.command = [*self._before, *command, "--engine", "ray", *self._options]
         return super().start(self.command)
@@ -73,14 +79,8 @@ def karvan(*arguments):
     return subprocess.check_output([sys.executable, "-m", "karvan", *map(str, arguments)], text=True)
 
 
-class DetachedJob(RayJob):
-    """A job whose launcher has ended; it continues when all other processes are gone."""
-
-    def __init__(self, folder, extra="", **more):
-        extra += "master_timeout: 300\n"  # a busy machine is slow
-        super().__init__(folder, "sync", 1, pause=1.0, extra=extra, options=["--detach"], **more)
-        assert self.process.wait(150) == 0, self.log.read_text()
-        self.wait_for_step(2, 150)
+class Detached:
+    """A job whose launcher has ended."""
 
     @property
     def run_folder(self):
@@ -89,27 +89,44 @@ class DetachedJob(RayJob):
     def master(self):
         return self.run_folder.master()["pid"]
 
-    def wait_for_master(self, before):
-        """Wait until another process is the master, and training continues."""
-        wait_until(lambda: self.master() not in (before, None), "another master", 150)
-        wait_until(lambda: self.restarts() > 0, "it to say so", 150)
-        self.wait_for_step(self.step() + 3, 150)
-
     def restarts(self):
         return karvan("logs", "chaos").count("The master was restarted")
+
+    def wait_for_restart(self, before):
+        """Wait until another process is the master."""
+        wait_until(lambda: self.master() not in (before, None), "another master", 150)
+        wait_until(lambda: self.restarts() > 0, "it to say so", 150)
 
     def finish(self):
         (self.folder / "notes" / "hurry").touch()
         wait_until(lambda: self.run_folder.outcome(), "the end", 150)
         assert self.run_folder.outcome()["code"] == 0, karvan("logs", "chaos")
-        times, _ = self.records()
-        np.testing.assert_array_equal(times, 1)
         wait_until(lambda: self.left() == [], "all processes to end")
 
     def __exit__(self, *exception):
         if self.run_folder.outcome() is None:
             subprocess.run([sys.executable, "-m", "karvan", "stop", "chaos", "--now"], check=False)
         super().__exit__(*exception)
+
+
+class DetachedJob(Detached, RayJob):
+    """One that continues when all other processes are gone."""
+
+    def __init__(self, folder, extra="", **more):
+        extra += LONG
+        super().__init__(folder, "sync", 1, pause=1.0, extra=extra, options=["--detach"], **more)
+        assert self.process.wait(150) == 0, self.log.read_text()
+        self.wait_for_step(2, 150)
+
+    def wait_for_master(self, before):
+        """Wait until another process is the master, and training continues."""
+        self.wait_for_restart(before)
+        self.wait_for_step(self.step() + 3, 150)
+
+    def finish(self):
+        super().finish()
+        times, _ = self.records()
+        np.testing.assert_array_equal(times, 1)
 
 
 class ElasticRayJob(RayJob):
@@ -166,8 +183,11 @@ class ElasticRayJob(RayJob):
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until, self.log.read_text()
-            assert self.process.poll() is None, self.log.read_text()
+            assert self.is_running(), self.log.read_text()
             time.sleep(0.02)
+
+    def is_running(self):
+        return self.process.poll() is None
 
     def check_records(self):
         """Every record was trained once in every epoch."""
@@ -177,3 +197,14 @@ class ElasticRayJob(RayJob):
             assert result["times"] == [float(self.epochs)] * self.records_count
             if self.servers:
                 assert result["rows"] == [float(self.epochs)] * self.records_count
+
+
+class DetachedElasticJob(Detached, ElasticRayJob):
+    """Trainers that lease their records, whose launcher has ended."""
+
+    def __init__(self, folder, extra="", **more):
+        super().__init__(folder, extra=f"{extra}{LONG}", options=["--detach"], **more)
+        assert self.process.wait(150) == 0, self.log.read_text()
+
+    def is_running(self):
+        return self.run_folder.outcome() is None

@@ -1,10 +1,12 @@
 """A Ray cluster of two machines: this one, and a network namespace that does not see some folder."""
 
+import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from engine_helpers import token_settings
@@ -57,10 +59,57 @@ def node(command, log, environment):
         process.wait()
 
 
+COMMON = ["--num-cpus=16", f"--object-store-memory={STORE}", "--block", "--disable-usage-stats"]
+
+
+def join(address, ip_address, **resources):
+    """The command of a node that joins a cluster, at an address of its own."""
+    return [
+        *(RAY, "start", f"--address={address}", f"--node-ip-address={ip_address}", *COMMON),
+        f"--resources={json.dumps(resources)}",
+    ]
+
+
+@contextmanager
+def one_more_node(folder, address, environment, **resources):
+    """A node of this machine, beside its first one."""
+    host = address.partition(":")[0]
+    with node(join(address, host, **resources), folder / "more.log", environment):
+        wait_until(lambda: "Ray runtime started" in (folder / "more.log").read_text(), "the node")
+        yield
+
+
+def launched_far(number):
+    """Words before a command that runs it on the second machine, where Ray does not see the first one."""
+    [first] = _raylets(f"10.77.{number}.1")
+    hide = f'mount -t tmpfs none /proc/{first} && exec "$@"'
+    return ["ip", "netns", "exec", f"kv{number}", "unshare", "-m", "sh", "-c", hide, "sh"]
+
+
+def _raylets(address):
+    """The process ids of raylets at an address."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            program, *words = path.read_text(errors="replace").split("\0")
+            if program.endswith("/raylet") and f"--node_ip_address={address}" in words:
+                found.append(path.parent.name)
+    return found
+
+
+def kill_far(number):
+    """Kill all processes of the second machine; their ids."""
+    pids = [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", f"kv{number}"]).split()]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids
+
+
 @contextmanager
 def two_machines(folder, hidden, number):
     """The address of the cluster, that of its second machine, which has the resource `far`, and the
-    environment of programs that connect to it.
+    environment of programs that connect to it. Of the resource `room`, the first one has 2, the other 1.
 
     The cluster has a token of its own: all its processes must have the same, and it is not that of the user.
     """
@@ -70,21 +119,15 @@ def two_machines(folder, hidden, number):
     environment = {**os.environ, **token_settings(token)}
     here, there = f"10.77.{number}.1", f"10.77.{number}.2"
     address = f"{here}:6390"
-    common = ["--num-cpus=16", f"--object-store-memory={STORE}", "--block", "--disable-usage-stats"]
     head = [RAY, "start", "--head", f"--node-ip-address={here}", "--port=6390", "--include-dashboard=false"]
-    join = [RAY, "start", f"--address={address}", f"--node-ip-address={there}", '--resources={"far": 1}']
+    head += [*COMMON, '--resources={"near": 1, "room": 2}', f"--ray-client-server-port={20000 + number}"]
     without = f'mount -t tmpfs none "{hidden}" && exec "$@"'
     elsewhere = ["ip", "netns", "exec", f"kv{number}", "unshare", "-m", "sh", "-c", without, "sh"]
+    far = [*elsewhere, *join(address, there, far=1, room=1)]
     with ExitStack() as stack:
         stack.enter_context(namespace(f"kv{number}", here, there))
-        stack.enter_context(
-            node(
-                [*head, *common, f"--ray-client-server-port={20000 + number}"],
-                folder / "head.log",
-                environment,
-            )
-        )
+        stack.enter_context(node(head, folder / "head.log", environment))
         wait_until(lambda: "Ray runtime started" in (folder / "head.log").read_text(), "the head")
-        stack.enter_context(node([*elsewhere, *join, *common], folder / "node.log", environment))
+        stack.enter_context(node(far, folder / "node.log", environment))
         wait_until(lambda: "Ray runtime started" in (folder / "node.log").read_text(), "the node")
         yield address, there, environment
