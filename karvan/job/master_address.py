@@ -8,6 +8,8 @@ The file says only where to look: the token of the job, and its TLS, say who the
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +30,27 @@ class MasterAddress:
             return self.first
         try:
             lines = Path(self.file).read_text().splitlines()
-        except (OSError, UnicodeDecodeError):  # with its engine, which ends this process, too
+        except (OSError, UnicodeDecodeError):  # the engine has removed it, since this process is to end
             return self.first
         return lines[0].strip() if lines and lines[0].strip() else self.first
 
     def __str__(self) -> str:
         return self()
+
+
+def make_master_address(path: Path, address: str) -> None:
+    """Make a master address file, for this user only."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    change_master_address(path, address)
+
+
+def change_master_address(path: Path, address: str) -> None:
+    """Write another address into the file, if it exists and there is one.
+
+    In place, so that nothing appears in a folder that is just being removed.
+    """
+    with suppress(FileNotFoundError):
+        if address:
+            with path.open("r+b") as file:
+                file.write(f"{address}\n".encode())
+                file.truncate()

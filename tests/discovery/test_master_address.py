@@ -7,13 +7,13 @@ import pytest
 
 from karvan.cluster.generations import Generations
 from karvan.data.leasing.client import WorkClient
-from karvan.discovery.directory import Directory, directory_from_environment
+from karvan.discovery.directory import Directory
 from karvan.discovery.membership import Membership
 from karvan.discovery.registry import Registry
 from karvan.distributed.elastic.group_client import GroupClient
 from karvan.distributed.wire_store import WireStore
-from karvan.job.master_address import MasterAddress
-from karvan.launch.engines.ray.private_files import PrivateFile
+from karvan.job.environment import JobEnvironment
+from karvan.job.master_address import MasterAddress, change_master_address, make_master_address
 from karvan.wire import Security, WireError
 from karvan.work.service import WorkService
 from karvan.work.spec import WorkSpec
@@ -35,8 +35,8 @@ def master(folder):
 def test_clients_that_wait_for_a_master_find_it_at_its_new_address(tmp_path):
     with ExitStack() as stack:
         with master(tmp_path) as first:
-            file = PrivateFile("address", first.address.encode())
-            address = MasterAddress(first.address, file.path)
+            make_master_address(path := tmp_path / "address", first.address)
+            address = MasterAddress(first.address, str(path))
             directory = stack.enter_context(closing(Directory(address, SECRET)))
             store = stack.enter_context(closing(WireStore(address, 1, SECRET, timeout=60.0)))
             group = stack.enter_context(closing(GroupClient(address, "trainer", SECRET)))
@@ -59,7 +59,7 @@ def test_clients_that_wait_for_a_master_find_it_at_its_new_address(tmp_path):
             ]
             assert second.address != first.address == str(address)
             assert not any(answer.done() for answer in answers)
-            file.write(second.address.encode())
+            change_master_address(path, second.address)
             assert str(address) == second.address
             assert [answer.result(60) for answer in answers] == ["h:1", 4, run, [], 1]
             assert second.healthy("parameter-server", 0)
@@ -68,8 +68,8 @@ def test_clients_that_wait_for_a_master_find_it_at_its_new_address(tmp_path):
 
 def test_a_master_that_does_not_move_is_waited_for_no_longer_than_without_a_file(tmp_path):
     with master(tmp_path) as first:
-        file = PrivateFile("address", first.address.encode())
-        address = MasterAddress(first.address, file.path)
+        make_master_address(path := tmp_path / "address", first.address)
+        address = MasterAddress(first.address, str(path))
     with pytest.raises(WireError, match=r"expected to answer 'members' within 0\.3 s"):
         Directory(address, SECRET).find("trainer", 0, 0.3)
     with pytest.raises(WireError, match=r"within 0\.3 s"):
@@ -77,14 +77,18 @@ def test_a_master_that_does_not_move_is_waited_for_no_longer_than_without_a_file
 
 
 def test_the_first_address_counts_until_there_is_another(tmp_path):
-    assert MasterAddress("a:1")() == "a:1"
-    (path := tmp_path / "file").write_text("")
-    for file in (path, tmp_path / "missing"):
-        assert MasterAddress("a:1", str(file))() == "a:1"
-    path.write_bytes(b"\xff")
-    assert MasterAddress("a:1", str(path))() == "a:1"
-    path.write_text("b:2\n")
-    assert MasterAddress("a:1", str(path))() == "b:2"
+    path, missing = tmp_path / "file", tmp_path / "missing"
+    address = MasterAddress("a:1", str(path))
+    for content in (b"", b"\n", b"\xff"):
+        path.write_bytes(content)
+        assert address() == "a:1"
+    for at in ("a.long.name:12345", "b:2"):
+        make_master_address(path, at)
+        assert address() == str(address) == at
+    change_master_address(path, "")
+    assert address() == "b:2"
+    change_master_address(missing, "c:3")
+    assert not missing.exists()
+    assert MasterAddress("a:1", str(missing))() == MasterAddress("a:1")() == "a:1"
     environment = {"KARVAN_REGISTRY": "a:1", "KARVAN_MASTER_ADDRESS_FILE": str(path)}
-    with closing(directory_from_environment(environment)) as directory:
-        assert str(directory._registry) == "b:2"
+    assert JobEnvironment.read(environment).master == address

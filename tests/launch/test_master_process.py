@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launch_helpers import Launched, is_alive, keepers_in, wait_until
@@ -63,22 +65,29 @@ def test_a_killed_master_continues_with_the_same_processes_and_at_the_same_addre
     assert left(job) == LEFT
 
 
-def test_a_master_that_is_at_another_address_restarts_everybody(tmp_path):
-    """As on another machine: processes look for it at the address of the one before."""
+def test_a_master_that_is_at_another_address_tells_everybody(tmp_path):
+    """As on another machine: the variables of processes have the address of the one before."""
     with Launched(tmp_path, ROLES) as job:
         started = job.wait_for("start", "", COUNT)
         before = job.master()
         path = job.run_folder / "master.json"
+        files = [Path(each["env"]["KARVAN_MASTER_ADDRESS_FILE"]) for each in started]
+        first = json.loads(path.read_text())["address"]
+        assert [each["env"]["KARVAN_REGISTRY"] for each in started] == [first] * COUNT
+        assert [file.read_text() for file in files] == [f"{first}\n"] * COUNT
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
         path.write_text(json.dumps({"address": "127.0.0.2:1", "pid": before}))
         os.kill(before, signal.SIGKILL)
-        again = job.wait_for("start", "", 2 * COUNT)[COUNT:]
-        [line] = said(job, "where others do not find it")
-        assert json.loads(path.read_text())["address"] in line
-        assert not any(is_alive(each["pid"]) for each in started)
-        assert sorted(each["name"] for each in again) == sorted(each["name"] for each in started)
+        wait_until(lambda: said(job, "The master was restarted: generation 0, 4 processes."))
+        second = json.loads(path.read_text())["address"]
+        assert second not in (first, "127.0.0.2:1")
+        assert [file.read_text() for file in files] == [f"{second}\n"] * COUNT
+        assert all(is_alive(each["pid"]) for each in started)
         job.order("end-trainer", 0)
         job.output()
     assert job.process.returncode == 0
+    assert len(job.events("start")) == COUNT
+    assert left(job) == LEFT
 
 
 def test_what_happens_while_the_master_is_away_is_not_missed(tmp_path):

@@ -5,7 +5,8 @@ in order. Each process has a keeper (`keeper.py`), which passes a kill on to all
 writes its log, and waits for another master if this one dies.
 
 A process has a folder, `processes/ROLE-INDEX-ID` in the folder of the job, with the files of its keeper. The
-keeper holds a lock there while it lives: waiting for the lock is waiting for its end. Logs are in `logs`.
+keeper holds a lock there while it lives: waiting for the lock is waiting for its end. Its master address file
+is there, too (`karvan/job/master_address.py`). Logs are in `logs`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from karvan.job.environment import LAUNCHED, NOT_PASSED_ON, TORCH_NAMES, variable
+from karvan.job.master_address import change_master_address, make_master_address
 from karvan.job.roles import Role
 from karvan.launch.engines import keeper
 from karvan.launch.engines.base import Process
@@ -33,6 +35,8 @@ from karvan.launch.engines.log_follower import FollowedLog, LogFollower
 AWAY = 60.0  # seconds that processes wait for another master
 LOG_BYTES = 1 << 26  # of each of the two files of a log
 _PROCESSES = "processes"
+_ADDRESS = "master-address"
+_REGISTRY = variable("registry")
 _BACKOFF = 0.2  # seconds until a master is restarted for the first time; they double
 
 Ended = Callable[[Process, int], None]
@@ -85,7 +89,7 @@ class LocalEngine:
         folder.mkdir(0o700, parents=True)
         request: dict[str, Any] = {
             "command": process.command,
-            "environment": {**environment, **process.environment},
+            "environment": {**environment, **process.environment, **_address_file(process, folder)},
             "log": str(self._log_of(process)),
             "log_bytes": LOG_BYTES,
             "away": self._away,
@@ -123,6 +127,7 @@ class LocalEngine:
         with suppress(FileExistsError):
             os.mkfifo(folder / "control", 0o600)
         handle = self._handle(process, folder, ended)
+        handle.tell_master(process)
         handle.watch()
         return handle
 
@@ -206,6 +211,10 @@ class LocalHandle:
         """SIGCONT to them."""
         self._ask(b"c")
 
+    def tell_master(self, process: Process) -> None:
+        """The master is where the environment of this process says."""
+        change_master_address(self._folder / _ADDRESS, process.environment.get(_REGISTRY, ""))
+
     def _ask(self, request: bytes) -> None:
         self._started.wait()
         with self._lock, suppress(BlockingIOError):  # a keeper that takes no requests, such as a stopped one
@@ -232,6 +241,14 @@ class LocalHandle:
         self._finish_log()
         self._reported.set()
         self._ended(self._process, self._code)
+
+
+def _address_file(process: Process, folder: Path) -> dict[str, str]:
+    """Make the master address file of a process that has a master; its variable."""
+    if not process.environment.get(_REGISTRY):
+        return {}
+    make_master_address(folder / _ADDRESS, process.environment[_REGISTRY])
+    return {variable("master_address_file"): str(folder / _ADDRESS)}
 
 
 def log_of(folder: Path, name: str) -> Path:

@@ -19,7 +19,7 @@ from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.needs import Needs
 
 INTERRUPTED = ("try: time.sleep(1000)", "except KeyboardInterrupt as error: print(repr(error))")
-MASTER = "return open(os.environ['KARVAN_MASTER_ADDRESS_FILE']).read()"
+MASTER = "return open(os.environ['KARVAN_MASTER_ADDRESS_FILE']).read().strip()"
 MOVED = "second:22"
 SLEEP = ("import time", "print('ready')", "time.sleep(1000)")
 

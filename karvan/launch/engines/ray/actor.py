@@ -9,9 +9,8 @@ ends it, with all that it has started, as soon as the actor's worker process die
     take         a batch of the process's lines; waits until there are some, and ends with its exit code
     request      stop, interrupt, kill, dump_stacks, suspend or resume
 
-The actor has a file in memory with the address of the master, the *master address file* of its process. A
-master that adopts the actor may be on another machine than the last one: the file then has its address, and
-the process finds it there (`karvan/job/master_address.py`).
+A master that adopts the actor may be on another machine than the last one. The actor then leaves its address
+in the *master address file* of the process, which finds the master there (`karvan/job/master_address.py`).
 
 **The master dies**: nobody takes lines any more. After `unattended` seconds the actor kills the process and
 ends, with its placement group, so that nothing is left of a job whose master does not come back; until then
@@ -29,7 +28,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +36,9 @@ import ray
 from ray.util import get_current_placement_group, remove_placement_group
 
 from karvan.clock import clock
-from karvan.job.environment import variable
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.ray.actor_folder import make_folder, remove_abandoned
 from karvan.launch.engines.ray.output_buffer import Batch, OutputBuffer
-from karvan.launch.engines.ray.private_files import PrivateFile
 
 if TYPE_CHECKING:
     from karvan.launch.engines.base import Process
@@ -81,7 +78,6 @@ class RoleActor:
         self._lock = threading.Lock()
         self._output = OutputBuffer()
         self._handle: LocalHandle | None = None
-        self._master_address = PrivateFile("karvan_master_address", b"")
         self._suspended = False
         self._takers = 0
         self._attended = clock.now()
@@ -94,14 +90,15 @@ class RoleActor:
         return location()
 
     def start(self, order: Order) -> Started:
-        """Start a process, unless one was started before; it knows then where the master is now."""
+        """Start a process, unless one was started before, which then learns where the master is now."""
         self._attended = clock.now()
         with self._lock:
-            self._master_address.write(order.process.environment.get(variable("registry"), "").encode())
             if self._handle is None:
                 if refusal := order.refusal(location().address):
                     return Started(None, refusal)
-                self._handle = run(order, self._output, self._add_address_file)
+                self._handle = run(order, self._output)
+            else:
+                self._handle.tell_master(order.process)
             return Started(self._handle.pid)
 
     def take(self, first: int, buffer: str = "") -> Batch:
@@ -126,10 +123,6 @@ class RoleActor:
         """Seconds since a master has taken lines; 0 if one waits for some."""
         with self._lock:
             return 0.0 if self._takers else clock.now() - self._attended
-
-    def _add_address_file(self, process: Process, folder: str, files: Path) -> Process:
-        path = {variable("master_address_file"): self._master_address.path}
-        return replace(process, environment={**process.environment, **path})
 
     def _end_unattended(self) -> None:
         wake = threading.Event()

@@ -17,7 +17,7 @@ from karvan.job.environment import LAUNCHED, JobEnvironment, variable
 from karvan.job.loopback import is_everywhere
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Process
-from karvan.launch.engines.ray.private_files import PrivateFile
+from karvan.launch.engines.ray.private_files import private_file
 from karvan.launch.network_interfaces import interface_settings
 from karvan.owner.errors import OwnerError
 from karvan.owner.lease import FILE, read_lease
@@ -99,7 +99,7 @@ class Order:
         """The process as it runs on this node, which has this address, and the folder in which it runs."""
         environment = dict(self.process.environment)
         for name, content in self.secrets.items():
-            environment[name] = PrivateFile(name.lower(), content).path
+            environment[name] = private_file(name.lower(), content)
         if self.network:
             if not is_everywhere(environment.get(_HOST, "")):
                 environment[_HOST] = address

@@ -1,4 +1,4 @@
-"""Files that exist in memory alone: secrets that have travelled to another node, and addresses that change.
+"""Files that exist in memory alone, for secrets that have travelled to another node.
 
 Such a file belongs to the process that made it: others of the same user open it by a path below /proc, with
 mode 0400. It is on no disk, and is gone with the process, also after kill -9.
@@ -9,18 +9,10 @@ from __future__ import annotations
 import os
 
 
-class PrivateFile:
-    """A file, whose path is valid as long as this process lives."""
-
-    def __init__(self, name: str, content: bytes) -> None:
-        self._file = os.memfd_create(name, os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.write(content)
-        os.fchmod(self._file, 0o400)
-
-    def write(self, content: bytes) -> None:
-        """Replace its content; only this process can."""
-        with open(self._file, "r+b", closefd=False) as writer:
-            writer.seek(0)
-            writer.write(content)
-            writer.truncate()
+def private_file(name: str, content: bytes) -> str:
+    """Make a file; returns its path, which is valid as long as this process lives."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    with open(file, "wb", closefd=False) as writer:
+        writer.write(content)
+    os.fchmod(file, 0o400)
+    return f"/proc/{os.getpid()}/fd/{file}"
