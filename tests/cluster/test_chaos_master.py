@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
+from port_helpers import check_ports
 
 ROLES = ("parameter-server", "embedding-worker", "loader", "trainer")
 
@@ -32,6 +33,7 @@ def test_training_goes_on_while_the_master_is_killed_and_its_keeper(tmp_path, se
     extra = mutual_tls(tmp_path) if secured else ""
     with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0, extra=extra) as job:
         job.wait_for_step(3, 240)
+        check_ports(job, "127.0.0.1")
         before = {role: job.pids(role) for role in ROLES}
         said = "The master was restarted: generation 0, 6 processes."
         for times, victim in enumerate((lambda pid: pid, parent_of), 1):
@@ -42,7 +44,7 @@ def test_training_goes_on_while_the_master_is_killed_and_its_keeper(tmp_path, se
             while job.log.read_text().count(said) < times:
                 assert time.monotonic() < until, job.log.read_text()
                 time.sleep(0.05)
-            job.wait_for_step(job.step() + 3, 120)
+            job.wait_for_step(job.step() + 2, 120)  # the first of them may have been in progress
         assert {role: job.pids(role) for role in ROLES} == before
         job.finish()
         assert "Generation 1 begins" not in job.log.read_text()

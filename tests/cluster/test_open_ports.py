@@ -1,14 +1,14 @@
-"""Every socket on which a process of a launched job listens is known, and on the job's host."""
+"""Every socket on which a process of a launched job listens is known, and on the job's host.
+
+`test_chaos_master.py` checks it in the default run, before it kills the master of its job.
+"""
 
 import socket
 import time
-from collections import Counter
 
 import pytest
 from chaos_helpers import LaunchedJob, mutual_tls
-from port_helpers import connects, family_of, listening
-
-ROLES = ("trainer", "parameter-server", "embedding-worker", "loader", "master")
+from port_helpers import check_ports
 
 
 def wait_for_steps(job, trainers):
@@ -18,28 +18,6 @@ def wait_for_steps(job, trainers):
         assert job.process.poll() is None, job.log.read_text()
         assert time.monotonic() < until, job.log.read_text()
         time.sleep(0.05)
-
-
-def of_cuda(socket):
-    """Whether NVIDIA's driver listens, at a name of this machine, in every process that uses a GPU."""
-    return socket.kind == "unix" and socket.host.startswith("@cuda-uvmfd-")
-
-
-def check_ports(job, host):
-    """One port for each role that serves, none of a trainer that a stranger can connect to."""
-    role_of = {pid: role for role in ROLES for pid in job.pids(role)}
-    found = [each for pid in family_of(job.process.pid) for each in listening(pid) if not of_cuda(each)]
-    text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
-    assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
-    assert {each.host for each in found} == {host}, text
-    served = Counter(role_of.get(each.process) for each in found if connects(host, each.port))
-    assert served == {"master": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
-
-
-def test_every_listening_socket_of_a_job_is_known(tmp_path):
-    with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0) as job:
-        wait_for_steps(job, 2)
-        check_ports(job, "127.0.0.1")
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ class OwnStepStates(RuleBasedStateMachine):
 
 
 TestOwnSteps = OwnStepStates.TestCase
-TestOwnSteps.settings = settings(max_examples=25, stateful_step_count=25)
+TestOwnSteps.settings = settings(stateful_step_count=max(25, settings().stateful_step_count))
 
 
 @pytest.fixture

@@ -365,4 +365,6 @@ class HybridStates(ElasticStates):
 
 TestSync = ElasticStates.TestCase
 TestHybrid = HybridStates.TestCase
-TestSync.settings = TestHybrid.settings = settings(max_examples=20, stateful_step_count=30)
+TestSync.settings = TestHybrid.settings = settings(
+    stateful_step_count=max(30, settings().stateful_step_count)
+)

@@ -4,11 +4,12 @@ import ipaddress
 import os
 import socket
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+ROLES = ("trainer", "parameter-server", "embedding-worker", "loader", "master")
 _LISTEN = "0A"
 _ACCEPTS = 0x10000  # flag of a Unix socket that listens
 
@@ -77,3 +78,19 @@ def connects(host, port, seconds=1.0):
     except OSError:
         return False
     return True
+
+
+def _of_cuda(socket):
+    """Whether NVIDIA's driver listens, at a name of this machine, in every process that uses a GPU."""
+    return socket.kind == "unix" and socket.host.startswith("@cuda-uvmfd-")
+
+
+def check_ports(job, host):
+    """One port for each role that serves, none of a trainer that a stranger can connect to."""
+    role_of = {pid: role for role in ROLES for pid in job.pids(role)}
+    found = [each for pid in family_of(job.process.pid) for each in listening(pid) if not _of_cuda(each)]
+    text = "\n".join(f"{role_of.get(each.process)}: {each}" for each in found)
+    assert {each.kind for each in found} <= {"tcp", "tcp6"}, text
+    assert {each.host for each in found} == {host}, text
+    served = Counter(role_of.get(each.process) for each in found if connects(host, each.port))
+    assert served == {"master": 1, "parameter-server": 2, "embedding-worker": 1, "loader": 1}, text
