@@ -111,6 +111,8 @@ def test_trainers_continue_when_the_machine_of_the_master_dies(tmp_path, monkeyp
                 address=address,
                 before=launched_far(number),
                 servers=1,
+                records=3600,
+                env={"PAUSE": "1.0"},
                 trainers={"min": 1, "max": 3},
                 resources=where,
             )

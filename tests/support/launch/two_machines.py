@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from engine_helpers import token_settings
-from launch_helpers import wait_until
+from launch_helpers import PATIENCE, wait_until
 
 STORE = str(80 << 20)
+_STARTED = 3 * PATIENCE  # seconds that a node of Ray may take, on a busy machine
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -75,7 +76,7 @@ def one_more_node(folder, address, environment, **resources):
     """A node of this machine, beside its first one."""
     host = address.partition(":")[0]
     with node(join(address, host, **resources), folder / "more.log", environment):
-        wait_until(lambda: "Ray runtime started" in (folder / "more.log").read_text(), "the node")
+        wait_until(lambda: "Ray runtime started" in (folder / "more.log").read_text(), "the node", _STARTED)
         yield
 
 
@@ -127,7 +128,7 @@ def two_machines(folder, hidden, number):
     with ExitStack() as stack:
         stack.enter_context(namespace(f"kv{number}", here, there))
         stack.enter_context(node(head, folder / "head.log", environment))
-        wait_until(lambda: "Ray runtime started" in (folder / "head.log").read_text(), "the head")
+        wait_until(lambda: "Ray runtime started" in (folder / "head.log").read_text(), "the head", _STARTED)
         stack.enter_context(node(far, folder / "node.log", environment))
-        wait_until(lambda: "Ray runtime started" in (folder / "node.log").read_text(), "the node")
+        wait_until(lambda: "Ray runtime started" in (folder / "node.log").read_text(), "the node", _STARTED)
         yield address, there, environment

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _UNATTENDED = 20.0  # seconds without a launcher, after which a job that is not detached is stopped
 _RESTARTED_WITHIN = 300.0  # seconds; Ray notices the death of a node after a while
+_MEMORY = 1 << 20  # bytes; Ray places an actor that needs nothing on any node, whichever it should be on
 _NEEDS = {Role.MASTER: Needs(cpus=0.0)}
 
 
@@ -101,6 +102,7 @@ class RayMasterEngine:
             lifetime="detached",
             max_restarts=-1,
             num_cpus=0,
+            memory=_MEMORY,
             resources=self._on_machine,
             runtime_env={"env_vars": SETTINGS},
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True, _spill_on_unavailable=True),
