@@ -93,7 +93,7 @@ class LaunchedJob:
     def kill(self, role, after, how=signal.SIGKILL):
         """Send a signal to one of a role once training has gone on for some steps."""
         begun = None
-        until = time.monotonic() + 60
+        until = time.monotonic() + 150  # a busy machine takes a while to start all roles
         while time.monotonic() < until:
             step = self.step()
             begun = step if begun is None or step < begun else begun
