@@ -34,6 +34,7 @@ _WORK = Fields(
         "waiting": NUMBER,
         "records": NUMBER,
         "bad_records": NUMBER,
+        "to_predict": NUMBER,
         "export": OneOf("none", "open", "done"),
         "failure": Nullable(Text(20_000, 0)),
     }

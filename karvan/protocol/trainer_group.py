@@ -26,7 +26,7 @@ GROUP_CALLS = table_of(
     Call(
         "watch_group",
         Fields({"process": _PROCESS, "round": NUMBER}),
-        answer=Fields({"regroup": Boolean(), "broken": Boolean(), "gone": _MEMBERS}),
+        answer=Fields({"regroup": Boolean(), "broken": Boolean(), "gone": _MEMBERS, "waiting": _MEMBERS}),
     ),
     Call("settle_group", Fields({"process": _PROCESS, "round": NUMBER})),
     Call("leave_group", Fields({"process": _PROCESS})),

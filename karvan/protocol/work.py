@@ -100,6 +100,18 @@ WORK_CALLS = table_of(
             }
         ),
     ),
+    Call(
+        "begin_prediction",
+        Fields(
+            {
+                "holder": _HOLDER,
+                "prediction": Integer(1),
+                "parts": ListOf(TupleOf(PART_PATH, NUMBER)),
+                "records_per_task": Integer(1),
+            }
+        ),
+        answer=Fields({"begun": Boolean()}),
+    ),
     Call("begin_export", Fields({"holder": _HOLDER}), answer=Fields({"token": _TOKEN})),
     Call("take_position", Fields({"holder": _HOLDER}), answer=Fields({"state": _STATE})),
     Call("restore_position", Fields({"holder": _HOLDER, "state": Nullable(_STATE)})),

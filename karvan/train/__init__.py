@@ -12,7 +12,7 @@ from karvan.train.reporting.results import FitResult, Report, StepLogs
 from karvan.train.stopping.signals import TerminatedError, reset_termination
 from karvan.train.trainer import Trainer
 from karvan.train.training_job import TrainingJob
-from karvan.train.types import Prediction
+from karvan.train.types import PredictedRecords, Prediction
 
 __all__ = [
     "BarProgress",
@@ -22,6 +22,7 @@ __all__ = [
     "NoProgress",
     "PlainProgress",
     "PowerSGD",
+    "PredictedRecords",
     "Prediction",
     "Report",
     "StepLogs",

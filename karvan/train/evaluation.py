@@ -102,27 +102,54 @@ class Evaluator:
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""
-        names = list(columns)
-        seen = NonFinite("The output")
+        predictor = Predictor(self._runs, columns)
         with self._runs.evaluation_feed(data) as batches:
             for batch, output in self._outputs(batches):
-                if missing := [name for name in names if name not in batch]:
-                    raise KeyError(
-                        f"There is no column '{missing[0]}' in the batch, which has: "
-                        f"{listed(missing[0], batch)}"
-                    )
-                on_cpu = _to_cpu(output)
-                seen.see(batch, has_no_nan(on_cpu))
-                yield Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in names})
-        seen.warn()
+                yield predictor.prediction(batch, output)
+        predictor.end()
+
+    def predictor(self, columns: Iterable[str]) -> Predictor:
+        """Predicts batch by batch."""
+        return Predictor(self._runs, columns)
 
     def _outputs(self, batches: Feed) -> Iterator[tuple[Any, Any]]:
         for fed in batches:
-            self._runs.placement.receive(fed.batch)
-            with evaluating(self._runs.model):  # only here: between batches the caller's code runs
-                output = self._runs.infer(fed.batch)
+            output = _output(self._runs, fed.batch)
             if fed.samples or self._runs.connection.world_size == 1:  # or it was for other ranks
                 yield fed.batch, output
+
+
+class Predictor:
+    """Predictions of batches that are ready, with columns of each."""
+
+    def __init__(self, runs: ModelSetup, columns: Iterable[str]) -> None:
+        self._runs = runs
+        self._names = list(columns)
+        self._seen = NonFinite("The output")
+
+    def output(self, batch: Any) -> Any:
+        """What the model gives for a batch."""
+        return _output(self._runs, batch)
+
+    def prediction(self, batch: Any, output: Any) -> Prediction:
+        """The output of a batch on the CPU, with its columns."""
+        if missing := [name for name in self._names if name not in batch]:
+            raise KeyError(
+                f"There is no column '{missing[0]}' in the batch, which has: {listed(missing[0], batch)}"
+            )
+        on_cpu = _to_cpu(output)
+        self._seen.see(batch, has_no_nan(on_cpu))
+        return Prediction(on_cpu, {name: _to_cpu(batch[name]) for name in self._names})
+
+    def end(self) -> None:
+        """There are no more batches: warn of outputs that were not finite."""
+        self._seen.warn()
+
+
+def _output(runs: ModelSetup, batch: Any) -> Any:
+    runs.placement.receive(batch)
+    with evaluating(runs.model):  # only here: between batches the caller's code runs
+        return runs.infer(batch)
 
 
 @contextmanager

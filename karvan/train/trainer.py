@@ -22,7 +22,8 @@ from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
 from karvan.train.checks.frozen import Patterns
 from karvan.train.checks.label_values import check_of
-from karvan.train.elastic.choice import make_fit
+from karvan.train.elastic.choice import host_of, make_fit, make_predictions
+from karvan.train.elastic.leased_prediction import FitHost, NoFit
 from karvan.train.evaluation import Evaluator
 from karvan.train.feed.feed import same
 from karvan.train.fit import Begin
@@ -164,6 +165,7 @@ class Trainer:
         self.run_progress = RunProgress(TrainingCounts(), ReportWindow())
         self._stop_request = StopRequest()
         self._loaded: Mapping[str, Any] | None = None  # the state of a checkpoint, once `load` was called
+        self._fit_host: FitHost = NoFit()
 
     def __repr__(self) -> str:
         return describe(self.parts())
@@ -262,7 +264,10 @@ class Trainer:
         goal = Goal(epochs, max_steps, eval_data, eval_every)
         self._stop_request.begin()
         begin = Begin(resume, drop_unfinished, data_name, new_settings)
-        return make_fit(self, self.parts(), data, goal, begin).run()
+        fit = make_fit(self, self.parts(), data, goal, begin)
+        result = fit.run()
+        self._fit_host = host_of(fit, self._fit_host)
+        return result
 
     def remaining(self, windows: Windows) -> Iterator[DataWindow]:
         """The windows that the run has not trained on, in order, each when it is complete.
@@ -316,8 +321,16 @@ class Trainer:
         return self.evaluator.evaluate(data, self.metrics)
 
     def predict(self, data: Iterable[Any], columns: Sequence[str] = ()) -> Iterator[Prediction]:
-        """For each batch the model's output, on the CPU, with the requested columns of the batch."""
+        """For each batch the model's output, on the CPU, with the requested columns of the batch.
+
+        In a job with sharding: dynamic, trainers lease the records of `kv.data.read`: each is predicted by
+        one of them. A prediction counts as done when the next one is asked for, or the iterator has ended;
+        what a trainer that dies had not done is predicted by others, in the same batches. So whoever writes
+        predictions does so before the next, into a file with the number of the batch,
+        `prediction.records.number`, which is then written again with the same content. The iterator ends when
+        all records are done, by whomever; closing it earlier leaves the rest to others.
+        """
         self._prepare_evaluation("predict", data)
         if isinstance(columns, str):
             raise TypeError(f"columns expects a list of names, got {columns!r}: give it [{columns!r}].")
-        return self.evaluator.predict(data, columns)
+        return make_predictions(self.parts(), data, columns, self._fit_host)

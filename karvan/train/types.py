@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
@@ -45,11 +46,38 @@ class Positioned(Protocol):
         """Go to a position."""
 
 
-class Prediction(NamedTuple):
-    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them."""
+@dataclass(frozen=True)
+class PredictedRecords:
+    """Records of one file that make a batch: `count` of them, from record `first` on, counted from 0.
 
+    `number` is that of the batch among all batches of the data. So it is the same for the same records, if
+    they are predicted again, and no other batch of the data has it.
+    """
+
+    number: int
+    path: str
+    first: int
+    count: int
+
+
+class _OutputAndColumns(NamedTuple):
     output: Any
     columns: dict[str, Any]
+
+
+class Prediction(_OutputAndColumns):
+    """What a model gives for a batch: a tensor, or several by name, and columns of the batch beside them.
+
+    `records`: which ones of the data they are, in a job whose trainers lease them; otherwise None.
+    """
+
+    records: PredictedRecords | None = None
+
+    def of(self, records: PredictedRecords) -> Prediction:
+        """The same, of these records."""
+        made = Prediction(*self)
+        made.records = records
+        return made
 
 
 def samples_of(batch: Any) -> int:

@@ -20,6 +20,9 @@
   job; each is counted, and its task remembers it.
 - **Evaluations.** Trainers begin one (`begin_evaluation`), and lease its tasks. It is theirs to know when
   it is complete: tasks of an earlier one end when the next begins.
+- **Predictions.** Trainers begin one (`begin_prediction`), and lease its tasks until all of its records are
+  acknowledged. Nothing undoes a prediction: a checkpoint has none of it, and going back to one leaves it as
+  it is, except that its leases end.
 - **End.** After the last epoch there is one export task, the final checkpoint, and then nothing. Where
   trainers decide when the job ends, they ask for it (`begin_export`). It is done when the checkpoint is
   complete; if its holder dies before, another one makes it.
@@ -37,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from karvan.work.ledger_file import LedgerError, LedgerFile, LedgerPosition, OpenTask, fields_of, task_from
-from karvan.work.spec import WorkSpec
+from karvan.work.spec import NO_WORK, WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
 from karvan.work.task_plan import TaskPlan
 
@@ -136,11 +139,14 @@ class Ledger:
     ) -> list[TaskLease] | NoTask:
         """Up to `most` tasks for a holder. Tasks that wait come before tasks that have never been issued.
 
-        epoch: only tasks of this one; NoTask.DONE says that it is complete, whether or not others follow.
+        epoch: only tasks of this one; NoTask.DONE says that it is complete, whether or not others follow. Of
+        prediction tasks it is the number of the prediction, and there must be one.
         """
         if self._position.failure is not None:
             raise JobFailedError(self._position.failure)
         kinds = frozenset(kinds)
+        if kinds == {TaskKind.PREDICT} and epoch is not None:
+            return self._lease_prediction(holder, epoch, most)
         if epoch is not None and self._position.epoch >= epoch and self._is_complete(epoch):
             return NoTask.DONE
         waiting = list(islice((token for token, task in self._waiting.items() if task.kind in kinds), most))
@@ -169,6 +175,23 @@ class Ledger:
         self._commit(now._replace(token=now.token + len(leases)), remove=waiting, put=put)
         return leases
 
+    def _lease_prediction(self, holder: str, number: int, most: int) -> list[TaskLease] | NoTask:
+        now = self._position
+        if not self.is_predicting(number):
+            return NoTask.DONE
+        waiting = {token: task for token, task in self._waiting.items() if task.kind is TaskKind.PREDICT}
+        taken = dict(islice(waiting.items(), most))
+        if not taken:
+            return NoTask.WAIT
+        leases = [TaskLease(token, holder, task) for token, task in enumerate(taken.values(), now.token + 1)]
+        put = [OpenTask(*lease) for lease in leases]
+        self._commit(now._replace(token=now.token + len(leases)), remove=list(taken), put=put)
+        return leases
+
+    def is_predicting(self, number: int) -> bool:
+        """Whether a prediction has records that are not done, and no later one has begun."""
+        return number == self._position.prediction and bool(self._tokens_of(TaskKind.PREDICT))
+
     def _next_position(self) -> LedgerPosition:
         """The position, in the next epoch if this one is complete and there is another."""
         now = self._position
@@ -188,14 +211,25 @@ class Ledger:
 
     def begin_evaluation(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
         """Let the tasks of an evaluation wait, once: whoever takes part in it calls this with its number."""
-        now = self._position
-        if now.evaluation == number:
-            return
-        plan = TaskPlan(parts, records_per_task)
-        tasks = [plan.task(number, index, TaskKind.EVALUATE) for index in range(len(plan))]
+        if self._position.evaluation != number:
+            now = self._position._replace(evaluation=number)
+            self._begin(now, TaskKind.EVALUATE, number, TaskPlan(parts, records_per_task))
+
+    def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> None:
+        """Let the tasks of a prediction wait, once, unless a later one has begun; see `begin_evaluation`."""
+        if self._position.prediction < number:
+            now = self._position._replace(prediction=number)
+            self._begin(now, TaskKind.PREDICT, number, TaskPlan(parts, records_per_task))
+
+    def forget_predictions(self) -> None:
+        """All predictions begin again: the job was launched again."""
+        self._commit(self._position._replace(prediction=0), remove=self._tokens_of(TaskKind.PREDICT))
+
+    def _begin(self, now: LedgerPosition, kind: TaskKind, number: int, plan: TaskPlan) -> None:
+        """Let all tasks of a plan wait, in place of those of this kind."""
+        tasks = [plan.task(number, index, kind) for index in range(len(plan))]
         put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
-        now = now._replace(token=now.token + len(tasks), evaluation=number)
-        self._commit(now, remove=self._tokens_of(TaskKind.EVALUATE), put=put)
+        self._commit(now._replace(token=now.token + len(tasks)), remove=self._tokens_of(kind), put=put)
 
     def begin_export(self, holder: str) -> TaskLease:
         """All is trained: lease the export task, also if another holder has it."""
@@ -293,7 +327,8 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """The position for a checkpoint, JSON-able. Leased tasks are in it with the records that are left.
 
-        Only training tasks are: an evaluation is made again, and the export is the checkpoint itself.
+        Only training tasks are: an evaluation is made again, the export is the checkpoint itself, and a
+        prediction is what it is, whatever model there will be.
         """
         tasks = [task for _, task in self._open() if task.kind is TaskKind.TRAIN]
         return {
@@ -307,23 +342,28 @@ class Ledger:
         self.spec.check(state["spec"], data_only=True)
         tasks = [task_from(fields) for fields in state["tasks"]]
         now = LedgerPosition(**{**state["position"], "failure": None, "evaluation": 0})
-        token = max(now.token, self._position.token)
-        put = [OpenTask(number, None, task) for number, task in enumerate(tasks, token + 1)]
-        remove = [*self._waiting, *self._leases]
-        self._commit(now._replace(token=token + len(tasks)), remove=remove, put=put)
+        self._return_to(now._replace(token=max(now.token, self._position.token)), tasks)
 
     def reset(self) -> None:
         """Return to the beginning: nothing is done. All leases end; tokens are not used again."""
-        self._commit(LedgerPosition(token=self._position.token), remove=[*self._waiting, *self._leases])
+        self._return_to(LedgerPosition(token=self._position.token), [])
+
+    def _return_to(self, now: LedgerPosition, tasks: Sequence[Task]) -> None:
+        """Have this position and these open tasks, and the prediction that there is."""
+        tasks = [*tasks, *(task for _, task in self._open() if task.kind is TaskKind.PREDICT)]
+        put = [OpenTask(token, None, task) for token, task in enumerate(tasks, now.token + 1)]
+        now = now._replace(token=now.token + len(tasks), prediction=self._position.prediction)
+        self._commit(now, remove=[*self._waiting, *self._leases], put=put)
 
     # The file
 
     def change_settings(self, spec: WorkSpec) -> None:
         """Train the same data in another way from now on, such as with more tries."""
-        spec.check(self.spec.settings(), data_only=True)
+        if self.spec != NO_WORK:
+            spec.check(self.spec.settings(), data_only=True)
         if spec != self.spec:
             self._file.set_spec(spec)
-            self.spec = spec
+            self.spec, self._plan = spec, spec.plan()
 
     def close(self) -> None:
         """Close the file; the next master continues from it."""
@@ -334,13 +374,14 @@ class Ledger:
         if stored is None:
             if spec is None:
                 raise LedgerError(f"{self._file.path} is new, so it needs a spec of the work.")
-            if not any(records for _, records in spec.parts) and not spec.export:
+            if not any(records for _, records in spec.parts) and not spec.export and spec != NO_WORK:
                 raise ValueError("The data has no records, so there is no task.")
             self._file.begin(spec)
             return spec, LedgerPosition()
         before, position, tasks = stored
         if spec is not None and spec != before:
-            spec.check(before.settings(), data_only=True)
+            if before != NO_WORK:
+                spec.check(before.settings(), data_only=True)
             self._file.set_spec(spec)
         for task in tasks:
             self._note(task)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from karvan.work.spec import WorkSpec
 from karvan.work.task import Task, TaskKind
 
-VERSION = 2
+VERSION = 3
 
 
 class LedgerPosition(NamedTuple):
@@ -41,6 +41,8 @@ class LedgerPosition(NamedTuple):
     failure: str | None = None
     evaluation: int = 0
     """The number of the last evaluation that has begun."""
+    prediction: int = 0
+    """The number of the last prediction that has begun."""
 
 
 class OpenTask(NamedTuple):
@@ -119,9 +121,11 @@ class LedgerFile:
             self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
 
     def set_spec(self, spec: WorkSpec) -> None:
-        """Change the settings; the parts are the same."""
+        """Have other settings, and parts."""
         with self.transaction():
             self._database.execute("UPDATE ledger SET settings = ?", (json.dumps(spec.settings()),))
+            self._database.execute("DELETE FROM parts")
+            self._database.executemany("INSERT INTO parts VALUES (?, ?)", spec.parts)
 
     def read(self) -> tuple[WorkSpec, LedgerPosition, list[OpenTask]] | None:
         """The spec, the position and the open tasks, the oldest first; None if the file is new."""

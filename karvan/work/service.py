@@ -16,6 +16,10 @@ A holder is a process, under a name of its own. It calls
                          says what follows; see `TaskFailure`.
     begin_evaluation     by every trainer, before it leases tasks of an evaluation: the first call of its
                          number begins it.
+    begin_prediction     by every trainer, before it leases tasks of a prediction, again until the answer is
+                         yes: it begins when the one before is complete, or no other trainer is in it. Its
+                         number is that of the call in the program, so a trainer that was restarted is told
+                         that the earlier ones are done. There need be no `open_work` before.
     begin_export         when all is trained, before the final checkpoint. It is acknowledged when that is
                          complete; until then the job has not ended.
     take_position        for a checkpoint: what is done, and what is left of the open tasks.
@@ -47,11 +51,12 @@ from karvan.wire import Message, RefusedError, Request, Service, endpoints
 from karvan.work.holders import is_of_process, process_of
 from karvan.work.ledger import JobFailedError, Ledger, NoTask
 from karvan.work.ledger_file import LedgerError
-from karvan.work.spec import WorkSpec
+from karvan.work.spec import NO_WORK, WorkSpec
 from karvan.work.task import Task, TaskKind, TaskLease
 
 PATIENCE = 300.0
 _SLOWEST_TIMES = 3.0
+_PRESENT = 5.0  # seconds since it has asked for a task for which a holder without any is in a prediction
 
 
 class WorkService(Service):
@@ -77,6 +82,8 @@ class WorkService(Service):
         if self._opened is not None:
             self._heard = {lease.holder: now() for lease in self._opened.leases}
         self._slowest = 0.0
+        self._predicts: dict[str, tuple[int, float]] = {}  # which prediction holders are in, and since when
+        self._started = now()
         self._ended: set[str] = set()  # processes that were reported dead: refused
         self.endpoints = endpoints(
             WORK_CALLS,
@@ -87,6 +94,7 @@ class WorkService(Service):
                 "give_back_tasks": self._give_back,
                 "fail_task": self._fail,
                 "begin_evaluation": self._begin_evaluation,
+                "begin_prediction": self._begin_prediction,
                 "begin_export": self._begin_export,
                 "take_position": self._take_position,
                 "restore_position": self._restore_position,
@@ -138,6 +146,7 @@ class WorkService(Service):
         """
         with self._lock:
             self._ended.add(process_holder)
+            self._leave_prediction(process_holder)
             leases = [] if self._opened is None else self._opened.leases
         holders = dict.fromkeys(each.holder for each in leases if is_of_process(each.holder, process_holder))
         return [task for holder in holders for task in self.release(holder)]
@@ -147,6 +156,43 @@ class WorkService(Service):
         with self._lock:
             self._ended.update(processes)
 
+    def release_predictions(self, process_holder: str) -> bool:
+        """A process has died: its prediction tasks wait. Returns whether others are in that prediction.
+
+        Unlike those of training, nobody has to settle which of their records are done.
+        """
+        with self._lock:
+            self._leave_prediction(process_holder)
+            if self._opened is None:
+                return False
+            tokens = [
+                lease.token
+                for lease in self._opened.leases
+                if lease.task.kind is TaskKind.PREDICT and is_of_process(lease.holder, process_holder)
+            ]
+            self._opened.give_back(tokens)
+            self._forget(tokens)
+            return bool(self._in_prediction(self._opened.position.prediction))
+
+    def forget_predictions(self) -> None:
+        """The job is launched again, and so are its predictions."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.forget_predictions()
+
+    def _leave_prediction(self, process_holder: str) -> None:
+        for holder in [each for each in self._predicts if is_of_process(each, process_holder)]:
+            del self._predicts[holder]
+
+    def _in_prediction(self, number: int) -> set[str]:
+        """Who is in a prediction that is not complete: holders of its tasks, and those that ask for one."""
+        if not self.ledger.is_predicting(number):
+            return set()
+        holders = {lease.holder for lease in self.ledger.leases if lease.task.kind is TaskKind.PREDICT}
+        now = self._now()
+        asking = {each for each, (its, at) in self._predicts.items() if its == number and now - at < _PRESENT}
+        return holders | asking
+
     def progress(self) -> dict[str, Any] | None:
         """How far the work is: tasks and records of the ledger; None before it is opened."""
         with self._lock:
@@ -155,6 +201,7 @@ class WorkService(Service):
             position, spec = self._opened.position, self._opened.spec
             leased, waiting = [each.task for each in self._opened.leases], self._opened.waiting
             training = sum(task.kind is TaskKind.TRAIN for task in (*leased, *waiting))
+            predicting = sum(task.left for task in (*leased, *waiting) if task.kind is TaskKind.PREDICT)
             exports = any(task.kind is TaskKind.EXPORT for task in (*leased, *waiting))
             return {
                 "epoch": position.epoch,
@@ -165,6 +212,7 @@ class WorkService(Service):
                 "waiting": len(waiting),
                 "records": position.records,
                 "bad_records": position.bad_records,
+                "to_predict": predicting,
                 "export": "done" if position.exported else "open" if exports else "none",
                 "failure": position.failure,
             }
@@ -195,6 +243,8 @@ class WorkService(Service):
         kinds = frozenset(map(TaskKind, head["kinds"]))
         with self._lock:
             self._require_running(holder)
+            if kinds == {TaskKind.PREDICT} and head.get("epoch") is not None:
+                self._predicts[holder] = (head["epoch"], self._now())
             held = self.ledger.leases_of(holder)
             leases = [each for each in held if each.token > head["last_token"] and each.task.kind in kinds]
             if leases:
@@ -253,6 +303,22 @@ class WorkService(Service):
             self._require_running(head["holder"])
             self.ledger.begin_evaluation(head["evaluation"], head["parts"], head["records_per_task"])
         return Message({})
+
+    def _begin_prediction(self, request: Request) -> Message:
+        head = request.head
+        holder, number = head["holder"], head["prediction"]
+        with self._lock:
+            self._require_running(holder)
+            if self._opened is None:
+                self._opened = Ledger(self._path, NO_WORK)
+            last, now = self._opened.position.prediction, self._now()
+            self._predicts[holder] = (number, now)
+            if number > last and self._opened.is_predicting(last):
+                unknown = now - self._started < _PRESENT  # who has asked the master before this one
+                if unknown or self._in_prediction(last) - {holder}:
+                    return Message({"begun": False})
+            self._opened.begin_prediction(number, head["parts"], head["records_per_task"])
+        return Message({"begun": True})
 
     def _begin_export(self, request: Request) -> Message:
         holder = request.head["holder"]

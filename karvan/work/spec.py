@@ -56,3 +56,7 @@ class WorkSpec:
                     f"The job has begun with other work: {what} was {stored.get(name)}, and is now {value}. "
                     "Use the same, or remove the ledger to start the data from its beginning."
                 )
+
+
+NO_WORK = WorkSpec((), 1, epochs=None)
+"""That of a job which has trained nothing yet, and may only predict."""

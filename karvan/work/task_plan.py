@@ -40,10 +40,14 @@ class TaskPlan:
     def task(self, epoch: int, index: int, kind: TaskKind = TaskKind.TRAIN) -> Task:
         """The task that is issued as number `index` of an epoch, from 0."""
         number = index if self._seed is None else permuted(index, self._count, self._seed, epoch)
-        place = int(np.searchsorted(self._ends, number, side="right"))
+        place = self.place_of(number)
         path, records = self._parts[place]
         first = (number - (int(self._ends[place - 1]) if place else 0)) * self.records_per_task
         return Task(kind, epoch, number, path, first, min(self.records_per_task, records - first))
+
+    def place_of(self, number: int) -> int:
+        """The place of a task's part among those that have records."""
+        return int(np.searchsorted(self._ends, number, side="right"))
 
 
 def permuted(index: int, count: int, *seeds: int) -> int:

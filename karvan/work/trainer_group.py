@@ -10,7 +10,8 @@ another trainer wants to join. A trainer calls
                   for those that are gone: they have no step in progress then. Members keep their order;
                   joiners come after them. The first round begins when `least` trainers are there.
     watch_group   a few times a second. The answer says whether somebody waits to join; whether the round is
-                  broken, because a member waits for the next one or is gone; and which members are gone.
+                  broken, because a member waits for the next one or is gone; which members are gone; and who
+                  waits.
     settle_group  by the first member of a round, after its members have agreed on the last step that the
                   round before has made: only then are the tasks of members that are gone leased to others.
     leave_group   when it will not train any more.
@@ -200,14 +201,15 @@ class TrainerGroup(Service):
             member = self._admit(head["process"])
             self._hear(member, now)
             if head["round"] != self._round:
-                return Message({"regroup": True, "broken": True, "gone": []})
+                return Message({"regroup": True, "broken": True, "gone": [], "waiting": []})
             for each in self._present():
                 if now - self._heard.setdefault(each, now) > self._lost_after:
                     self._gone.add(each)
             here = set(self._here(now))
             gone = [each for each in self._members if each in self._gone]
             broken = bool(gone) or not here.isdisjoint(self._members)
-            return Message({"regroup": broken or bool(here), "broken": broken, "gone": gone})
+            regroup = broken or bool(here)
+            return Message({"regroup": regroup, "broken": broken, "gone": gone, "waiting": sorted(here)})
 
     def _settle(self, request: Request) -> Message:
         with self._lock:

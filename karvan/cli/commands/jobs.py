@@ -253,6 +253,8 @@ def _show(found: dict[str, Any]) -> None:
             f"{work['leased']:,} leased, {work['waiting']:,} waiting; {work['records']:,} records, "
             f"{work['bad_records']:,} bad ones skipped"
         )
+        if work["to_predict"]:
+            print(f"Prediction: {work['to_predict']:,} records are left.")
         if work["export"] != "none":
             print(f"The final checkpoint is {'complete' if work['export'] == 'done' else 'being made'}.")
         if work["failure"]:

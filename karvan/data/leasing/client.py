@@ -120,6 +120,16 @@ class WorkClient:
         }
         self._client.call("begin_evaluation", head)
 
+    def begin_prediction(self, number: int, parts: Iterable[tuple[str, int]], records_per_task: int) -> bool:
+        """Take part in a prediction; False: others are still in the one before, so ask again."""
+        head = {
+            "holder": self.holder,
+            "prediction": number,
+            "parts": [list(part) for part in parts],
+            "records_per_task": records_per_task,
+        }
+        return bool(self._client.call("begin_prediction", head).head["begun"])
+
     @contextmanager
     def export(self) -> Iterator[None]:
         """While this process makes the final checkpoint of the job; an error leaves it to be made again."""

@@ -4,7 +4,8 @@ Whoever reads them hands out the records of tasks in order. So the records of th
 ones, of the first tasks, that no batch has contained before; `take` says how far they reach in each task.
 
 A task that is followed by one of another epoch, or by none for now, ends a batch: batches do not span epochs,
-and must not wait for records that others may still be working on.
+and must not wait for records that others may still be working on. So does every task of a prediction: its
+batches are the same ones whoever predicts them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class LeasedTasks:
     """Iterates over tasks, with None between them: each is read alone, so that errors have a task.
 
     tasks_ahead: how many tasks are leased at a time. epoch: whose tasks to lease, None for those of all.
-    kind: of tasks. Where these are for training, it waits for those that others may return; otherwise it ends
-    when there is none.
+    kind: of tasks. Those of an evaluation end when there is none. Otherwise it waits for those that others
+    may return.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class LeasedTasks:
         before: TaskLease | None = None
         for lease in self._leases():
             if before is not None:
-                ends = lease is None or lease.task.epoch != before.task.epoch
+                other = lease is None or lease.task.epoch != before.task.epoch
+                ends = other or self._kind is TaskKind.PREDICT
                 yield from self._begin(before, ends)
                 yield None
             before = lease
@@ -79,11 +81,11 @@ class LeasedTasks:
                 waited = 0.0
                 continue
             yield None
-            if got is NoTask.DONE or self._kind is not TaskKind.TRAIN:
+            if got is NoTask.DONE or self._kind is TaskKind.EVALUATE:
                 return
             self._closed.wait(_POLL)
             waited += _POLL
-            if waited - _POLL < _LONG <= waited:
+            if self._kind is TaskKind.TRAIN and waited - _POLL < _LONG <= waited:
                 _log.warning(
                     "There was no task for %d s: others still work on this epoch. If nobody does, a "
                     "DataLoader with several workers lacks in_order=False, or nobody acknowledges batches.",

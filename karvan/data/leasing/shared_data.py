@@ -1,9 +1,9 @@
 """`SharedData`: data whose records the trainers of a job lease while they train, instead of fixed shares.
 
 `kv.data.read` gives it in the trainers of a job with `sharding: dynamic`. `Trainer.fit` leases its records,
-epoch by epoch, and acknowledges those of every step. Its evaluations lease their records as well. Outside of
-a fit an evaluation divides it by ranks, as ever. In a loader of such a job, `serve` reads the tasks that
-trainers have leased.
+epoch by epoch, and acknowledges those of every step. Its evaluations lease their records as well, and so does
+`Trainer.predict`. Outside of a fit an evaluation divides it by ranks, as ever. In a loader of such a job,
+`serve` reads the tasks that trainers have leased.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from karvan.work.task_plan import TaskPlan
 # group of records (a row group of Parquet), so there are fewer.
 _TASKS = 256
 _SHUFFLED_TASKS = 64
-_MOST_OF_EVALUATION = 1024  # tasks, about: the master stores them all
+_MOST_OPEN = 1024  # tasks of an evaluation or a prediction, about: the master stores them all
 
 
 class SharedData:
@@ -125,8 +125,23 @@ class SharedData:
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
         """The batches that this process leases of an evaluation; they end when no task waits."""
-        size = max(self.records_per_task, -(-self.records // _MOST_OF_EVALUATION))
-        client.begin_evaluation(number, self.parts, size)
+        client.begin_evaluation(number, self.parts, self._open_task_records)
+        return self._lease_in_order(client, TaskKind.EVALUATE)
+
+    def prediction_plan(self) -> TaskPlan:
+        """The tasks of a prediction, each of whole batches: no batch has records of two of them."""
+        batches = -(-self._open_task_records // self.batch_size)
+        return TaskPlan(self.parts, batches * self.batch_size)
+
+    def lease_prediction(self, client: WorkClient, number: int) -> LeasedLoader:
+        """The batches that this process leases of a prediction that has begun, until all of it is done."""
+        return self._lease_in_order(client, TaskKind.PREDICT, epoch=number)
+
+    @property
+    def _open_task_records(self) -> int:
+        return max(self.records_per_task, -(-self.records // _MOST_OPEN))
+
+    def _lease_in_order(self, client: WorkClient, kind: TaskKind, epoch: int | None = None) -> LeasedLoader:
         return LeasedLoader(
             client,
             self._checks.over(self._source),
@@ -136,14 +151,15 @@ class SharedData:
             workers=self._workers,
             prefetch=self._prefetch,
             tasks_ahead=1,
-            kind=TaskKind.EVALUATE,
+            epoch=epoch,
+            kind=kind,
             retry_seconds=self._retry_seconds,
         )
 
-    def search(self) -> RecordSearch:
-        """Finds bad records of leased tasks."""
-        steps = BatchSteps(self._decode, self.transform)
-        return RecordSearch(self._checks.over(self._source), steps, self.seed, self._retry_seconds)
+    def search(self, *, in_order: bool = False) -> RecordSearch:
+        """Finds bad records of leased tasks; in_order: of those that are read in the order of the source."""
+        steps, seed = BatchSteps(self._decode, self.transform), None if in_order else self.seed
+        return RecordSearch(self._checks.over(self._source), steps, seed, self._retry_seconds)
 
     def plan(self) -> TaskPlan:
         """The batches of every epoch, each a task, where steps have fixed batches."""

@@ -24,6 +24,7 @@ from karvan import _native
 from karvan.activity import TRAINERS, activity
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.elastic.group_client import GroupClient, GroupRound
+from karvan.distributed.elastic.program_calls import ProgramCalls
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
 from karvan.distributed.machine import machine_id
@@ -57,6 +58,8 @@ class ElasticGroup:
         self.gone: set[int] = set()  # members of earlier rounds that are not in this one
         self.channel = CollectiveChannel("group")
         self.regroup_wanted = False  # whether somebody wants to join, or the round is broken
+        self.waiting: frozenset[int] = frozenset()  # members and joiners that wait for the next round
+        self.calls = ProgramCalls()
 
     @property
     def rank(self) -> int:
@@ -135,6 +138,7 @@ class ElasticGroup:
             self.gone = (self.gone | set(self.round.members)) - set(found.members)
             self.round = found
             self.regroup_wanted = False
+            self.waiting = frozenset()
             self._lost = set()
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="karvan-group", daemon=True)
@@ -214,6 +218,7 @@ class ElasticGroup:
                 if number != self.round.number:
                     continue
                 self.regroup_wanted = state.regroup
+                self.waiting = frozenset(state.waiting)
                 self._lost.update(state.gone)
             if state.broken:
                 self.channel.leave()

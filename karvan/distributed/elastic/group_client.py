@@ -25,6 +25,7 @@ class GroupState(NamedTuple):
     regroup: bool
     broken: bool
     gone: tuple[int, ...]
+    waiting: tuple[int, ...]
 
 
 class GroupClient:
@@ -61,7 +62,8 @@ class GroupClient:
     def watch(self, round_number: int) -> GroupState:
         """What has happened to a round."""
         answer = self._client.call("watch_group", {"process": self.process, "round": round_number}).head
-        return GroupState(answer["regroup"], answer["broken"], tuple(answer["gone"]))
+        gone, waiting = tuple(answer["gone"]), tuple(answer["waiting"])
+        return GroupState(answer["regroup"], answer["broken"], gone, waiting)
 
     def settle(self, round_number: int) -> None:
         """The members of a round have settled what those that are gone have done."""

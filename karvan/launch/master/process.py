@@ -144,6 +144,8 @@ def _services(
     except LedgerError as error:
         raise MasterError(str(error), USAGE) from None
     with closing(work):
+        if not state.begun:
+            work.forget_predictions()  # of the launch before
         group = TrainerGroup(
             folder.group,
             least=spec.roles.trainers.least,

@@ -89,6 +89,9 @@ class WorkView(Protocol):
     def release_process(self, process_holder: str) -> list[Task]:
         """A process has died: its tasks wait for others. Returns them."""
 
+    def release_predictions(self, process_holder: str) -> bool:
+        """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
+
     def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
         """End leases of which nothing was heard for too long; returns them."""
 
@@ -134,6 +137,10 @@ class NoWork:
     def release_process(self, process_holder: str) -> list[Task]:
         """Nobody holds anything."""
         return []
+
+    def release_predictions(self, process_holder: str) -> bool:
+        """Nobody predicts."""
+        return False
 
     def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
         """Nothing is late."""
@@ -258,7 +265,8 @@ class Supervisor:
         if member.role == Role.TRAINER and self.spec.sharding == "dynamic":
             name = holder_of(member.role, member.index, member.token)
             left = code == 0 and self.group.has_left(name)
-            others = self.group.remove(name)
+            predict = self.work.release_predictions(name)  # those of training wait until others have settled
+            others = self.group.remove(name) or predict
             if self._rollback is None and self.spec.continues and (others or left):
                 self._replace_trainer(member, code, left)
                 return

@@ -30,9 +30,8 @@ from karvan.distributed.clients.own_commits import Tally
 from karvan.exit_codes import note_training
 from karvan.outages import mark
 from karvan.train.elastic.elastic_fit import ElasticFit
-from karvan.train.elastic.fit_steps import FitSteps
 from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_work import WorkSettings
+from karvan.train.elastic.leased_work import FitSteps, WorkSettings
 from karvan.train.elastic.own_steps import OwnSteps, TrainedBatch, TrainedBatches
 from karvan.train.fit import Begin
 from karvan.train.reporting.results import StepLogs, TrainingCounts

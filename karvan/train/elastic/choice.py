@@ -1,8 +1,8 @@
-"""`make_fit`: a fit alone or among fixed ranks, or one of trainers that come and go."""
+"""`make_fit`, `make_predictions`: alone or among fixed ranks, or among trainers that come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from karvan.data.leasing.client import WorkClient
@@ -10,15 +10,18 @@ from karvan.data.leasing.leased_data import LeasedData
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.streaming.kafka import KafkaReader
 from karvan.data.streaming.prefetch_stream import Stream
+from karvan.distributed.elastic.group import ElasticGroup
 from karvan.job.environment import JobEnvironment
 from karvan.train.elastic.async_fit import AsyncFit
 from karvan.train.elastic.elastic_fit import ElasticFit
+from karvan.train.elastic.leased_prediction import FitHost, LeasedPrediction
 from karvan.train.elastic.leased_work import WorkSettings
 from karvan.train.fit import Begin, Fit
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.stopping.goal import Goal
 from karvan.train.trainer_parts import TrainerParts
 from karvan.train.trainer_view import TrainerView
+from karvan.train.types import Prediction
 from karvan.wire import Security
 
 
@@ -28,7 +31,7 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
     if connection.group is None:
         return Fit(trainer, parts, data, goal, begin)
     leased = require_leased(data)
-    require_evaluable(goal.eval_data)
+    require_evaluable(goal.eval_data, "eval_data")
     if engines_of(parts.model) and connection.servers is None:
         raise ValueError(
             "Rows that are sharded over trainers die with them, but trainers of a job with sharding: dynamic "
@@ -51,7 +54,7 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
             "sharding: dynamic come and go: expected neither."
         )
     job = JobEnvironment.read()
-    client = WorkClient(job.master, connection.group.process, Security.from_environment())
+    client = _connect(connection.group)
     given = {"most_tries": job.max_task_tries, "skip_bad_records": job.skip_bad_records}
     work = WorkSettings(job.global_batches, **{name: n for name, n in given.items() if n is not None})
     if not connection.settings.mode.dense_on_servers:
@@ -62,6 +65,28 @@ def make_fit(trainer: TrainerView, parts: TrainerParts, data: Iterable[Any], goa
             "each trains on its own: expected none, or mode sync."
         )
     return AsyncFit(trainer, parts, leased, goal, begin, client, work)
+
+
+def make_predictions(
+    parts: TrainerParts, data: Iterable[Any], columns: Iterable[str], host: FitHost
+) -> Iterator[Prediction]:
+    """Predictions under the connection of a Trainer; host: its last fit that others may need."""
+    group = parts.connection.group
+    if group is None or group.calls.in_fit:  # by a callback, which may want all of them
+        return parts.evaluator.predict(data, columns)
+    require_evaluable(data, "data to predict")
+    if not isinstance(data, SharedData):
+        return parts.evaluator.predict(data, columns)
+    return LeasedPrediction(parts, group, data, _connect(group), host).predictions(columns)
+
+
+def host_of(fit: Fit, before: FitHost) -> FitHost:
+    """The fit that has the state of training from now on; before: the one that had it."""
+    return fit if isinstance(fit, ElasticFit) and fit.begun else before
+
+
+def _connect(group: ElasticGroup) -> WorkClient:
+    return WorkClient(JobEnvironment.read().master, group.process, Security.from_environment())
 
 
 def require_leased(data: object) -> LeasedData:
@@ -80,10 +105,10 @@ def require_leased(data: object) -> LeasedData:
     )
 
 
-def require_evaluable(data: object) -> None:
-    """A TypeError if data for evaluations can only be leased, before anything is trained."""
+def require_evaluable(data: object, name: str) -> None:
+    """A TypeError if data for evaluations or predictions is read by loaders, before anything is trained."""
     if isinstance(data, LeasedData) and not isinstance(data, SharedData):
         raise TypeError(
             "The loaders of a job with sharding: dynamic read what is trained: expected kv.data.read(…) as "
-            f"eval_data, got {type(data).__name__}."
+            f"{name}, got {type(data).__name__}."
         )

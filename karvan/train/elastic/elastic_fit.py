@@ -15,6 +15,10 @@ When the round is over, because a trainer was lost or one wants to join, they me
 - Only then does the master lease the tasks of those who are gone to others. What they had trained is
   acknowledged, and what they had not is not.
 
+A trainer that was started again is in the first fit of the program, which may be over: the others predict,
+or are in a later fit. They meet it nevertheless (`welcome`), and it gets the state that they have; see
+`karvan/distributed/elastic/program_calls.py`.
+
 An action that was not completed anywhere starts again, except that the gradients of a step are not computed
 again. The first trainer of the round reports, saves, and acknowledges the records of all. The final
 checkpoint is a task of the master's ledger, the export: if the first trainer dies while it makes it, the next
@@ -27,7 +31,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -37,16 +41,15 @@ from karvan.activity import activity
 from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_data import LeasedData
-from karvan.data.leasing.shared_data import SharedData
 from karvan.distributed import RankError
 from karvan.distributed.elastic.group import ElasticGroup
+from karvan.distributed.elastic.program_calls import Standing, Standings
 from karvan.exit_codes import note_training
 from karvan.label_columns import required_labels
-from karvan.train.elastic.fit_steps import FitSteps
 from karvan.train.elastic.group_steps import GroupSteps
 from karvan.train.elastic.joint_step import Agreement
-from karvan.train.elastic.leased_evaluation import LeasedEvaluation
-from karvan.train.elastic.leased_work import WorkSettings
+from karvan.train.elastic.leased_evaluation import LeasedEvaluations
+from karvan.train.elastic.leased_work import FitSteps, WorkSettings
 from karvan.train.fit import Begin, Fit, check_fit
 from karvan.train.reporting.reporter import Reporter
 from karvan.train.reporting.results import FitResult, StepLogs, TrainingCounts
@@ -82,26 +85,30 @@ class ElasticFit(Fit):
         group = parts.connection.group
         assert group is not None
         self._group: ElasticGroup = group
-        self._client = client
-        self._evaluation: LeasedEvaluation | None = None  # that is in progress
+        self._evaluations = LeasedEvaluations(parts, client, group, trainer.evaluate)
         self._make_group_steps = partial(GroupSteps, parts, group, data, client, work, self._stopping.asked)
         self._stack = ExitStack()
-        self._begun = False  # whether this trainer has the state of training
+        self.begun = False  # whether this trainer has the state of training
         self._first = False  # whether it has reported, saved and acknowledged for all
         self._regroup_due = True
         self._todo: list[str] = []  # actions that are due before the next step
         self._actions = 0  # that are complete
         self._last: dict[str, Any] | None = None  # the last of them, and its result
         self._result: FitResult | None = None
+        self._call = 0  # which one of the program this is; after the fit, which one this trainer is in
+        self._ahead: frozenset[int] = frozenset()  # members that wait for this one in a later call
 
     def run(self) -> FitResult:
         """Train."""
         parts = self._parts
         with self._stack as stack:
+            self._call = stack.enter_context(self._group.calls.fit())
+            self._started = time.monotonic()
+            if self._call < self._group.calls.passed:
+                return self._over_before()
             stack.enter_context(activity.task("fit"))
             stack.enter_context(parts.stop_request.signals)
             stack.enter_context(required_labels(self._data, parts.loss, parts.metrics.values()))
-            self._started = time.monotonic()
             check_fit(self._trainer, parts, self._goal)
             check_choice(parts.saver, self._how.resume)
             self._identity = dataset.identify(self._data, self._how.data_name, parts.connection)
@@ -127,7 +134,8 @@ class ElasticFit(Fit):
         try:
             if self._regroup_due:
                 self._regroup()
-            self._act()
+            if self._result is None and not self._regroup_due:
+                self._act()
         except RankError as error:
             _log.warning("%s", error)
             self._regroup_due = True
@@ -140,40 +148,65 @@ class ElasticFit(Fit):
 
     def _regroup(self) -> None:
         """Meet the others in the next round, and have the same state as they."""
-        before = self._group.world_size if self._begun else 0
+        before = self._group.world_size if self.begun else 0
         self._group.regroup()
         servers, run = self._parts.connection.servers, self._group.round.run
-        if servers is not None and not self._begun and servers.hello["run"] != run:
+        if servers is not None and not self.begun and servers.hello["run"] != run:
             servers.rejoin(run)
         self._steps.regrouped()
-        channel, counts = self._group.channel, self._counts
-        mine = {"begun": self._begun, "actions": self._actions, "last": self._last}
-        said = channel.gather_json(mine)
-        leader = max(range(len(said)), key=lambda rank: (said[rank]["begun"], said[rank]["actions"], -rank))
-        if not said[leader]["begun"] and channel.rank == leader:
+        channel, counts, calls = self._group.channel, self._counts, self._group.calls
+        knows = self.begun or calls.finished > 0
+        mine = Standing(self._call, self.begun, knows, self._actions, self._last)
+        all_said = Standings([Standing(**each) for each in channel.gather_json(asdict(mine))])
+        leads, first = channel.rank == all_said.leader, all_said.first
+        if not first.begun and leads:
             self._begin_run()
-        elif self._begun and self._actions < said[leader]["actions"]:
-            last = said[leader]["last"]
-            self._complete(last["kind"], last["result"])
-        asks = channel.rank == leader and said[leader]["begun"]
-        missed = channel.gather_json(self._steps.missed() if asks else None)[leader]
-        if self._begun and missed is not None:
+        elif self.begun and first.last is not None and self._actions < first.actions:
+            self._complete(first.last["kind"], first.last["result"])
+        missed = channel.gather_json(self._steps.missed() if leads and first.begun else None)[all_said.leader]
+        if self.begun and missed is not None:
             self._complete("step", missed)
-        if not all(each["begun"] for each in said):
-            sends = channel.rank == leader
-            states = channel.gather(pack(self._everything()) if sends else b"")
-            if not self._begun:
-                self._receive(unpack(states[leader]))
+        if all_said.shares:
+            states = channel.gather(pack(self._everything()) if leads else b"")
+            if not self.begun and all_said.receives(channel.rank):
+                self._receive(unpack(states[all_said.leader]))
         if channel.rank == 0:
             self._steps.settle()
-            self._become_first()
+            if self._result is None:
+                self._become_first()
         channel.barrier()  # those who ask for tasks next find what was released
-        self._regroup_due = False
-        if self._first and before and before != channel.world_size:
+        self._ahead = frozenset(self._group.round.members[rank] for rank in all_said.ahead_of(self._call))
+        if self._result is None and self._call < all_said.passed:
+            calls.passed = all_said.passed
+            self._result = self._over_before()
+            self._parts.callbacks.on_fit_end(self._trainer, self._result)
+        self._regroup_due = self._result is None and not all_said.together
+        if self._first and not self._regroup_due and before and before != channel.world_size:
             self._parts.progress.say(
                 f"{channel.world_size} trainer{'s' * (channel.world_size != 1)} from step {counts.step} on, "
                 f"after {before}."
             )
+
+    def welcome(self, call: int) -> None:
+        """After this fit, between two batches of a prediction: meet those who wait for the others.
+
+        call: the one of the program that this trainer is in.
+        """
+        group = self._group
+        self._call = call
+        if not group.waiting - self._ahead - {group.member}:
+            return
+        try:
+            self._regroup()
+        except RankError as error:  # whoever still waits is met the next time
+            _log.warning("%s", error)
+        finally:
+            group.dissolve()
+
+    def _over_before(self) -> FitResult:
+        """The result of a fit that was over when this trainer was started again."""
+        newest = self._parts.saver.latest()
+        return self._make_result(None, None if newest is None else str(newest.path), {})
 
     def _begin_run(self) -> None:
         """Nobody has the state of training: load the newest checkpoint, or start from the beginning."""
@@ -208,7 +241,7 @@ class ElasticFit(Fit):
         parts = self._parts
         parts.model.train()
         parts.saver.begin()
-        self._begun = True
+        self.begun = True
         parts.callbacks.on_fit_begin(self._trainer)
 
     def _open_reports(self) -> None:
@@ -400,25 +433,16 @@ class ElasticFit(Fit):
         self._window.reset()
 
     def _evaluate_together(self) -> dict[str, float]:
-        data = self._goal.eval_data
-        assert data is not None
+        assert self._goal.eval_data is not None
         before = time.monotonic()
-        if isinstance(data, SharedData):
-            if self._evaluation is None:
-                number = self._actions + 1
-                self._evaluation = LeasedEvaluation(self._parts, data, self._client, number)
-            results = self._evaluation.results(self._group.channel)
-        else:
-            results = self._trainer.evaluate(data)
+        results = self._evaluations.results(self._goal.eval_data, self._actions + 1)
         self._reporter.exclude(time.monotonic() - before)
         return results
 
     def _complete_evaluation(self, results: Mapping[str, float]) -> None:
         parts, counts = self._parts, self._counts
         counts.evaluation = dict(results)
-        if self._evaluation is not None:
-            self._evaluation.end()
-            self._evaluation = None
+        self._evaluations.end()
         if self._first:
             self._reporter.evaluation(counts.evaluation)
         self._note_evaluation()

@@ -7,13 +7,15 @@ kept their own results.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
+from typing import Any
 
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_records import records_done
 from karvan.distributed import CollectiveChannel
+from karvan.distributed.elastic.group import ElasticGroup
 from karvan.ragged import Batch
 from karvan.train.trainer_parts import TrainerParts
 
@@ -52,3 +54,34 @@ class LeasedEvaluation:
                 yield batch
         finally:
             loader.stop()
+
+
+class LeasedEvaluations:
+    """The evaluations of one fit; evaluate: how data whose records cannot be leased is evaluated."""
+
+    def __init__(
+        self,
+        parts: TrainerParts,
+        client: WorkClient,
+        group: ElasticGroup,
+        evaluate: Callable[[Iterable[Any]], dict[str, float]],
+    ) -> None:
+        self._parts = parts
+        self._client = client
+        self._group = group
+        self._evaluate = evaluate
+        self._current: LeasedEvaluation | None = None
+
+    def results(self, data: Iterable[Any], number: int) -> dict[str, float]:
+        """Those of the next evaluation, or of the one that was interrupted; a collective."""
+        if not isinstance(data, SharedData):
+            return self._evaluate(data)
+        if self._current is None:
+            self._current = LeasedEvaluation(self._parts, data, self._client, number)
+        return self._current.results(self._group.channel)
+
+    def end(self) -> None:
+        """All have the results."""
+        if self._current is not None:
+            self._current.end()
+            self._current = None

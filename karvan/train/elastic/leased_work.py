@@ -1,7 +1,7 @@
 """`LeasedWork`: the records of a fit at the master, as one of its trainers sees them.
 
 It has the position of the data in checkpoints, what is done about a batch that raises an error, and what is
-left to do when a trainer leaves or ends.
+left to do when a trainer leaves or ends. `FitSteps` are the steps that train these records.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -116,3 +116,21 @@ class LeasedWork:
     def _close_batches(self) -> None:
         self._batches.close()
         self._parts.setup.runs.placement.forget()
+
+
+class FitSteps(Protocol):
+    """How trainers of a group make steps: together (`GroupSteps`), or each on its own (`OwnSteps`)."""
+
+    work: LeasedWork
+
+    def agree(self, *, save: bool) -> dict[str, Any]:
+        """Make a step or meet; a collective. save: this trainer says that a checkpoint is due."""
+
+    def missed(self) -> dict[str, Any] | None:
+        """What `agree` gave to trainers that are gone, and to no other."""
+
+    def regrouped(self) -> None:
+        """Another round has begun."""
+
+    def settle(self) -> None:
+        """It is settled what trainers that are gone have done; rank 0."""

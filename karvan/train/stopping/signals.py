@@ -39,6 +39,11 @@ def reset_termination() -> None:
     _Termination.received = False
 
 
+def is_terminated() -> bool:
+    """Whether a SIGTERM has ended a fit of this process."""
+    return _Termination.received
+
+
 def check_not_terminated(channel: CollectiveChannel) -> None:
     """Raise a TerminatedError if a SIGTERM has ended the training of this program, on any rank."""
     if any(channel.gather_json(_Termination.received)):

@@ -159,6 +159,7 @@ class ElasticJob:
     def note_end(self, trainer):
         """A trainer has ended, or is about to."""
         trainer.wait()
+        self.work.release_predictions(trainer.name)
         self.group.remove(trainer.name)
 
     def step(self, trainer):
