@@ -1,12 +1,12 @@
 """Predictions of trainers that come and go: the files have every record once, whoever dies when."""
 
 import json
+import random
+import time
 from collections import Counter
 
+import pytest
 from elastic_jobs import elastic_job
-
-
-ROWS = {"servers": 1}
 
 
 def job_of(folder, **options):
@@ -65,3 +65,124 @@ def test_one_that_was_started_again_gets_the_model_of_the_others_while_they_pred
         assert one["step"] == two["step"] > 0
         check(job, value=1.0)
         assert noted(job, joiner)[-1] == "ended"
+
+
+def test_predictions_between_fits_have_the_model_of_their_time(tmp_path):
+    with job_of(tmp_path, CALLS="predict,fit,predict,predict,fit,predict", least=2) as job:
+        job.start(), job.start()
+        job.results(2)
+        for number, value in enumerate([0.0, 1.0, 1.0, 2.0], 1):
+            check(job, number, value)
+
+
+def test_one_that_was_started_again_skips_what_is_over(tmp_path):
+    calls = "fit,predict,fit,predict"
+    with job_of(tmp_path, CALLS=calls, PAUSE=0.1, STEP_PAUSE=0.1, least=2) as job:
+        dead, other = job.start(), job.start()
+        job.wait(lambda: len(noted(job, dead, "predictions-1")) > 1)
+        (job.notes / "hurry").touch()
+        job.wait(lambda: "ended" in noted(job, other, "predictions-1"))
+        (job.notes / "hurry").unlink()
+        step = job.step(other)[0]
+        job.wait(lambda: job.step(other)[0] > step + 1)  # in the second fit
+        job.kill(dead)
+        second = job.start()
+        job.wait(lambda: job.step(second)[1] == 2)
+        job.hurry()
+        job.wait(lambda: noted(job, other, "predictions-2"))
+        (job.notes / "hurry").unlink()
+        job.kill(second)
+        third = job.start()  # while the other one is in the last prediction
+        job.wait(lambda: noted(job, third, "predictions-2"))
+        job.hurry()
+        job.results(2)
+        check(job, 1, 1.0)
+        check(job, 2, 2.0)
+        assert noted(job, second, "predictions-1") == noted(job, third, "predictions-1") == ["ended"]
+
+
+def test_iterators_that_are_closed_early_leave_their_records_to_others(tmp_path):
+    with job_of(tmp_path, CALLS="peek,predict", PAUSE=0.1, least=2) as job:
+        trainers = [job.start(), job.start(), job.start()]
+        job.wait(lambda: all("ended" in noted(job, each, "predictions-1") for each in trainers))
+        job.hurry()
+        job.results(3)
+        peeked = [noted(job, each, "predictions-1") for each in trainers]
+        assert [len(each) for each in peeked] == [3, 3, 3]
+        check(job, 2)
+
+
+MODES = {
+    "sync": {"KARVAN_MODE": "sync"},
+    "hybrid": {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 4},
+    "async": {"KARVAN_MODE": "async", "KARVAN_STALENESS": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "mode", ["async", *(pytest.param(m, marks=pytest.mark.slow) for m in ("sync", "hybrid"))]
+)
+def test_rows_on_servers_and_a_master_that_is_restarted(tmp_path, mode):
+    with job_of(tmp_path, CALLS="fit,predict", PAUSE=0.1, least=2, servers=2, **MODES[mode]) as job:
+        dead, other = job.start(), job.start()
+        job.wait(lambda: min(len(noted(job, each)) for each in (dead, other)) > 1)
+        job.restart_master()
+        before = len(noted(job, other))
+        job.wait(lambda: len(noted(job, other)) > before + 1)
+        job.kill(dead)
+        joiner = job.start()
+        job.wait(lambda: noted(job, joiner))
+        job.hurry()
+        job.results(2)
+        check(job, value=2.0)  # by its parameter and by its row
+
+
+@pytest.mark.slow
+def test_all_trainers_die_and_the_next_ones_predict_the_rest(tmp_path):
+    with job_of(tmp_path, CALLS="fit,predict", PAUSE=0.1, least=2, servers=1) as job:
+        trainers = [job.start(), job.start()]
+        job.wait(lambda: min(len(noted(job, each)) for each in trainers) > 3)
+        for each in trainers:
+            job.kill(each)
+        before = {number for each in trainers for number in noted(job, each)}
+        job.hurry()
+        new = [job.start(), job.start()]
+        job.results(2)
+        check(job, value=2.0)
+        again = before & {number for each in new for number in noted(job, each)}
+        assert len(again) <= 2  # those that were not acknowledged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_random_kills(tmp_path, seed):
+    draw = random.Random(seed)
+    calls = "fit,predict,predict,fit,predict"
+    with job_of(tmp_path, CALLS=calls, PAUSE=0.1, STEP_PAUSE=0.05, records=900, servers=1) as job:
+        alive = [job.start(), job.start(), job.start()]
+        job.wait(lambda: list(job.checkpoints.glob("step-*")))
+        for _ in range(12):
+            time.sleep(draw.uniform(0.0, 4.0))
+            if list(job.notes.glob("result-*")):
+                break
+            for victim in draw.sample(alive, draw.choice([1, 1, 1, 2])):
+                if victim.poll() is None:
+                    job.kill(victim)
+                alive.remove(victim)
+            if draw.random() < 0.2:
+                job.restart_master()
+            while len(alive) < 3:
+                alive.append(job.start())
+        job.hurry()
+        job.results(1, 180)
+        for number, value in enumerate([2.0, 2.0, 4.0], 1):
+            check(job, number, value)
+
+
+def test_a_record_that_raises_an_error_is_named(tmp_path):
+    with job_of(tmp_path, POISON=31, least=1) as job:
+        trainer = job.start()
+        assert trainer.wait() != 0
+        text = trainer.log.read_text()
+        assert f"record 10 of {job.data / '1.parquet'}" in text
+        assert "this record is poison" in text

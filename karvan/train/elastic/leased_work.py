@@ -54,6 +54,7 @@ class LeasedWork:
         client.open(data.spec(work.most_tries, work.skip_bad_records))
         self.bad = BadRecords(parts, data)
         self.records = Acknowledgements(client)
+        self._closed = False
 
     def set_aside(self, failed: BatchError) -> None:
         """Report a batch that raised an error, and return all records that are not trained."""
@@ -101,6 +102,11 @@ class LeasedWork:
             ledger = None if position is None else position["ledger"]
         self._client.restore_position(ledger)
 
+    def acknowledge(self, done: Mapping[int, int]) -> None:
+        """Report records that a trainer which is gone has trained; after the fit the master knows them."""
+        if not self._closed:
+            self._client.acknowledge(done)
+
     def leave(self) -> None:
         """Return the records that were leased and not trained: the others continue without this trainer."""
         self._close_batches()
@@ -109,6 +115,7 @@ class LeasedWork:
 
     def close(self) -> None:
         """End the threads, and disconnect. Leases stay until the others have settled what was trained."""
+        self._closed = True
         self._close_batches()
         self.records.close()
         self._client.disconnect()

@@ -95,7 +95,6 @@ class OwnSteps:
     ) -> None:
         self._parts = parts
         self._group = group
-        self._client = client
         self._stopped = stopped
         self._engines = engines_of(parts.model)
         servers = parts.connection.servers
@@ -222,7 +221,7 @@ class OwnSteps:
         for member in self._gone():
             acknowledged = self._commits.settle(member)
             if acknowledged:
-                self._client.acknowledge({int(token): done for token, done in acknowledged.items()})
+                self.work.acknowledge({int(token): done for token, done in acknowledged.items()})
         return {"agreement": None, "tally": self.ask().counts, "world": self._world}
 
     def settle(self) -> None:

@@ -7,8 +7,8 @@ each step; ROWS=1 for rows on servers; CHECKPOINTS=0 for none; POISON, a record 
 is predicted.
 
 The n-th prediction is in the folder predictions-n of the notes, a file for each batch, which appears by a
-rename. A record has a parameter of its own, which is the number of times that it was trained, and a row that
-is its negative; the output is the difference, and the record beside it.
+rename. A record has a parameter and a row of its own, which are both the number of times that it was trained;
+the prediction is their sum.
 """
 
 import json
@@ -42,7 +42,8 @@ class Model(torch.nn.Module):
         times = self.times[batch["record"].long()]
         if not rows:
             return times
-        return times - self.embeddings({"record": batch["record"]})["record"].squeeze(1)
+        row = self.embeddings({"record": batch["record"]})["record"].squeeze(1)
+        return times - row if self.training else times + row
 
 
 class Note(kv.callbacks.Callback):
