@@ -186,3 +186,18 @@ def test_a_record_that_raises_an_error_is_named(tmp_path):
         text = trainer.log.read_text()
         assert f"record 10 of {job.data / '1.parquet'}" in text
         assert "this record is poison" in text
+
+
+def test_one_that_was_started_again_loads_a_checkpoint_while_others_predict_with_its_rows(tmp_path):
+    with job_of(tmp_path, CALLS="load,predict", PAUSE=0.1, servers=2) as job:
+        fitted = job.start(CALLS="fit")
+        job.results(1)
+        job.note_end(fitted)
+        dead, other = job.start(), job.start()
+        job.wait(lambda: min(len(noted(job, each)) for each in (dead, other)) > 1)
+        job.kill(dead)
+        joiner = job.start()
+        job.wait(lambda: noted(job, joiner))
+        job.hurry()
+        job.results(3)
+        check(job, value=2.0)

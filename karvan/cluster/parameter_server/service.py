@@ -60,6 +60,7 @@ class ParameterServer(Service):
         self._generation = -1
         self._run = ""
         self._past_runs: set[str] = set()  # of this generation
+        self._fill_lock = threading.Lock()
         self._begin()
         self.endpoints = endpoints(SERVER_CALLS, {name: partial(self._do, name) for name in SERVER_CALLS})
 
@@ -68,6 +69,7 @@ class ParameterServer(Service):
         self._owner = Owner(self._tables.store)
         self._saving = Saving(self._tables.store, self._tables.specs, self._index, self._count)
         self._batches: Batches | ElasticBatches | None = None
+        self._filled: tuple[Any, ...] | None = None  # what the tables were filled with, of one checkpoint
         self._dense = DenseService()
 
     def _methods(self) -> dict[str, Callable[[Request], Message]]:
@@ -193,13 +195,35 @@ class ParameterServer(Service):
         return Message({})
 
     def _fill(self, call: Request) -> Message:
-        for table, request in call.head["tables"].items():
+        path, tables = Path(call.head["path"]), call.head["tables"]
+        for table, request in tables.items():
             self._tables.check_state(table, request["initial"])
         try:
-            self._saving.fill(Path(call.head["path"]), call.head["tables"])
+            with self._fill_lock:
+                if not self._is_filled(call):
+                    self._filled = None
+                    self._saving.fill(path, tables)
+                    self._filled = self._filling(call)
         except DamagedCheckpointError as error:  # trainers decide together which one to load instead
             return Message({"damaged": [[error.path[-8192:], error.problem[:8192]]]})
         return Message({"damaged": []})
+
+    def _is_filled(self, call: Request) -> bool:
+        """Whether another member of an elastic run has filled the tables, and they are as they were then.
+
+        One that was started again loads what the others have loaded, who use the rows meanwhile.
+        """
+        if not call.caller.hello.get("elastic") or self._filled is None:
+            return False
+        (*content, member), (*before, other) = self._filling(call), self._filled
+        return content == before and member != other
+
+    def _filling(self, call: Request) -> tuple[Any, ...]:
+        """What a call fills tables with, how many pushes of the run came before, and whose call it is."""
+        assert self._batches is not None
+        path, hello = Path(call.head["path"]), call.caller.hello
+        checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
+        return self._run, path, checkpoint, call.head["tables"], pushes, hello["trainer"]
 
     def _restore(self, call: Request) -> Message:
         """This server replaces a lost one: load its rows from the newest checkpoint, once.

@@ -1,7 +1,8 @@
 """A trainer of an elastic job that fits and predicts, and writes its predictions in files.
 
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: CALLS, such as fit,predict,fit,predict: the
-n-th fit trains up to n times EPOCHS; "peek" takes two predictions and closes the iterator. PAUSE, seconds
+n-th fit trains up to n times EPOCHS; "load" loads the newest checkpoint; "peek" takes two predictions and
+closes the iterator. PAUSE, seconds
 between writing a prediction and asking for the next, until there is a note that says hurry; STEP_PAUSE after
 each step; ROWS=1 for rows on servers; CHECKPOINTS=0 for none; POISON, a record that raises an error when it
 is predicted.
@@ -87,6 +88,10 @@ for call in os.environ["CALLS"].split(","):
     if call == "fit":
         fits += 1
         trainer.fit(read, epochs=fits * epochs, eval_data=valid)
+        continue
+    if call == "load":
+        trainer.load()
+        (notes / f"loaded-{os.getpid()}").touch()
         continue
     predictions += 1
     folder = notes / f"predictions-{predictions}"
