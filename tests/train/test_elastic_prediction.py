@@ -1,12 +1,12 @@
 """Predictions of trainers that come and go: the files have every record once, whoever dies when."""
 
-import json
 import random
 import time
 from collections import Counter
 
 import pytest
 from elastic_jobs import elastic_job
+from prediction_files import check_predictions, predicted_by
 
 
 def job_of(folder, **options):
@@ -14,25 +14,8 @@ def job_of(folder, **options):
     return elastic_job(folder, **{**settings, **options})
 
 
-def check(job, number=1, value=0.0):
-    """Every record is in the files of a prediction once, with this value, and files say what they have."""
-    files = sorted((job.notes / f"predictions-{number}").glob("[0-9]*"))
-    batches = [json.loads(path.read_text()) for path in files]
-    assert [int(path.name) for path in files] == [each["number"] for each in batches]
-    assert [each["number"] for each in batches] == list(range(len(batches)))
-    assert Counter(n for each in batches for n in each["record"]) == Counter(range(job.records))
-    assert {value for each in batches for value in each["output"]} == {value}
-    for each in batches:
-        part = int(each["path"].removesuffix(".parquet")[-1])  # which has every third record
-        first = 3 * each["first"] + part
-        assert each["record"] == list(range(first, first + 3 * each["count"], 3))
-
-
-def noted(job, trainer, folder="predictions-1"):
-    """The numbers of the batches that a trainer has written."""
-    path = job.notes / f"predicted-{trainer.pid}"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line.split()[1] for line in lines if line.split()[0] == folder]
+def noted(job, trainer, number=1):
+    return predicted_by(job, trainer.pid, number)
 
 
 def test_a_killed_trainer_leaves_what_it_has_not_acknowledged_to_others(tmp_path):
@@ -44,7 +27,7 @@ def test_a_killed_trainer_leaves_what_it_has_not_acknowledged_to_others(tmp_path
         job.wait(lambda: noted(job, joiner))
         job.hurry()
         job.results(2)
-        check(job)
+        check_predictions(job)
         written = [noted(job, each) for each in (dead, other, joiner)]
         assert min(map(len, written)) > 1
         again = Counter(each for its in written for each in its if each != "ended")
@@ -63,7 +46,7 @@ def test_one_that_was_started_again_gets_the_model_of_the_others_while_they_pred
         job.hurry()
         (one, two) = job.results(2)
         assert one["step"] == two["step"] > 0
-        check(job, value=1.0)
+        check_predictions(job, value=1.0)
         assert noted(job, joiner)[-1] == "ended"
 
 
@@ -72,16 +55,16 @@ def test_predictions_between_fits_have_the_model_of_their_time(tmp_path):
         job.start(), job.start()
         job.results(2)
         for number, value in enumerate([0.0, 1.0, 1.0, 2.0], 1):
-            check(job, number, value)
+            check_predictions(job, number, value)
 
 
 def test_one_that_was_started_again_skips_what_is_over(tmp_path):
     calls = "fit,predict,fit,predict"
     with job_of(tmp_path, CALLS=calls, PAUSE=0.1, STEP_PAUSE=0.1, least=2) as job:
         dead, other = job.start(), job.start()
-        job.wait(lambda: len(noted(job, dead, "predictions-1")) > 1)
+        job.wait(lambda: len(noted(job, dead, 1)) > 1)
         (job.notes / "hurry").touch()
-        job.wait(lambda: "ended" in noted(job, other, "predictions-1"))
+        job.wait(lambda: "ended" in noted(job, other, 1))
         (job.notes / "hurry").unlink()
         step = job.step(other)[0]
         job.wait(lambda: job.step(other)[0] > step + 1)  # in the second fit
@@ -89,27 +72,27 @@ def test_one_that_was_started_again_skips_what_is_over(tmp_path):
         second = job.start()
         job.wait(lambda: job.step(second)[1] == 2)
         job.hurry()
-        job.wait(lambda: noted(job, other, "predictions-2"))
+        job.wait(lambda: noted(job, other, 2))
         (job.notes / "hurry").unlink()
         job.kill(second)
         third = job.start()  # while the other one is in the last prediction
-        job.wait(lambda: noted(job, third, "predictions-2"))
+        job.wait(lambda: noted(job, third, 2))
         job.hurry()
         job.results(2)
-        check(job, 1, 1.0)
-        check(job, 2, 2.0)
-        assert noted(job, second, "predictions-1") == noted(job, third, "predictions-1") == ["ended"]
+        check_predictions(job, 1, 1.0)
+        check_predictions(job, 2, 2.0)
+        assert noted(job, second, 1) == noted(job, third, 1) == ["ended"]
 
 
 def test_iterators_that_are_closed_early_leave_their_records_to_others(tmp_path):
     with job_of(tmp_path, CALLS="peek,predict", PAUSE=0.1, least=2) as job:
         trainers = [job.start(), job.start(), job.start()]
-        job.wait(lambda: all("ended" in noted(job, each, "predictions-1") for each in trainers))
+        job.wait(lambda: all("ended" in noted(job, each, 1) for each in trainers))
         job.hurry()
         job.results(3)
-        peeked = [noted(job, each, "predictions-1") for each in trainers]
+        peeked = [noted(job, each, 1) for each in trainers]
         assert [len(each) for each in peeked] == [3, 3, 3]
-        check(job, 2)
+        check_predictions(job, 2)
 
 
 MODES = {
@@ -134,7 +117,7 @@ def test_rows_on_servers_and_a_master_that_is_restarted(tmp_path, mode):
         job.wait(lambda: noted(job, joiner))
         job.hurry()
         job.results(2)
-        check(job, value=2.0)  # by its parameter and by its row
+        check_predictions(job, value=2.0)  # by its parameter and by its row
 
 
 @pytest.mark.slow
@@ -148,7 +131,7 @@ def test_all_trainers_die_and_the_next_ones_predict_the_rest(tmp_path):
         job.hurry()
         new = [job.start(), job.start()]
         job.results(2)
-        check(job, value=2.0)
+        check_predictions(job, value=2.0)
         again = before & {number for each in new for number in noted(job, each)}
         assert len(again) <= 2  # those that were not acknowledged
 
@@ -176,7 +159,7 @@ def test_random_kills(tmp_path, seed):
         job.hurry()
         job.results(1, 180)
         for number, value in enumerate([2.0, 2.0, 4.0], 1):
-            check(job, number, value)
+            check_predictions(job, number, value)
 
 
 def test_a_record_that_raises_an_error_is_named(tmp_path):
@@ -200,4 +183,4 @@ def test_one_that_was_started_again_loads_a_checkpoint_while_others_predict_with
         job.wait(lambda: noted(job, joiner))
         job.hurry()
         job.results(3)
-        check(job, value=2.0)
+        check_predictions(job, value=2.0)
