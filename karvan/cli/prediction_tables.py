@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-import torch
-from torch import Tensor
 
 from karvan.cli.errors import CommandError
-from karvan.data.in_memory import nullable
-from karvan.ragged import NestedRagged, OptionalRagged, OptionalText, Ragged
-from karvan.train import Prediction
+from karvan.train import Prediction, prediction_files
 
 
 class TableFile:
@@ -79,39 +75,7 @@ def open_table(out: str) -> Iterator[TableFile]:
 
 def record_batch(prediction: Prediction, *, sigmoid: bool = False) -> pa.RecordBatch:
     """The columns of a batch, followed by the model's outputs."""
-    output = prediction.output
-    outputs = dict(output) if isinstance(output, Mapping) else {"prediction": output}
-    if both := outputs.keys() & prediction.columns.keys():
-        raise CommandError(
-            f"The model has an output '{min(both)}', so there cannot be a column of that name as well."
-        )
-    arrays = {name: _array(name, column) for name, column in prediction.columns.items()}
-    arrays |= {name: _array(name, _numbers(each, sigmoid)) for name, each in outputs.items()}
-    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-
-
-def _numbers(output: Tensor, sigmoid: bool) -> Tensor:
-    output = output.float() if output.dtype in (torch.bfloat16, torch.float16) else output
-    return output.sigmoid() if sigmoid else output
-
-
-def _array(name: str, column: Any) -> pa.Array:
-    if isinstance(column, Tensor):
-        if column.dim() <= 1:
-            return pa.array(column.numpy())
-        flat = pa.array(column.reshape(-1).numpy())
-        return pa.FixedSizeListArray.from_arrays(flat, column[0].numel() if len(column) else 1)
-    if isinstance(column, OptionalRagged | OptionalText):
-        return nullable(column)
-    if isinstance(column, Ragged):
-        if column.offsets is None:
-            return _array(name, column.values)
-        if column.values.dtype == torch.uint8:  # text
-            return pa.array([bytes(row).decode(errors="replace") for row in column.to_lists()])
-        offsets = pa.array(column.offsets.numpy(), pa.int64())
-        return pa.LargeListArray.from_arrays(offsets, pa.array(column.values.numpy()))
-    if isinstance(column, NestedRagged):
-        return pa.array(column.to_lists())
-    raise CommandError(
-        f"Column '{name}' cannot be written: expected numbers, lists or text, got {type(column).__name__}."
-    )
+    try:
+        return prediction_files.record_batch(prediction, sigmoid=sigmoid)
+    except ValueError as error:
+        raise CommandError(str(error)) from None

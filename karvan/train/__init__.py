@@ -7,6 +7,7 @@ from karvan.former_names import missing_name
 from karvan.train import callbacks, losses
 from karvan.train.contexts.eval_context import EvalContext, InferContext
 from karvan.train.contexts.train_context import TrainContext
+from karvan.train.prediction_files import write_predictions
 from karvan.train.reporting.progress import BarProgress, NoProgress, PlainProgress
 from karvan.train.reporting.results import FitResult, Report, StepLogs
 from karvan.train.stopping.signals import TerminatedError, reset_termination
@@ -33,6 +34,7 @@ __all__ = [
     "callbacks",
     "losses",
     "reset_termination",
+    "write_predictions",
 ]
 
 if not TYPE_CHECKING:

@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 
+import pyarrow.parquet as pq
 import pytest
 from elastic_jobs import elastic_job
 from prediction_files import check_predictions, predicted_by
@@ -184,3 +185,15 @@ def test_one_that_was_started_again_loads_a_checkpoint_while_others_predict_with
         job.hurry()
         job.results(3)
         check_predictions(job, value=2.0)
+
+
+def test_tables_of_predictions_have_every_record_once(tmp_path):
+    with job_of(tmp_path, CALLS="write", PAUSE=0.05) as job:
+        dead, other = job.start(), job.start()
+        job.wait(lambda: min(len(noted(job, each)) for each in (dead, other)) > 3)
+        job.kill(dead)
+        job.hurry()
+        job.results(1)
+        table = pq.read_table(sorted((job.notes / "written").glob("part-*.parquet")))
+        assert sorted(table["record"].to_pylist()) == list(range(300))
+        assert set(table["prediction"].to_pylist()) == {0.0}

@@ -2,6 +2,7 @@
 
 import math
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -143,6 +144,27 @@ def test_predict_gives_outputs_and_columns_and_can_be_left_early():
         break
     with pytest.raises(KeyError, match="no column 'age' in the batch, which has: user, item"):
         next(fit.predict(data, columns=["age"]))
+
+
+def test_predictions_are_written_in_files_that_appear_when_they_are_complete(tmp_path):
+    fit, data = trainer(), batches(3)
+
+    def fails_at_the_end():
+        yield from fit.predict(data, columns=["user"])
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        kv.train.write_predictions(fails_at_the_end(), tmp_path / "out", sigmoid=True)
+    files = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in files] == [f"rank-00000-{place:08d}.parquet" for place in range(3)]
+    for path, batch, (output, _) in zip(files, data, fit.predict(data), strict=True):
+        table = pq.read_table(path)
+        assert table.column_names == ["user", "prediction"]
+        assert table["user"].to_pylist() == batch["user"].tolist()
+        assert table["prediction"].to_pylist() == output.sigmoid().tolist()
+    assert kv.train.write_predictions(fit.predict(data), tmp_path / "out") == sum(
+        map(len, (b["user"] for b in data))
+    )
 
 
 @pytest.mark.parametrize(

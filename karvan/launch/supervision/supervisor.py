@@ -36,7 +36,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from karvan.clock import clock
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE
@@ -48,15 +48,15 @@ from karvan.launch.role_commands import Commands, commands_of
 from karvan.launch.role_environment import environment_of
 from karvan.launch.supervision.crash_loop import CrashLoopDetector
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, ScaleRequested, StopRequested
-from karvan.launch.supervision.health import HealthCheck, HealthSource
+from karvan.launch.supervision.health import HealthCheck
 from karvan.launch.supervision.job_state import JobState, MemberState
 from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
 from karvan.launch.supervision.restarts import RestartBudget
 from karvan.launch.supervision.shutdown import Shutdown
 from karvan.launch.supervision.suspending import Suspension
 from karvan.launch.supervision.verdict import End, Verdict
+from karvan.launch.supervision.views import GroupView, NoGroup, NoWork, RegistryView, WorkView
 from karvan.work.holders import holder_of
-from karvan.work.task import Task, TaskLease
 
 if TYPE_CHECKING:
     from karvan.launch.job_spec import JobSpec
@@ -67,84 +67,6 @@ _OF_SIGNALS = (
 _NOT_RETRIED = (USAGE, DAMAGED)
 _HOLDERS = (Role.TRAINER, Role.LOADER)  # of tasks
 _WORK_EVERY = 1.0  # seconds between two checks for tasks that make no progress
-
-
-class RegistryView(HealthSource, Protocol):
-    """Where roles find each other; it also knows which of them are healthy."""
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-
-    def forget(self, role: Role, index: int) -> None:
-        """A process has ended; another one will replace it."""
-
-    def begin_generation(self, generation: int) -> None:
-        """Trainers are restarted, and rendezvous again."""
-
-
-class WorkView(Protocol):
-    """The leased work of a job."""
-
-    def release_process(self, process_holder: str) -> list[Task]:
-        """A process has died: its tasks wait for others. Returns them."""
-
-    def release_predictions(self, process_holder: str) -> bool:
-        """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
-
-    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
-        """End leases of which nothing was heard for too long; returns them."""
-
-
-class GroupView(Protocol):
-    """The trainers that train together, if they come and go."""
-
-    def remove(self, process: str) -> bool:
-        """A process has ended. Returns whether others are left, who continue without it."""
-
-    def has_left(self, process: str) -> bool:
-        """Whether a process has left the others before the end of training."""
-
-    def is_member(self, process: str) -> bool:
-        """Whether a process trains with others, or may do so soon."""
-
-    def expect(self, trainers: int) -> None:
-        """No more than this many trainers will come."""
-
-
-class NoGroup:
-    """A job whose trainers cannot do without each other."""
-
-    def remove(self, process: str) -> bool:
-        """Nobody continues."""
-        return False
-
-    def has_left(self, process: str) -> bool:
-        """Nobody leaves."""
-        return False
-
-    def is_member(self, process: str) -> bool:
-        """Nobody comes and goes."""
-        return False
-
-    def expect(self, trainers: int) -> None:
-        """Nobody waits for others."""
-
-
-class NoWork:
-    """A job without leased work."""
-
-    def release_process(self, process_holder: str) -> list[Task]:
-        """Nobody holds anything."""
-        return []
-
-    def release_predictions(self, process_holder: str) -> bool:
-        """Nobody predicts."""
-        return False
-
-    def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
-        """Nothing is late."""
-        return []
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """A trainer of an elastic job that fits and predicts, and writes its predictions in files.
 
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: CALLS, such as fit,predict,fit,predict: the
-n-th fit trains up to n times EPOCHS; "load" loads the newest checkpoint; "peek" takes two predictions and
-closes the iterator. PAUSE, seconds
+n-th fit trains up to n times EPOCHS; "load" loads the newest checkpoint; "write" writes with
+`write_predictions`; "peek" takes two predictions and closes the iterator. PAUSE, seconds
 between writing a prediction and asking for the next, until there is a note that says hurry; STEP_PAUSE after
 each step; ROWS=1 for rows on servers; CHECKPOINTS=0 for none; POISON, a record that raises an error when it
 is predicted.
@@ -83,11 +83,23 @@ def write(folder, prediction):
         noted.write(f"{folder.name} {prediction.records.number}\n")
 
 
+def slowly(found):
+    for prediction in found:
+        yield prediction
+        with (notes / f"predicted-{os.getpid()}").open("a") as noted:
+            noted.write(f"predictions-1 {prediction.records.number}\n")
+        if not (notes / "hurry").exists():
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+
+
 fits = predictions = 0
 for call in os.environ["CALLS"].split(","):
     if call == "fit":
         fits += 1
         trainer.fit(read, epochs=fits * epochs, eval_data=valid)
+        continue
+    if call == "write":
+        kv.train.write_predictions(slowly(trainer.predict(valid, columns=["record"])), notes / "written")
         continue
     if call == "load":
         trainer.load()
