@@ -14,6 +14,7 @@ from pyarrow import parquet as pq
 
 import karvan as kv
 from karvan.data.errors import DataError
+from karvan.data.formats.records.recordio import RecordIOWriter
 from karvan.wire import RefusedError, Server
 from karvan.work.ledger import JobFailedError
 from karvan.work.service import WorkService
@@ -58,6 +59,20 @@ def test_every_record_comes_once_in_every_epoch(files, master, workers):
     assert Counter(seen) == Counter([*range(300)] * 2)
     assert seen[:300] != sorted(seen[:300])
     assert list(dataset.loader()) == []
+
+
+def test_workers_read_records_of_json(tmp_path, master):
+    for part in range(2):
+        with RecordIOWriter(tmp_path / f"{part}.recordio") as writer:
+            for number in range(part, 100, 2):
+                writer.write(b'{"id": %d}' % number)
+    decode = kv.data.json_rows(pa.schema([("id", pa.int64())]))
+    dataset = kv.data.elastic(str(tmp_path / "*.recordio"), 16, master=master, options={"decode": decode})
+    seen = []
+    for batch in dataset.loader(num_workers=2):
+        seen += batch["id"].tolist()
+        assert dataset.acknowledge(batch)
+    assert sorted(seen) == list(range(100))
 
 
 def start_loop(files, master, how):

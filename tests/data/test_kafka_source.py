@@ -58,10 +58,9 @@ def test_every_range_of_offsets_is_read_again_the_same(cluster):
             split = Split(part.path, first, end - first)
             assert ids(source.read(split)) == whole[part.path][first:end]
     source.close()
-    copy = pickle.loads(
-        pickle.dumps(KafkaSource("ranges", cluster.config))
-    )  # for the workers of a DataLoader
+    copy = pickle.loads(pickle.dumps(source))  # for the workers of a DataLoader
     assert copy.ranges() == source.ranges()
+    assert [ids(copy.read(Split(part.path, 0, part.records))) for part in parts] == [*whole.values()]
 
 
 def test_since_and_until_bound_the_messages_and_others_do_not_count(cluster):

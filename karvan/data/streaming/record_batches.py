@@ -29,27 +29,35 @@ def bytes_rows(records: list[bytes]) -> pa.RecordBatch:
 
 def json_rows(schema: pa.Schema) -> DecodeBytes:
     """A function that reads each record as a JSON object with these columns; others are an error."""
-    options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+    return _JsonRows(schema)
 
-    def decode(records: list[bytes]) -> pa.RecordBatch:
+
+class _JsonRows:
+    """What `json_rows` gives; it can be pickled, for worker processes."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _JsonRows, (self._schema,)  # the options cannot be pickled
+
+    def __call__(self, records: list[bytes]) -> pa.RecordBatch:
+        names = self._schema.names
         if not records:
-            return pa.RecordBatch.from_pylist([], schema)
+            return pa.RecordBatch.from_pylist([], self._schema)
         # Within JSON a line end can only be between tokens, where a space means the same.
         lines = b"\n".join(record.replace(b"\n", b" ").replace(b"\r", b" ") for record in records)
         try:
             reading = json.ReadOptions(block_size=len(lines) + 1, use_threads=False)
-            table = json.read_json(pa.BufferReader(lines), reading, options).select(schema.names)
+            table = json.read_json(pa.BufferReader(lines), reading, self._options).select(names)
         except (pa.ArrowException, ValueError) as error:
-            raise DataError(
-                f"Expected JSON objects with {', '.join(schema.names)}: {reason(error)}"
-            ) from error
+            raise DataError(f"Expected JSON objects with {', '.join(names)}: {reason(error)}") from error
         if table.num_rows != len(records):
             raise DataError(
                 f"Expected one JSON object in each of {len(records)} records, but there are {table.num_rows}."
             )
         return table.combine_chunks().to_batches()[0]
-
-    return decode
 
 
 def record_batches(
