@@ -220,7 +220,8 @@ class WorkService(Service):
     def overdue(self, spared: Callable[[str], bool] = lambda holder: False) -> list[TaskLease]:
         """End the leases of which nothing was heard for too long; their holders hang. Returns them.
 
-        spared: whether a holder keeps its leases however long it takes, because others watch it.
+        spared: whether a holder keeps its leases however long it takes, because others watch it. Nobody does
+        in a prediction, and a record that is predicted twice is no harm.
         """
         with self._lock:
             if self._opened is None:
@@ -230,7 +231,8 @@ class WorkService(Service):
             late = [
                 lease
                 for lease in self.ledger.leases
-                if now - self._heard.setdefault(lease.holder, now) > limit and not spared(lease.holder)
+                if now - self._heard.setdefault(lease.holder, now) > limit
+                and (lease.task.kind is TaskKind.PREDICT or not spared(lease.holder))
             ]
             tokens = [lease.token for lease in late]
             self.ledger.give_back(tokens)

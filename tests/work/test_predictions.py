@@ -243,3 +243,12 @@ def test_a_job_that_is_launched_again_predicts_again(served):
     work.forget_predictions()
     assert begin(client, 1, "a")
     assert lease(client, 1, "a")[0] == "tasks"
+
+
+def test_a_holder_that_hangs_loses_its_prediction_tasks_even_if_others_watch_its_steps(served):
+    work, client, now = served
+    begin(client, 1, "a")
+    lease(client, 1, "a")
+    now.seconds += 1000
+    assert [each.task.kind for each in work.overdue(lambda holder: True)] == [TaskKind.PREDICT]
+    assert lease(client, 1, "b", 9)[0] == "tasks"
