@@ -37,10 +37,11 @@ def kill_while_it_predicts(job):
     assert job.pids("trainer") == job.pids("parameter-server") == []
 
 
-@pytest.mark.parametrize("mode", ["hybrid", "async"])
-def test_a_launched_job_predicts_after_training_and_again_when_it_is_launched_again(tmp_path, mode):
-    options = {"records": 1500, "epochs": 1, "pause": 0.5, "mode": mode, "CALLS": "fit,predict"}
-    with PredictionLaunch(tmp_path, **options) as job:
+OPTIONS = {"records": 1500, "epochs": 1, "pause": 0.5, "CALLS": "fit,predict"}
+
+
+def test_a_launched_job_predicts_after_training_and_again_when_it_is_launched_again(tmp_path):
+    with PredictionLaunch(tmp_path, **OPTIONS) as job:
         kill_while_it_predicts(job)
     check_predictions(job, value=2.0)
     for path in (*job.notes.glob("predict*/*"), *job.notes.glob("predicted-*"), job.notes / "hurry"):
@@ -49,5 +50,11 @@ def test_a_launched_job_predicts_after_training_and_again_when_it_is_launched_ag
     (tmp_path / "job.yaml").write_text(settings.replace("fit,predict", "load,predict"))
     job.launch()
     with job:
+        kill_while_it_predicts(job)
+    check_predictions(job, value=2.0)
+
+
+def test_a_launched_job_of_mode_async_predicts_after_training(tmp_path):
+    with PredictionLaunch(tmp_path, mode="async", **OPTIONS) as job:
         kill_while_it_predicts(job)
     check_predictions(job, value=2.0)

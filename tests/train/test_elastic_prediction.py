@@ -1,17 +1,28 @@
 """Predictions of trainers that come and go: the files have every record once, whoever dies when."""
 
 import random
+import signal
 import time
 from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
 from elastic_jobs import elastic_job
+from hypothesis import given
+from hypothesis import strategies as st
 from prediction_files import check_predictions, predicted_by
+
+from karvan.distributed.elastic.program_calls import Standing, Standings
 
 
 def job_of(folder, **options):
-    settings = {"program": "predicting_trainer", "CALLS": "predict", "records": 300, "epochs": 1}
+    settings = {
+        "program": "predicting_trainer",
+        "CALLS": "predict",
+        "records": 300,
+        "epochs": 1,
+        "lost_after": 60,
+    }
     return elastic_job(folder, **{**settings, **options})
 
 
@@ -59,6 +70,7 @@ def test_predictions_between_fits_have_the_model_of_their_time(tmp_path):
             check_predictions(job, number, value)
 
 
+@pytest.mark.slow
 def test_one_that_was_started_again_skips_what_is_over(tmp_path):
     calls = "fit,predict,fit,predict"
     with job_of(tmp_path, CALLS=calls, PAUSE=0.1, STEP_PAUSE=0.1, least=2) as job:
@@ -172,6 +184,7 @@ def test_a_record_that_raises_an_error_is_named(tmp_path):
         assert "this record is poison" in text
 
 
+@pytest.mark.slow
 def test_one_that_was_started_again_loads_a_checkpoint_while_others_predict_with_its_rows(tmp_path):
     with job_of(tmp_path, CALLS="load,predict", PAUSE=0.1, servers=2) as job:
         fitted = job.start(CALLS="fit")
@@ -197,3 +210,53 @@ def test_tables_of_predictions_have_every_record_once(tmp_path):
         table = pq.read_table(sorted((job.notes / "written").glob("part-*.parquet")))
         assert sorted(table["record"].to_pylist()) == list(range(300))
         assert set(table["prediction"].to_pylist()) == {0.0}
+
+
+def test_a_trainer_that_was_asked_to_leave_its_fit_predicts_nothing(tmp_path):
+    with job_of(tmp_path, CALLS="fit,predict", STEP_PAUSE=0.2, least=2) as job:
+        leaver, other = job.start(), job.start()
+        job.wait(lambda: job.step(leaver)[1] == job.step(other)[1] == 2)
+        leaver.send_signal(signal.SIGTERM)
+        assert leaver.wait(30) == 0
+        job.hurry()
+        job.results(2)
+        check_predictions(job, value=1.0)
+        assert noted(job, leaver) == ["ended"]
+
+
+def test_two_predictions_at_a_time_are_an_error(tmp_path):
+    with job_of(tmp_path, CALLS="both") as job:
+        trainer = job.start()
+        assert trainer.wait() != 0
+        assert "Expected one prediction at a time" in trainer.log.read_text()
+
+
+standings = st.lists(
+    st.builds(
+        lambda call, begun, finished, actions: Standing(call, begun, begun or finished, actions, None),
+        st.integers(1, 4),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(standings)
+def test_trainers_of_a_round_agree_on_who_shares_what_with_whom(said):
+    found = Standings(said)
+    ranks = range(len(said))
+    if any(each.begun for each in said):
+        assert found.first.begun  # it has what it shares
+    assert found.together == (len({each.call for each in said}) == 1)
+    for rank in ranks:
+        skips = said[rank].call < found.passed
+        if skips and not said[rank].knows:
+            assert found.receives(rank)  # it has the model when it comes to the call of the others
+        assert not (skips and said[rank].knows)  # nobody skips what it has not finished
+        if said[rank].begun:
+            assert not found.receives(rank)
+    if found.shares and not found.first.begun:
+        assert found.receives(found.leader)  # who begins alone, and shares what it loads

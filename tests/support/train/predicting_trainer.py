@@ -101,6 +101,8 @@ for call in os.environ["CALLS"].split(","):
     if call == "write":
         kv.train.write_predictions(slowly(trainer.predict(valid, columns=["record"])), notes / "written")
         continue
+    if call == "both":
+        next(zip(trainer.predict(valid), trainer.predict(valid), strict=True))
     if call == "load":
         trainer.load()
         (notes / f"loaded-{os.getpid()}").touch()
