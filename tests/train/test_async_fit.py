@@ -123,6 +123,20 @@ def test_a_trainer_that_is_asked_to_leave_returns_its_records(tmp_path):
         check(job, job.results(1))
 
 
+def test_a_trainer_that_leaves_gives_its_metrics_to_another_one(tmp_path):
+    with elastic_job(tmp_path, least=3, PAUSE=0.1, epochs=1, COUNTED=1, **ASYNC) as job:
+        trainers = [job.start(), job.start(), job.start()]
+        job.wait(lambda: min(job.batches(each) for each in trainers) > 2)
+        first = next(each for each in trainers if each.name == job.group.members[0])  # which reports
+        other = next(each for each in trainers if each.name == job.group.members[2])
+        for leaver in (first, other):
+            leaver.send_signal(signal.SIGTERM)
+            assert leaver.wait() == 0
+        job.hurry()
+        (result,) = job.results(1)
+        assert result["metrics"] == {"samples": job.records}
+
+
 @pytest.mark.slow
 def test_all_trainers_that_are_asked_to_leave_save_together(tmp_path):
     with elastic_job(tmp_path, least=2, PAUSE=0.1, SAVE_EVERY=1000, **ASYNC) as job:

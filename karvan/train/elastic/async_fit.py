@@ -197,6 +197,7 @@ class AsyncFit(ElasticFit):
             self._plan_due(saves=False)
             return
         agreement = Agreement.from_json(result["agreement"])
+        self._take_over(agreement)
         if agreement.ended:
             self._count_steps(self._batches.end_epoch())
         self._plan_due(saves=any(each.save for each in agreement.contributions))
@@ -205,6 +206,14 @@ class AsyncFit(ElasticFit):
         if self._first:
             parts.progress.step(self._counts.step)
         self._react(agreement)
+
+    def _take_over(self, agreement: Agreement) -> None:
+        """The first one that stays counts the batches of those that leave in its metrics."""
+        states, self._own_steps.left_metrics = self._own_steps.left_metrics, []
+        stays = next((each.member for each in agreement.contributions if not each.leaves), None)
+        if states and self._group.member == stays:
+            for name, metric in self._parts.metrics.items():
+                metric.load_state(joined(metric, [metric.state(), *(each[name] for each in states)]).state())
 
     def _plan_due(self, *, saves: bool) -> None:
         """Plan what is due since the last meeting; saves: it is also time to save."""

@@ -32,6 +32,7 @@ from karvan.train.elastic.step_batches import LeasedSteps
 from karvan.train.feed.batch_source import FedBatch
 from karvan.train.losses import named
 from karvan.train.reporting.results import Losses
+from karvan.train.state.gathering import gather_state
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.step.step_routine import StepBatches
 from karvan.train.trainer_parts import TrainerParts
@@ -107,6 +108,7 @@ class OwnSteps:
         self.work = LeasedWork(parts, data, client, self._batches, work)
         self._sent: tuple[SentCommit, int, dict[int, int]] | None = None  # with its number and records
         self._unconfirmed: dict[int, dict[int, int]] = {}  # records that the master may not know, by number
+        self.left_metrics: list[Any] = []  # states of those that left at the last meeting
         self._world = 1  # how many trainers the round had in which batches were trained last
 
     @property
@@ -192,6 +194,7 @@ class OwnSteps:
     def agree(self, *, save: bool) -> dict[str, Any]:
         """Meet all others, between two batches of everyone; a collective. save: a checkpoint is due."""
         self._complete()
+        self.left_metrics = []
         stop = self._parts.stop_request.reason
         contribution = Contribution(
             member=self._group.member,
@@ -202,9 +205,18 @@ class OwnSteps:
         )
         channel = self._group.channel
         said = channel.gather_json(asdict(contribution))
-        tally = channel.gather_json(self.ask().counts if channel.rank == 0 else None)[0]
         agreement = Agreement(0, tuple(Contribution(**each) for each in said))
+        if len({each.leaves for each in agreement.contributions}) == 2:
+            self.left_metrics = self._gather_left(agreement)
+        tally = channel.gather_json(self.ask().counts if channel.rank == 0 else None)[0]
         return {"agreement": agreement.as_json(), "tally": tally, "world": channel.world_size}
+
+    def _gather_left(self, agreement: Agreement) -> list[Any]:
+        """The states of metrics of those that leave; a collective."""
+        channel, leaves = self._group.channel, [each.leaves for each in agreement.contributions]
+        metrics = self._parts.metrics if leaves[channel.rank] else {}
+        states = gather_state(channel, {name: metric.state() for name, metric in metrics.items()})
+        return [state for state, left in zip(states, leaves, strict=True) if left]
 
     def _complete(self) -> None:
         """All batches of this trainer are committed everywhere, and the master knows their records."""
