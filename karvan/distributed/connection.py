@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -171,12 +171,19 @@ class Connection:
         reload = self.settings.on_server_loss is ServerLoss.RELOAD
         self.servers = find_servers(servers, hello, self.settings.timeout, reload)
         self.workers = find_workers(workers, self.servers.hello, self.settings.timeout)
-        if self.settings.elastic and self.workers is not None:
-            raise ValueError(
-                "The trainers of an elastic run look rows up themselves: expected no embedding workers, got "
-                f"{len(self.workers)}."
-            )
         self._member = member_from_environment(Role.TRAINER)
+
+    def rejoin(self, run: str) -> None:
+        """Become a member of another elastic run, before anything was looked up: the last one is over."""
+        if self.servers is not None and self.servers.hello["run"] != run:
+            self.servers.rejoin(run)
+            if self.workers is not None:
+                self.workers.rejoin(run)
+
+    def abandon(self, members: Iterable[int]) -> None:
+        """Members of an elastic run are gone: embedding workers forget them."""
+        if self.workers is not None:
+            self.workers.abandon(members)
 
     def _identity(self) -> dict[str, Any]:
         """Who this trainer is, of which run; a collective, unless the run is elastic."""

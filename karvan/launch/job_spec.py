@@ -278,10 +278,13 @@ class JobSpec(Section):
             return
         if MODES[self.mode].dense_on_servers:
             self._check_dynamic_async()
-        if roles.embedding_workers.replicas:
+        if roles.embedding_workers.replicas and not (
+            roles.parameter_servers.replicas and roles.loaders.replicas
+        ):
             raise ValueError(
-                "sharding: dynamic has trainers that come and go, which embedding_workers do not know: "
-                "expected none"
+                "embedding_workers look rows up at parameter_servers, for batches whose ids loaders send: "
+                "expected both roles, got "
+                f"parameter_servers: {roles.parameter_servers.replicas}, loaders: {roles.loaders.replicas}"
             )
         if self.on_server_loss is ServerLoss.RELOAD:
             raise ValueError("sharding: dynamic goes back to a checkpoint if a server is lost, got reload")

@@ -9,6 +9,7 @@ from karvan.protocol.batches import BATCH, check_batch
 from karvan.protocol.parameter_server import PUSH_FIELDS, check_passes
 from karvan.protocol.values import (
     DECLARED,
+    MEMBER,
     MOST_DIM,
     NOW,
     NUMBER,
@@ -42,8 +43,14 @@ _INDEX = Integer(0, 2**20)
 WORKER_HELLO = Variant(
     "run",
     Fields(
-        {**TRAINER_HELLO, "worker": _INDEX, "servers": Integer(1, 2**20), "divisor": Integer(1, 2**20)},
-        {name: kind for name, kind in TRAINER_OPTIONS.items() if name != "divisor"},
+        {
+            **TRAINER_HELLO,
+            "trainers": Integer(0, 2**20),  # 0 in an elastic run, whose trainers come and go
+            "worker": _INDEX,
+            "servers": Integer(1, 2**20),
+            "divisor": Integer(1, 2**20),
+        },
+        {**{name: kind for name, kind in TRAINER_OPTIONS.items() if name != "divisor"}, "elastic": Boolean()},
     ),
     Fields({}, {"loader": Boolean()}),  # a loader, which only sends ids, says nothing more
 )
@@ -98,6 +105,7 @@ WORKER_CALLS = table_of(
         rule=check_batch,
     ),
     Call("forget", Fields({"references": _REFERENCES})),
+    Call("abandon", Fields({"members": ListOf(MEMBER)})),  # of an elastic run: they are gone
     Call("describe", answer=MapOf(NUMBER)),
     Call(
         "engine",
@@ -148,7 +156,8 @@ WORKER_CALLS = table_of(
                 ),
                 "gone": _REFERENCES,
                 "declarations": NUMBER,
-            }
+            },
+            {"step": NUMBER},  # in an elastic run
         ),
         [ForEach(lambda head: len(head["mine"]), [ArrayKind("gradients", wire_dtype, ANY)])],
         answer=Variant("needs", _NEEDS, Fields({"begun_anew": _RESTARTED})),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from karvan.protocol.batches import BATCH, check_batch
+from karvan.protocol.batches import BATCH, NAME, check_batch
 from karvan.protocol.loader import STATISTICS
 from karvan.protocol.values import NUMBER
 from karvan.protocol.work import PART_PATH, SEED, TASK
@@ -56,7 +56,10 @@ TASK_READING_CALLS = table_of(
     STATISTICS,
     Call(
         "read_batch",
-        Fields({"tasks": ListOf(Fields({"task": TASK, "ends": Boolean()}), 2**17, 1)}),
+        Fields(
+            {"tasks": ListOf(Fields({"task": TASK, "ends": Boolean()}), 2**17, 1)},
+            {"ids": ListOf(NAME, 2**16), "to": Fields({"worker": _INDEX, "name": Text(200)})},
+        ),
         answer=Variant("wait", _WAITING, Variant("failed", _FAILURE, _BATCH)),
         answers=[DescribedArrays()],
         answer_rule=_check_answer,

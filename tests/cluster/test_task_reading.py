@@ -360,7 +360,7 @@ def test_read_of_a_loader_gives_all_of_the_data(elastic_loader):
     context._leave()
 
 
-@pytest.mark.parametrize("given", [{"ordered": True}, {"ids": ["user"]}, {"rank": 0}, {"world_size": 2}])
+@pytest.mark.parametrize("given", [{"ordered": True}, {"rank": 0}, {"world_size": 2}])
 def test_what_means_nothing_for_leased_records_is_an_error(monkeypatch, given):
     monkeypatch.setenv("KARVAN_ROLE", "loader")
     monkeypatch.setenv("KARVAN_SHARDING", "dynamic")

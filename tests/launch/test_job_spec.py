@@ -238,9 +238,13 @@ ELASTIC = {
         "sharding: dynamic\nmode: async\nglobal_batches: 2",
         "global_batches gives the same bits in mode sync alone",
     ),
-    "embedding workers": (
+    "embedding workers without loaders": (
         "sharding: dynamic\nroles: {embedding_workers: 1}",
-        "which embedding_workers do not",
+        "for batches whose ids loaders send: expected both roles, got parameter_servers: 1, loaders: 0",
+    ),
+    "embedding workers without servers": (
+        "sharding: dynamic\nroles: {embedding_workers: 1, loaders: 1, parameter_servers: 0}",
+        "expected both roles, got parameter_servers: 0, loaders: 1",
     ),
     "continue with fixed shares": ("on_trainer_loss: continue", "on_trainer_loss: continue needs sharding"),
     "reload": ("sharding: dynamic\non_server_loss: reload\ncheckpoints: run", "goes back to a checkpoint"),

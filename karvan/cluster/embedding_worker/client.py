@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,7 +37,8 @@ class WorkerClient:
     ) -> None:
         self.index = index
         self._deadline = deadline
-        self._client = Client(
+        self._open = partial(
+            Client,
             f"embedding worker {index}",
             find,
             security,
@@ -44,19 +47,33 @@ class WorkerClient:
             forgetful=True,
             calls=WORKER_CALLS,
         )
+        self._lock = threading.Lock()
+        self._client = self._open()
 
     def put(self, reference: str, ids: Mapping[str, Tensor | Ragged], *, within: float | None = None) -> None:
         """Store id features in the worker; returns when it has them. Harmless if it has them already.
 
-        A worker that is full of unclaimed batches is asked again, for up to `within` seconds.
+        A worker that is full of unclaimed batches is asked again, for up to `within` seconds. After a
+        WireError another call finds the worker, or its replacement, again.
         """
+        client = self._client
+        try:
+            self._put(client, reference, ids, within)
+        except WireError:
+            with self._lock:
+                if client is self._client:
+                    self._client = self._open()
+            client.begin_closing()
+            raise
+
+    def _put(
+        self, client: Client, reference: str, ids: Mapping[str, Tensor | Ragged], within: float | None
+    ) -> None:
         message = pack(ids)
         within = self._deadline if within is None else within
         due = clock.now() + within
         pause, longest = _PAUSES
-        while not self._client.call("put", {**message.head, "reference": reference}, message.arrays).head[
-            "kept"
-        ]:
+        while not client.call("put", {**message.head, "reference": reference}, message.arrays).head["kept"]:
             if clock.now() > due:
                 raise WireError(
                     f"embedding worker {self.index} expected to have room for a batch within "
@@ -69,6 +86,11 @@ class WorkerClient:
         """Drop batches that nobody will claim."""
         self._client.call("forget", {"references": list(references)})
 
+    def begin_forget(self, references: Sequence[str]) -> None:
+        """The same, without waiting; a worker that cannot be reached has forgotten them, or will."""
+        with suppress(WireError):
+            self._client.begin("forget", {"references": list(references)})
+
     def describe(self) -> dict[str, Any]:
         """What the worker holds and has done: waiting, kept, received, expired, claims, backwards, plans."""
         return self._client.call("describe").head
@@ -78,7 +100,7 @@ class WorkerClient:
         self._client.close()
 
 
-def workers_from_environment() -> list[WorkerClient]:
+def workers_from_environment(deadline: float = 120.0) -> list[WorkerClient]:
     """The embedding workers of this process's job; an empty list if it has none."""
     count = JobEnvironment.read().embedding_worker_count or 0
     if not count:
@@ -86,6 +108,11 @@ def workers_from_environment() -> list[WorkerClient]:
     security = Security.from_environment()
     directory = directory_from_environment(security=security)
     return [
-        WorkerClient(worker, partial(directory.find, Role.EMBEDDING_WORKER, worker, _FOUND_WITHIN), security)
+        WorkerClient(
+            worker,
+            partial(directory.find, Role.EMBEDDING_WORKER, worker, _FOUND_WITHIN),
+            security,
+            deadline=deadline,
+        )
         for worker in range(count)
     ]

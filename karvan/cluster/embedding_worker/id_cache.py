@@ -17,7 +17,11 @@ _REMEMBERED = 4096  # names of expired batches, to explain why they are missing
 class _Entry:
     ids: Batch
     arrived: float
-    claimed: bool = False
+    trainer: int | None = None  # who has claimed it
+
+    @property
+    def claimed(self) -> bool:
+        return self.trainer is not None
 
 
 class IdCache:
@@ -63,7 +67,7 @@ class IdCache:
             self.received += 1
             return True
 
-    def claim(self, name: str) -> Batch | None:
+    def claim(self, name: str, trainer: int = 0) -> Batch | None:
         """The batch, which stays until `forget`; None if it is not here."""
         with self._lock:
             self._drop_old()
@@ -72,8 +76,8 @@ class IdCache:
                 self._requested.add(name)
                 return None
             if not entry.claimed:
-                entry.claimed = True
                 self._waiting -= 1
+            entry.trainer = trainer
             return entry.ids
 
     def why_missing(self, name: str) -> str:
@@ -92,11 +96,16 @@ class IdCache:
                 if entry is not None and not entry.claimed:
                     self._waiting -= 1
 
-    def forget_claimed(self) -> None:
-        """Drop claimed batches: their trainers are gone."""
+    def forget_claimed(self, trainer: int | None = None) -> None:
+        """Drop the batches that a trainer has claimed, which is gone; None: those of all trainers."""
         with self._lock:
-            self._entries = {name: entry for name, entry in self._entries.items() if not entry.claimed}
-            self._requested.clear()
+            self._entries = {
+                name: entry
+                for name, entry in self._entries.items()
+                if not entry.claimed or (trainer is not None and entry.trainer != trainer)
+            }
+            if trainer is None:
+                self._requested.clear()
 
     def _drop_old(self) -> None:
         before = clock.now() - self.expire

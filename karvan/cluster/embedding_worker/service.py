@@ -9,6 +9,12 @@ A worker holds nothing that cannot be sent again. One that replaces a dead worke
 ids: it asks for them (`needs`), and repeats what the dead one may have done already. This is harmless,
 because the trainer numbers its lookups and pushes, and servers do each number once.
 
+In an elastic run a trainer is a member, whose number no other one has. A worker looks up and pushes in its
+name, so servers stage what it pushes, and refuse it once the member is fenced off. Trainers commit at the
+servers themselves, and have heard that a commit arrived before they claim the next batch. What a worker has
+of a member that is gone, its session and the ids it has claimed, is dropped when others say so (`abandon`),
+or when the member has been silent for as long as an unclaimed batch is kept.
+
 A parameter server that has restarted, and may restore its saved rows, is asked to do so by whoever connects
 to it first; workers report the restart to their trainers.
 
@@ -21,7 +27,8 @@ to it first; workers report the restart to their trainers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +42,7 @@ from karvan.cluster.role_process import RoleSettings
 from karvan.distributed.clients.parameter_servers import Servers, find_servers
 from karvan.job.environment import JobEnvironment
 from karvan.protocol.embedding_worker import WORKER_CALLS, WORKER_HELLO
+from karvan.protocol.parameter_server import expect_trainer
 from karvan.ragged import Ragged
 from karvan.store.exchange.wire_format import to_wire
 from karvan.wire import Caller, Message, RefusedError, Request, Service, endpoints
@@ -62,6 +70,7 @@ class EmbeddingWorker(Service):
         self._generations = generations or Generations()
         self._generation = -1
         self._run = ""
+        self._past_runs: set[str] = set()  # of this generation
         self._sessions: dict[int, TrainerSession] = {}  # by trainer
         self.claims = 0
         self.backwards = 0
@@ -70,6 +79,7 @@ class EmbeddingWorker(Service):
             {
                 "put": self._put,
                 "forget": self._forget,
+                "abandon": self._abandon,
                 "describe": self._describe,
                 "engine": self._engine,
                 "claim": self._claim,
@@ -82,37 +92,68 @@ class EmbeddingWorker(Service):
         hello = caller.hello
         if "run" not in hello:
             return {"worker": self._index}
-        given, run, trainer, worker = hello["generation"], hello["run"], hello["trainer"], hello["worker"]
+        given, run, worker = hello["generation"], hello["run"], hello["worker"]
         if worker != self._index:
             raise RefusedError(f"expected to be asked for as worker {self._index}, got {worker}.")
-        if trainer >= hello["trainers"]:
-            raise RefusedError(f"expected a trainer from 0 to {hello['trainers'] - 1}, got {trainer}.")
+        expect_trainer(hello)
         generation = self._generations.check(given)
         with self._lock:
             if generation < self._generation:
                 raise RefusedError(
                     f"expected generation {self._generation} or a newer one, got {generation}."
                 )
+            if generation > self._generation:
+                self._past_runs = set()
+            if run in self._past_runs:
+                raise RefusedError("expected a trainer of the job's newest run, got one of an older run.")
             if run != self._run:
                 self._leave()
+                self._past_runs.add(self._run)
                 self._generation, self._run = generation, run
-            if trainer not in self._sessions:
-                self._sessions[trainer] = TrainerSession(_servers_for(hello), hello)
+            self._open(hello)
         return {"worker": self._index}
+
+    def _open(self, hello: Mapping[str, Any]) -> TrainerSession:
+        """The session of a trainer; one that was dropped is opened again."""
+        trainer = hello["trainer"]
+        if trainer not in self._sessions:
+            self._sessions[trainer] = TrainerSession(_servers_for(hello), hello)
+        return self._sessions[trainer]
 
     def _leave(self) -> None:
         """Forget the trainers of a run that is over."""
-        for session in self._sessions.values():  # in the background, as closing may take a while
-            threading.Thread(target=session.close, name="karvan-leave", daemon=True).start()
-        self._sessions = {}
+        self._drop(list(self._sessions))
         self._ids.forget_claimed()
 
-    def _session(self, caller: Caller) -> TrainerSession:
+    def _drop(self, trainers: Iterable[int]) -> None:
+        """Forget some trainers; if one calls after all, it sends what this worker needs to know again."""
+        for trainer in trainers:
+            session = self._sessions.pop(trainer, None)
+            self._ids.forget_claimed(trainer)
+            if session is not None:  # in the background, as closing may take a while
+                threading.Thread(target=session.close, name="karvan-leave", daemon=True).start()
+
+    @contextmanager
+    def _session(self, caller: Caller) -> Iterator[TrainerSession]:
+        """The session of a trainer, while its call is executed."""
         with self._lock:
             hello = caller.hello
             if "run" not in hello or hello["run"] != self._run:
                 raise RefusedError("expected a trainer of the job's newest run, got another caller.")
-            return self._sessions[hello["trainer"]]
+            session = self._open(hello)
+            session.begin_call()
+            if hello.get("elastic"):
+                self._drop([each for each, its in self._sessions.items() if its.silence > self._ids.expire])
+        try:
+            yield session
+        finally:
+            session.end_call()
+
+    def _abandon(self, call: Request) -> Message:
+        """Members of an elastic run are gone; a trainer of the same run says so."""
+        with self._session(call.caller), self._lock:
+            self._drop(call.head["members"])
+        return Message({})
 
     def _put(self, call: Request) -> Message:
         ids = unpack(Message(call.head, call.arrays))
@@ -135,20 +176,26 @@ class EmbeddingWorker(Service):
         return Message({})
 
     def _engine(self, call: Request) -> Message:
-        head, session = call.head, self._session(call.caller)
-        engine = Embedding(session, head["features"], head["wire"])
-        session.declare(head["tables"], head["declarations"])
-        session.engines[head["engine"]] = engine
+        head = call.head
+        with self._session(call.caller) as session:
+            engine = Embedding(session, head["features"], head["wire"])
+            session.declare(head["tables"], head["declarations"])
+            session.engines[head["engine"]] = engine
         return Message({})
 
     def _claim(self, call: Request) -> Message:
-        head, session = call.head, self._session(call.caller)
+        with self._session(call.caller) as session:
+            return self._embed(session, call)
+
+    def _embed(self, session: TrainerSession, call: Request) -> Message:
+        """The outputs of a batch, for its trainer."""
+        head = call.head
         self._release(head, session)
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
         name = head["reference"]
-        ids = self._ids.claim(name)
+        ids = self._ids.claim(name, call.caller.hello["trainer"])
         if ids is None:
             return self._needs_ids(name)
         embedded = engine.begin(ids, head["store"], head["batch"], head)
@@ -167,7 +214,12 @@ class EmbeddingWorker(Service):
         return Message(answer, [to_wire(vectors, engine.wire), np.concatenate(offsets)])
 
     def _backward(self, call: Request) -> Message:
-        head, session = call.head, self._session(call.caller)
+        with self._session(call.caller) as session:
+            return self._push(session, call)
+
+    def _push(self, session: TrainerSession, call: Request) -> Message:
+        """Send the gradients of a batch to the servers, and wait until they have them."""
+        head = call.head
         engine = _engine_of(head, session)
         if engine is None:
             return _needs_engine()
@@ -180,7 +232,7 @@ class EmbeddingWorker(Service):
             embedded = session.find(store, batch)
             if embedded is None:
                 name = described["reference"]
-                ids = self._ids.claim(name)
+                ids = self._ids.claim(name, call.caller.hello["trainer"])
                 if ids is None:
                     return self._needs_ids(name)
                 embedded = engine.group(ids)
@@ -190,8 +242,8 @@ class EmbeddingWorker(Service):
             embedded.sum(array, described["given"], head["complete"])
             for embedded, described, array in zip(passes, head["passes"], call.arrays, strict=True)
         ]
+        self._release(head, session)  # servers hear of it with this push: a worker may die after its answer
         engine.push(head, sums)
-        self._release(head, session)
         self.backwards += 1
         return Message({"begun_anew": session.take_restarted()})
 

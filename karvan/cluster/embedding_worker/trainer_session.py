@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from karvan import _native
+from karvan.clock import clock
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput
 from karvan.embedding.feature_program import features_from_json, make_program
@@ -35,10 +36,29 @@ class TrainerSession:
         self._done: dict[int, list[int]] = {}  # by store: batches that servers may release
         self._restarted: list[tuple[int, str]] = []  # servers, and their new lives
         self.declarations = 0  # of tables, that the trainer has sent
+        self._calls = 0  # in progress
+        self._last_call = clock.now()
         servers.on_restart(lambda server, life: self._restarted.append((server, life)))
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    def begin_call(self) -> None:
+        """A call of the trainer is executed, until `end_call`."""
+        with self._lock:
+            self._calls += 1
+
+    def end_call(self) -> None:
+        """One call has ended."""
+        with self._lock:
+            self._calls -= 1
+            self._last_call = clock.now()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the trainer's last call."""
+        with self._lock:
+            return 0.0 if self._calls else clock.silence(self._last_call)
 
     def add(self, store: int, batch: int, embedded: Embedded) -> None:
         """Hold a batch until `forget`."""
@@ -106,13 +126,15 @@ class Embedding:
         return begin_pull(self._session.servers, lookup, store=store, done=done)
 
     def push(self, head: Mapping[str, Any], sums: Sequence[tuple[Tensor, ...]]) -> None:
-        """Send sums by key, by pass and server, and wait until they have been applied.
+        """Send sums by key, by pass and server, and wait until they have been applied, or staged.
 
         Servers that have restarted since the lookup do not apply them; they count the updates they contain.
         """
         names = ("store", "sequence", "batches", "mine", "rules", "steps", "skipped", "complete", "wire")
+        step = {"step": head["step"]} if "step" in head else {}  # of an elastic run, whose servers stage it
         request = {
             **{name: head[name] for name in names},
+            **step,
             "done": self._session.take_done(int(head["store"])),
         }
         replies = []

@@ -24,6 +24,7 @@ from karvan.cluster.generations import generations_of
 from karvan.cluster.loader.epoch_source import serve
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.role_process import RoleSettings
+from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
 from karvan.data.columns.from_settings import column_from_settings
@@ -41,7 +42,7 @@ def make(settings: RoleSettings) -> Service:
     source = read_share(_data(), settings.index, settings.count)
     source.identity()  # reads a little of each file, so that an unreadable one is an error at once
     if isinstance(source, SharedData):
-        reading = TaskReadingService(settings.index)
+        reading = TaskReadingService(settings.index, workers=workers_from_environment(ANSWER_WITHIN))
         reading.offer(source)
         return reading
     service = LoaderService(

@@ -34,6 +34,7 @@ from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_n
 from karvan.cluster.loader.service import LoaderService
 from karvan.cluster.loader.statistics import LoaderStatistics, SavedStatistics
 from karvan.cluster.role_process import RoleSettings, listening
+from karvan.cluster.task_reading.id_sending import ANSWER_WITHIN
 from karvan.cluster.task_reading.service import TaskReadingService
 from karvan.data import Loader, SharedData, read
 from karvan.job.environment import JobEnvironment
@@ -62,16 +63,19 @@ class LoaderContext:
         self.index = settings.index
         self.count = settings.count
         self._reading: TaskReadingService | None = None
+        leased = JobEnvironment.read().sharding == "dynamic"
+        if workers is None:
+            workers = workers_from_environment(ANSWER_WITHIN) if leased else workers_from_environment()
         self._service = LoaderService(
             settings.index,
             settings.count,
             queue=queue,
             generations=generations_of(settings),
-            workers=workers_from_environment() if workers is None else workers,
+            workers=workers,
             split=split,
         )
-        if JobEnvironment.read().sharding == "dynamic":
-            self._reading = TaskReadingService(settings.index)
+        if leased:
+            self._reading = TaskReadingService(settings.index, workers=workers, split=split)
         self._transforms: list[object] = []  # with statistics
         self._saved = SavedStatistics(JobEnvironment.read().checkpoints)
         self._started = False

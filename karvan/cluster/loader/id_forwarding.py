@@ -37,7 +37,13 @@ class IdReceiver(Protocol):
     """One embedding worker, as a loader sees it."""
 
     def put(self, reference: str, ids: Mapping[str, Any]) -> None:
-        """Send it the ids of a batch, even if it has them already; waits while it has no room."""
+        """Send it the ids of a batch, even if it has them already; waits while it has no room.
+
+        After a WireError it may be called again.
+        """
+
+    def begin_forget(self, references: Sequence[str]) -> None:
+        """Have it drop batches that nobody will claim, without waiting; where records are leased."""
 
 
 class SplitIds(Protocol):

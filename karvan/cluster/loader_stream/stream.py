@@ -103,26 +103,39 @@ def from_loaders(
 
     In a job with `sharding: dynamic` the result is a `LoadedData`: `Trainer.fit` leases its records from the
     job's master, and has loaders read them. Batches then come as they are ready; with `global_batches`, in
-    the order of the epoch. So ordered, ids, rank and world_size are errors there.
+    the order of the epoch. So ordered, rank and world_size are errors there.
     """
     if is_leased():
-        given = {"ordered": ordered, "rank": rank, "world_size": world_size, "ids": ids or None}
+        given = {"ordered": ordered, "rank": rank, "world_size": world_size}
         if names := [name for name, value in given.items() if value is not None]:
             raise ValueError(
-                "sharding: dynamic has trainers lease their records, in an order of their own, and has no "
-                f"embedding workers: expected no ordered, ids, rank and world_size, got {', '.join(names)}."
+                "sharding: dynamic has trainers lease their records, in an order of their own: expected no "
+                f"ordered, rank and world_size, got {', '.join(names)}."
             )
-        return _leased(prefetch, timeout, loaders)
+        _require_ids(ids)
+        return _leased(prefetch, timeout, loaders, ids or ())
     return LoaderStream(ordered is not False, prefetch, timeout, ids, loaders, rank, world_size)
 
 
-def _leased(prefetch: int, timeout: float, loaders: int | Sequence[str] | None) -> LoadedData:
+def _require_ids(ids: Sequence[str] | None) -> None:
+    """An error if workers would get no ids: they would be idle, and nobody would notice."""
+    if distributed.current().workers is not None and ids is None:
+        raise ValueError(
+            "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
+            'look up: name them, as in kv.data.from_loaders(ids=["user", "item"]), or say ids=[] to '
+            "leave the ids in the batches and the workers without work."
+        )
+
+
+def _leased(
+    prefetch: int, timeout: float, loaders: int | Sequence[str] | None, ids: Sequence[str]
+) -> LoadedData:
     check_counts(1, prefetch=prefetch)
     security = Security.from_environment()
     given, count = _directory_of(loaders)
     directory = given or directory_from_environment(security=security)
     find = partial(directory.find, Role.LOADER, timeout=_FOUND_SOON)
-    return LoadedData(LoaderAccess(count, find, security, timeout), prefetch)
+    return LoadedData(LoaderAccess(count, find, security, timeout), prefetch, ids)
 
 
 def _directory_of(loaders: int | Sequence[str] | None) -> tuple[StaticDirectory | None, int]:
@@ -157,8 +170,8 @@ class LoaderStream:
         self._prefetch = prefetch
         self._timeout = timeout
         self._ids = list(ids or ())
-        self._says_ids = ids is not None
-        self._check_ids()
+        self._given_ids = ids
+        _require_ids(ids)
         self._placement = rank, world_size  # None: as connected
         self._directory: Directory | StaticDirectory | None
         self._directory, count = _directory_of(loaders)
@@ -178,7 +191,7 @@ class LoaderStream:
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self._finished:
             self._next_epoch()
-        self._check_ids()  # the job may have been connected since
+        _require_ids(self._given_ids)  # the job may have been connected since
         caller = self._caller()
         workers = distributed.current().workers
         if workers is not None:
@@ -188,15 +201,6 @@ class LoaderStream:
         for channel in self._by_number(caller) if self._ordered else self._by_arrival():
             yield self._take(channel)
         self._finished = True
-
-    def _check_ids(self) -> None:
-        """An error if workers would get no ids: they would be idle, and nobody would notice."""
-        if distributed.current().workers is not None and not self._says_ids:
-            raise ValueError(
-                "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
-                'look up: name them, as in kv.data.from_loaders(ids=["user", "item"]), or say ids=[] to '
-                "leave the ids in the batches and the workers without work."
-            )
 
     def close(self) -> None:
         """Disconnect from the loaders; iterating again reconnects."""

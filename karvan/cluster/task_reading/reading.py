@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from karvan.activity import activity
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_pipeline import TaskToRead, after
 from karvan.data.leasing.task_records import places_of
 from karvan.data.loading.pipeline import Closed
-from karvan.ragged import Batch
+from karvan.ragged import Batch, IdsReference
 from karvan.wire import Message
 
 _READY = 2  # batches that wait, packed, besides those that the pipeline has prepared
@@ -24,10 +24,21 @@ _IDLE = 60.0  # seconds without a call after which the caller counts as gone
 
 
 class ReadBatch(NamedTuple):
-    """A batch as a message, and how many records of the tasks it has."""
+    """A batch as a message, how many records of the tasks it has, and where its ids are, if not in it."""
 
     message: Message
     records: int
+    ids: IdsReference | None = None
+
+
+class BatchPacker(Protocol):
+    """Makes messages of the batches of one caller."""
+
+    def pack(self, batch: Batch, records: int, closed: Callable[[], bool]) -> ReadBatch:
+        """A batch of so many records, as it is sent; closed: whether nobody waits for it any more."""
+
+    def drop(self, batches: Sequence[ReadBatch]) -> None:
+        """These will not be sent."""
 
 
 class ReadFailure(NamedTuple):
@@ -38,10 +49,14 @@ class ReadFailure(NamedTuple):
 
 
 class TaskReading:
-    """Reads tasks of `data` on threads of its own, until `close` or until nobody has called for a minute."""
+    """Reads tasks of `data` on threads of its own, until `close` or until nobody has called for a minute.
 
-    def __init__(self, data: SharedData, pack: Callable[[Batch, int], Message]) -> None:
-        self._pack = pack
+    alone: whether to read one batch and no more.
+    """
+
+    def __init__(self, data: SharedData, packer: BatchPacker, *, alone: bool = False) -> None:
+        self._packer = packer
+        self._alone = alone
         self._changed = threading.Condition()
         self._queued: deque[TaskToRead] = deque()  # that the pipeline has not taken
         self._left: deque[TaskToRead] = deque()  # that were not handed out, from the next record on
@@ -79,9 +94,14 @@ class TaskReading:
         """End the threads."""
         with self._changed:
             self._over = True
-            self._ready.clear()
+            self._drop_ready()
             self._changed.notify_all()
         self._pipeline.close()
+
+    def _drop_ready(self) -> None:
+        """Nobody will take what is ready."""
+        self._packer.drop([each for each in self._ready if isinstance(each, ReadBatch)])
+        self._ready.clear()
 
     @property
     def over(self) -> bool:
@@ -120,13 +140,16 @@ class TaskReading:
         try:
             while (outcome := self._pipeline.next()).batch is not None:
                 records = sum(receipt.records for receipt in outcome.receipts)
-                made = ReadBatch(self._pack(outcome.batch, records), records)
+                made = self._packer.pack(outcome.batch, records, lambda: self._over)
                 activity.advance()
                 with self._changed:
                     self._ready.append(made)
                     self._changed.notify_all()
+                    if self._alone:
+                        break
                     room = self._changed.wait_for(lambda: self._over or len(self._ready) < _READY, _IDLE)
                     if self._over or not room:
+                        self._drop_ready()
                         break
         except Closed:
             pass

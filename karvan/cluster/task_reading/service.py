@@ -8,10 +8,13 @@ reads what it is asked for:
                                                        identity; "wait" after a second, until its program has
                                                        called `serve`
     statistics(whole)                                see `karvan/cluster/loader/statistics.py`
-    read_batch(tasks)                                the first batch of these tasks: all that the caller has
+    read_batch(tasks, ids, to)                       the first batch of these tasks: all that the caller has
                                                        leased and not received, in order, each from its next
                                                        record on. "wait" after a second; "failed" with the
-                                                       task that could not be read
+                                                       task that could not be read. ids: the features that
+                                                       embedding workers get instead, if the job has some; to:
+                                                       which worker, and under which name, if the trainer has
+                                                       the batch and its worker was replaced
     stop_reading                                     drops what was read for this caller
 
 A call has all that its answer depends on, and the same call has the same answer in every loader. A loader
@@ -26,12 +29,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from karvan.cluster.batch_messages import pack
+from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
 from karvan.cluster.loader.statistics import LoaderStatistics
 from karvan.cluster.task_reading.description import DataDescription
-from karvan.cluster.task_reading.reading import ReadFailure, TaskReading
+from karvan.cluster.task_reading.id_sending import SendTo, TaskIds
+from karvan.cluster.task_reading.reading import ReadBatch, ReadFailure, TaskReading
 from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_pipeline import TaskToRead
@@ -48,6 +54,13 @@ _WAIT = 1.0  # seconds until a call is answered, even if there is nothing to sen
 _KINDS = {DAMAGED: "damaged", TEMPORARY: "temporary"}
 
 
+class SentParts(NamedTuple):
+    """What a caller wants of its batches: which features embedding workers get, and which worker, if one."""
+
+    ids: tuple[str, ...] = ()
+    to: SendTo | None = None
+
+
 class TaskReadingService(Service):
     """Loader number `index`: `offer` sets the data, trainers call the endpoints."""
 
@@ -55,7 +68,13 @@ class TaskReadingService(Service):
 
     progresses = False  # calls are not progress; batches are, see `TaskReading`
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(
+        self,
+        index: int = 0,
+        *,
+        workers: Sequence[IdReceiver] = (),
+        split: SplitIds = split_by_name,
+    ) -> None:
         self.name = f"loader {index}"
         self._index = index
         self._changed = threading.Condition()
@@ -63,7 +82,8 @@ class TaskReadingService(Service):
         self._description: DataDescription | None = None
         self._records: dict[str, int] = {}  # by path
         self._statistics = LoaderStatistics()
-        self._readings: dict[str, TaskReading] = {}  # by session of the caller
+        self._ids = TaskIds(workers, split)
+        self._readings: dict[str, tuple[SentParts, TaskReading]] = {}  # by session of the caller
         self._closed = False
         self.endpoints = endpoints(
             TASK_READING_CALLS,
@@ -108,7 +128,7 @@ class TaskReadingService(Service):
             self._closed = True
             readings, self._readings = list(self._readings.values()), {}
             self._changed.notify_all()
-        for reading in readings:
+        for _, reading in readings:
             reading.close()
 
     def _offered(self) -> tuple[SharedData, DataDescription] | None:
@@ -140,10 +160,12 @@ class TaskReadingService(Service):
         for task, _ in tasks:
             self._check(task)
         session = call.caller.session
-        reading = self._readings.get(session)
-        if reading is None or not reading.extend(tasks):
+        to = call.head.get("to")
+        parts = SentParts(tuple(call.head.get("ids", ())), None if to is None else SendTo(**to))
+        known, reading = self._readings.get(session, (None, None))
+        if reading is None or known != parts or not reading.extend(tasks):
             self._drop(session)
-            reading = self._begin(session, data, description)
+            reading = self._begin(session, data, description, parts)
             reading.extend(tasks)
         taken = reading.take(_WAIT)
         if taken is None:
@@ -161,26 +183,24 @@ class TaskReadingService(Service):
                 f"are done, and {'no such file' if records is None else f'{records} records in the file'}."
             )
 
-    def _begin(self, session: str, data: SharedData, description: DataDescription) -> TaskReading:
-        def packed(batch: Batch, records: int) -> Message:
-            made = pack(batch)
-            head = {"records": records, "samples": batch.samples, "digest": description.digest}
-            return Message({**made.head, **head}, made.arrays)
-
-        reading = TaskReading(data, packed)
+    def _begin(
+        self, session: str, data: SharedData, description: DataDescription, parts: SentParts
+    ) -> TaskReading:
+        packer = _Packer(self._ids, parts, description.digest)
+        reading = TaskReading(data, packer, alone=parts.to is not None)
         with self._changed:
             if self._closed:
                 reading.close()
                 raise RefusedError("expected to be running, but it is closed.")
-            gone = [name for name, each in self._readings.items() if each.over]
+            gone = [name for name, (_, each) in self._readings.items() if each.over]
             for name in gone:
                 del self._readings[name]
-            self._readings[session] = reading
+            self._readings[session] = parts, reading
         return reading
 
     def _drop(self, session: str) -> None:
         with self._changed:
-            reading = self._readings.pop(session, None)
+            _, reading = self._readings.pop(session, (None, None))
         if reading is not None:
             reading.close()
 
@@ -193,3 +213,24 @@ class TaskReadingService(Service):
             _log.error("%s could not read a task", self.name, exc_info=error)
         kind = _KINDS.get(code, "failed")
         return Message({"failed": text[:20_000], "task": failure.task, "kind": kind})
+
+
+class _Packer:
+    """See `BatchPacker`; digest: of the data."""
+
+    def __init__(self, ids: TaskIds, parts: SentParts, digest: str) -> None:
+        self._ids = ids
+        self._parts = parts
+        self._digest = digest
+
+    def pack(self, batch: Batch, records: int, closed: Callable[[], bool]) -> ReadBatch:
+        """See `BatchPacker.pack`."""
+        batch, reference = self._ids.send(batch, self._parts.ids, self._parts.to, closed)
+        made = pack(batch)
+        head = {"records": records, "samples": batch.samples, "digest": self._digest}
+        return ReadBatch(Message({**made.head, **head}, made.arrays), records, reference)
+
+    def drop(self, batches: Sequence[ReadBatch]) -> None:
+        """See `BatchPacker.drop`."""
+        if self._parts.to is None:  # otherwise the batch is that of a trainer, which waits for it
+            self._ids.forget(each.ids for each in batches if each.ids is not None)

@@ -8,7 +8,7 @@ data, it asks the loaders.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ from karvan import distributed
 from karvan.cluster.loader.statistics import ask_loaders
 from karvan.cluster.task_reading.description import DataDescription
 from karvan.cluster.task_stream.batches import LoadedBatches
+from karvan.cluster.task_stream.leased_ids import resender
 from karvan.cluster.task_stream.loader_connection import LoaderAccess, ask_all, ask_one
 from karvan.cluster.task_stream.record_search import LoadedRecordSearch
 from karvan.cluster.task_stream.stream import TaskStream
@@ -33,11 +34,15 @@ _LEAST_STREAMS = 2  # so that one batch is unpacked while another is sent, by th
 
 
 class LoadedData:
-    """The data of the job's loaders; prefetch: batches of each stream in advance."""
+    """The data of the job's loaders; prefetch: batches of each stream in advance.
 
-    def __init__(self, access: LoaderAccess, prefetch: int) -> None:
+    ids: the features that embedding workers look up, if the job has workers.
+    """
+
+    def __init__(self, access: LoaderAccess, prefetch: int, ids: Sequence[str] = ()) -> None:
         self._access = access
         self._prefetch = prefetch
+        self._ids = ids
         self._known: tuple[DataDescription, list[int]] | None = None
         self._identity: Identity | None = None
 
@@ -125,6 +130,8 @@ class LoadedData:
         return max(_LEAST_STREAMS, -(-self._access.count // trainers))
 
     def _batches(self, queues: list[Callable[[], TaskQueue]], *, in_turns: bool) -> LoadedBatches:
+        if (workers := distributed.current().workers) is not None:
+            workers.resend = resender(self._access, self._ids, self._description.digest)
         changed = threading.Condition()
         first = JobEnvironment.read().index * len(queues)  # trainers begin with different loaders
         streams = [
@@ -132,6 +139,7 @@ class LoadedData:
                 make(),
                 self._access,
                 (first + number) % self._access.count,
+                ids=self._ids,
                 digest=self._description.digest,
                 prefetch=self._prefetch,
                 changed=changed,

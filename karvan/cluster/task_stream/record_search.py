@@ -45,9 +45,12 @@ class LoadedRecordSearch:
             left = _rest(left, answer.head["records"])
 
 
-def tasks_head(tasks: Sequence[TaskToRead]) -> dict[str, Any]:
-    """The head of a call of `read_batch`."""
-    return {"tasks": [{"task": each.task._asdict(), "ends": each.ends} for each in tasks]}
+def tasks_head(tasks: Sequence[TaskToRead], ids: Sequence[str] = ()) -> dict[str, Any]:
+    """The head of a call of `read_batch`; ids: the features that embedding workers get."""
+    return {
+        "tasks": [{"task": each.task._asdict(), "ends": each.ends} for each in tasks],
+        **({"ids": list(ids)} if ids else {}),
+    }
 
 
 def reading_error(loader: int, head: Mapping[str, Any]) -> RuntimeError:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from karvan.activity import activity
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
+from karvan.cluster.task_stream.leased_ids import with_tasks
 from karvan.cluster.task_stream.loader_connection import LoaderAccess, LoaderConnection, LoaderLostError
 from karvan.cluster.task_stream.record_search import reading_error, tasks_head
 from karvan.cluster.task_stream.task_queue import TaskQueue
@@ -39,8 +41,8 @@ class ReceivedBatch(NamedTuple):
 class TaskStream:
     """Takes batches in the background, up to `prefetch` of them, until its tasks have ended.
 
-    loader: its own. digest: what batches must say of their data. changed: the lock of all that is public
-    here, which is notified of every change.
+    loader: its own. ids: the features that embedding workers get. digest: what batches must say of their
+    data. changed: the lock of all that is public here, which is notified of every change.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class TaskStream:
         access: LoaderAccess,
         loader: int,
         *,
+        ids: Sequence[str] = (),
         digest: str,
         prefetch: int,
         changed: threading.Condition,
@@ -61,6 +64,7 @@ class TaskStream:
         self._access = access
         self._own = self._loader = loader
         self._return_at = 0.0
+        self._ids = ids
         self._digest = digest
         self._prefetch = prefetch
         self._changed = changed
@@ -91,9 +95,11 @@ class TaskStream:
                 answer = self._read(tasks)
                 if answer is None:
                     return
-                batch = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+                records = answer.head["records"]
+                received = Batch.trusted(dict(unpack(answer)), answer.head["samples"])
+                batch = with_tasks(received, tasks, records)
                 with self._changed:
-                    self.ready.append(ReceivedBatch(batch, self._tasks.take(answer.head["records"])))
+                    self.ready.append(ReceivedBatch(batch, self._tasks.take(records)))
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._closed.is_set() or len(self.ready) < self._prefetch)
         except BaseException as error:
@@ -126,7 +132,7 @@ class TaskStream:
         return None
 
     def _ask(self, loader: int, tasks: list[TaskToRead]) -> Message | None:
-        head = tasks_head(tasks)
+        head = tasks_head(tasks, self._ids)
         began = warn_at = clock.now()
         if self._connection is None:
             self._connection = LoaderConnection(loader, self._access)

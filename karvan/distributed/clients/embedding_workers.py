@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from karvan.clock import clock
 from karvan.discovery.directory import find_role
 from karvan.job.roles import Role
+from karvan.outages import mark
 from karvan.protocol.embedding_worker import WORKER_CALLS
+from karvan.ragged import IdsReference
 from karvan.wire import Array, Client, Message, Security
-
-if TYPE_CHECKING:
-    from karvan.ragged import IdsReference
 
 Then: TypeAlias = Callable[[Message | Exception], None]
 
@@ -52,6 +53,8 @@ class Workers:
         self._hello = hello
         self._timeout = timeout
         self._leave = leave  # closes the directory
+        self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers can release
+        self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._peers: dict[tuple[int, str], Client] = {}
         self._threads: dict[tuple[int, str], _CallThread] = {}
@@ -69,20 +72,64 @@ class Workers:
         *,
         engine: Mapping[str, Any],
         references: Sequence[IdsReference],
+        first: Callable[[], None] = lambda: None,
         then: Then = lambda answer: None,
     ) -> Future[Message]:
         """Call a worker, after earlier calls; arrays must not change until the answer has arrived.
 
         engine: sent to the worker if it does not have it. references: of the batches that the call is about.
-        then: called with the answer, or with the exception, on the channel's thread.
+        first: called before, and then: with the answer or the exception, on the channel's thread.
         """
         if not 0 <= worker < len(self):
             raise ValueError(f"Expected a reference to one of {len(self)} embedding workers, got {worker}.")
-        work = partial(self._call, worker, channel, method, head, arrays, engine, references)
+
+        def work() -> Message:
+            first()
+            return self._call(worker, channel, method, head, arrays, engine, references)
+
+        return self._thread(worker, channel).put(work, then)
+
+    def watch(self, reference: IdsReference) -> None:
+        """Have its worker release the ids, with one of the next calls, once nobody holds a reference."""
+        if reference not in self._watched:
+            self._watched.add(reference)
+            equal = IdsReference(reference.worker, reference.name, reference.rows)
+            weakref.finalize(reference, self._forget_ids, equal).atexit = False
+
+    def _forget_ids(self, reference: IdsReference) -> None:
+        self._gone[reference.worker].append(reference.name)
+        if self.release is not None:
+            self.release(reference)
+
+    def take_gone(self, worker: int) -> list[str]:
+        """Names of ids that a worker can release and has not been told yet."""
+        waiting, found = self._gone[worker], []
+        while waiting:
+            found.append(waiting.popleft())
+        return found
+
+    def rejoin(self, run: str) -> None:
+        """Become a member of another elastic run, before anything was claimed: the last one is over."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+            self._hello = {**self._hello, "run": run}
+        for peer in peers:
+            peer.close()
+
+    def abandon(self, members: Iterable[int]) -> None:
+        """Members of an elastic run are gone: workers drop what they have of them, sooner or later."""
+        head = {"members": sorted(members)}
+        for worker in range(len(self)) if head["members"] else ():
+            self._thread(worker, "claim").put(partial(self._tell, worker, head), lambda answer: None)
+
+    def _tell(self, worker: int, head: Mapping[str, Any]) -> Message:
+        return self._peer(worker, "claim").call("abandon", head)
+
+    def _thread(self, worker: int, channel: str) -> _CallThread:
         with self._lock:
             if (worker, channel) not in self._threads:
                 self._threads[worker, channel] = _CallThread(f"karvan-{channel} {worker}")
-            return self._threads[worker, channel].put(work, then)
+            return self._threads[worker, channel]
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of arrays sent and received so far."""
@@ -122,7 +169,7 @@ class Workers:
                 continue
             missing = next((each for each in references if each.name == answer.head.get("reference")), None)
             if self.resend is None or missing is None or clock.now() > due:
-                raise RuntimeError(text)
+                raise mark(RuntimeError(text), temporary=True)  # no record of the batch is to blame
             self.resend(missing)
 
     def _peer(self, worker: int, channel: str) -> Client:

@@ -71,7 +71,9 @@ class RemoteBatches:
             self.at_workers = WorkerBatches(connection.workers, servers, store, self._wire, lookups)
         self._elastic: StagedUpdates | None = None
         if isinstance(servers.commits, StepCommits):
-            self._elastic = StagedUpdates(servers.commits, self.at_servers, lookups, len(servers))
+            self._elastic = StagedUpdates(
+                servers.commits, self.at_servers, self.at_workers, lookups, len(servers)
+            )
         self._last_lookup = time.monotonic()  # the time of the last training lookup
 
     @property
@@ -230,10 +232,7 @@ class RemoteBatches:
         }
         made = [own.made for _, own in gradients]
         if self._elastic is not None:
-            own = [lookup for lookup in lookups if isinstance(lookup, ServerLookup)]
-            sums = [each for each in made if isinstance(each, _native.Gradients)]
-            assert len(own) == len(sums) == len(lookups)  # elastic runs have no embedding workers
-            self._elastic.stage(head, own, sums)
+            self._elastic.stage(head, lookups, made)
         else:
             self._push(head, lookups, made)
 

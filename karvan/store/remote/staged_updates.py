@@ -17,37 +17,63 @@ from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
 from karvan.store.remote.server_lookup import ServerLookup
 from karvan.store.remote.staleness_window import Countdown
+from karvan.store.remote.worker_batches import WorkerBatches
+from karvan.store.remote.worker_lookup import Sent, WorkerLookup
 
 
 class StagedUpdates:
-    """The staged updates of one store."""
+    """The staged updates of one store; at_workers: the batches whose ids embedding workers hold, if any."""
 
     def __init__(
-        self, commits: StepCommits, at_servers: ServerBatches, lookups: LookupsInFlight, servers: int
+        self,
+        commits: StepCommits,
+        at_servers: ServerBatches,
+        at_workers: WorkerBatches | None,
+        lookups: LookupsInFlight,
+        servers: int,
     ) -> None:
         self.commits = commits
         self._at_servers = at_servers
+        self._at_workers = at_workers
         self._lookups = lookups
         self._servers = servers
 
     def stage(
         self,
         head: Mapping[str, Any],
-        lookups: Sequence[ServerLookup],
-        gradients: Sequence[_native.Gradients],
+        lookups: Sequence[ServerLookup | WorkerLookup],
+        gradients: Sequence[_native.Gradients | Sent],
     ) -> StagedUpdate:
         """Send gradients to the servers, for the step that has begun, without waiting.
+
+        Those of a batch whose ids a worker holds go to that worker, which stages them at all servers.
 
         They are not divided by the number of trainers: the commit has their factor.
         """
         head = {**head, "step": self.commits.step, "sequence": self.commits.next_sequence()}
         staged = StagedUpdate(self, head, lookups, gradients)
         self.commits.add(staged)
-        pending = Countdown(self._servers, staged.note_staged, staged.note_failure)
-        self._at_servers.push(head, lookups, gradients, 1.0, pending)
+        own = [each for each in lookups if isinstance(each, ServerLookup)]
+        away = [each for each in lookups if isinstance(each, WorkerLookup)]
+        workers = {each.reference.worker for each in away}
+        if len(workers) + bool(own) > 1:
+            raise RuntimeError(
+                "Expected the passes of an elastic run's update to be looked up by one process, this trainer "
+                f"or one embedding worker, got {len(own)} of this trainer and {len(away)} of workers."
+            )
+        if own:
+            sums = [each for each in gradients if isinstance(each, _native.Gradients)]
+            pending = Countdown(self._servers, staged.note_staged, staged.note_failure)
+            self._at_servers.push(head, own, sums, 1.0, pending)
+        else:
+            assert self._at_workers is not None
+            sent = [each for each in gradients if isinstance(each, Sent)]
+            all_passes = {**head, "mine": list(range(len(away)))}
+            pending = Countdown(1, staged.note_staged, staged.note_failure)
+            self._at_workers.push(workers.pop(), all_passes, away, sent, pending)
         return staged
 
-    def end(self, lookups: Sequence[ServerLookup]) -> None:
+    def end(self, lookups: Sequence[ServerLookup | WorkerLookup]) -> None:
         """The batches of these lookups are not in flight any more."""
         self._lookups.window.end([lookup.number for lookup in lookups])
 
@@ -63,13 +89,13 @@ class StagedUpdate:
         self,
         updates: StagedUpdates,
         head: Mapping[str, Any],
-        lookups: Sequence[ServerLookup],
-        gradients: Sequence[_native.Gradients],
+        lookups: Sequence[ServerLookup | WorkerLookup],
+        gradients: Sequence[_native.Gradients | Sent],
     ) -> None:
         self._updates = updates
         self._head = head
-        self._lookups: Sequence[ServerLookup] = lookups
-        self._gradients: Sequence[_native.Gradients] = gradients
+        self._lookups: Sequence[ServerLookup | WorkerLookup] = lookups
+        self._gradients: Sequence[_native.Gradients | Sent] = gradients
         self._answered = threading.Event()
         self._error: Exception | None = None
         self.step = int(head["step"])

@@ -7,8 +7,6 @@ only once.
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -19,8 +17,8 @@ from karvan.distributed.clients.parameter_servers import Servers
 from karvan.ragged import IdsReference
 from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
-from karvan.store.remote.staleness_window import Countdown, pop_all
-from karvan.store.remote.worker_lookup import Sent, WorkerLookup, watch
+from karvan.store.remote.staleness_window import Countdown
+from karvan.store.remote.worker_lookup import Sent, WorkerLookup
 from karvan.wire import Message
 
 
@@ -35,8 +33,6 @@ class WorkerBatches:
         self._store = store
         self._wire = wire
         self._lookups = lookups
-        self._gone: dict[int, deque[str]] = defaultdict(deque)  # names of ids that workers can release
-        self._watched: weakref.WeakSet[IdsReference] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -45,9 +41,7 @@ class WorkerBatches:
         self, program: LookupProgram, reference: IdsReference, *, training: bool, step: int, now: float
     ) -> WorkerLookup:
         """A lookup of a batch by the worker that has its ids."""
-        if reference not in self._watched:
-            self._watched.add(reference)
-            watch(reference, self._forget_ids)
+        self._workers.watch(reference)
         return WorkerLookup(
             program,
             reference,
@@ -77,6 +71,8 @@ class WorkerBatches:
             *(worker, "claim", "claim", head),
             engine=self._engine(lookup),
             references=[lookup.reference],
+            # A worker does not know what this trainer has committed: servers must, before they are asked.
+            first=self._servers.commits.flush,
             then=self._note_restarts,
         )
 
@@ -106,7 +102,7 @@ class WorkerBatches:
         )
 
     def _pushed(self, pending: Countdown, answer: Message | Exception) -> None:
-        """The gradients that were sent to a worker have been applied."""
+        """The gradients that were sent to a worker have been applied, or staged."""
         self._note_restarts(answer)
         pending.one(answer if isinstance(answer, Exception) else None)
 
@@ -128,11 +124,6 @@ class WorkerBatches:
         """What a worker, and the servers through it, can release, and the declarations it should know."""
         return {
             "done": self._lookups.take_done(worker),
-            "gone": pop_all(self._gone[worker]),
+            "gone": self._workers.take_gone(worker),
             "declarations": self._servers.declarations,
         }
-
-    def _forget_ids(self, reference: IdsReference) -> None:
-        self._gone[reference.worker].append(reference.name)
-        if self._workers.release is not None:
-            self._workers.release(reference)

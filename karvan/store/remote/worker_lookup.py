@@ -9,7 +9,6 @@ that finds it.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -151,12 +150,6 @@ class WorkerLookup(PendingLookup):
     def __del__(self) -> None:
         if self.number:
             self._forget(self.number)
-
-
-def watch(reference: IdsReference, gone: Callable[[IdsReference], None]) -> None:
-    """Call `gone` with an equal reference, once nobody holds this one any more."""
-    equal = IdsReference(reference.worker, reference.name, reference.rows)
-    weakref.finalize(reference, gone, equal).atexit = False
 
 
 def _cells(mode: str, layout: OutputLayout) -> int:

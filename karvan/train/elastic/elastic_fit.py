@@ -150,9 +150,8 @@ class ElasticFit(Fit):
         """Meet the others in the next round, and have the same state as they."""
         before = self._group.world_size if self.begun else 0
         self._group.regroup()
-        servers, run = self._parts.connection.servers, self._group.round.run
-        if servers is not None and not self.begun and servers.hello["run"] != run:
-            servers.rejoin(run)
+        if not self.begun:
+            self._parts.connection.rejoin(self._group.round.run)
         self._steps.regrouped()
         channel, counts, calls = self._group.channel, self._counts, self._group.calls
         knows = self.begun or calls.finished > 0

@@ -119,6 +119,7 @@ class GroupSteps:
         """What trainers that are gone have done is known: report it, and drop what they have not; rank 0."""
         self.work.records.flush()
         self._joint.abandon(self._group.gone)
+        self._parts.connection.abandon(self._group.gone)
         self._group.settle()
 
     def _compute(self, number: int) -> StepBatch:

@@ -242,9 +242,11 @@ class OwnSteps:
         self._group.settle()
 
     def abandon(self) -> None:
-        """Servers forget trainers that are gone."""
-        for member in self._gone():
+        """Servers and embedding workers forget trainers that are gone."""
+        gone = self._gone()
+        for member in gone:
             self._commits.abandon(member)
+        self._parts.connection.abandon(gone)
 
     def _gone(self) -> list[int]:
         """All trainers that are not in the round any more.

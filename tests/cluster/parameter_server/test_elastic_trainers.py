@@ -233,10 +233,3 @@ def test_what_an_elastic_run_cannot_have_is_an_error(options, message):
     settings = ConnectionSettings(**{"kind": "remote", "elastic": True, "run": "a", **options})
     with pytest.raises(ValueError, match=message):
         Connection(settings).reach(["127.0.0.1:1"])
-
-
-def test_an_elastic_run_has_no_embedding_workers():
-    with serving(1) as addresses:
-        connection = Connection(ConnectionSettings(kind="remote", elastic=True, run="a"))
-        with contextlib.closing(connection), pytest.raises(ValueError, match="expected no embedding workers"):
-            connection.reach(addresses, ["127.0.0.1:1"])

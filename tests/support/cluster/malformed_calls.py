@@ -339,6 +339,7 @@ class WorkerSubject(Subject):
         self.makers = {
             "put": self._put,
             "forget": lambda: ({"references": ["nobody"]}, []),
+            "abandon": lambda: ({"members": [7]}, []),
             "describe": lambda: ({}, []),
             "engine": self._engine,
             "claim": self._claim,
@@ -468,7 +469,7 @@ class TaskReadingSubject(Subject):
         self.makers = {
             "describe": lambda: ({}, []),
             "statistics": lambda: ({"whole": True}, []),
-            "read_batch": lambda: ({"tasks": [{"task": dict(task), "ends": True}]}, []),
+            "read_batch": lambda: ({"tasks": [{"task": dict(task), "ends": True}], "ids": ["id"]}, []),
             "stop_reading": lambda: ({}, []),
         }
 

@@ -71,17 +71,18 @@ def shared_data(source, batch_size=4, seed=None, transform=None, records_per_tas
 class TaskLoaders:
     """A master and loaders of the same data; `find` fails for one that is lost."""
 
-    def __init__(self, folder, datas, statistics=None):
+    def __init__(self, folder, datas, statistics=None, workers=()):
         self.work = WorkService(folder / "ledger.db")
         self.master = Server(self.work)
         self.clients = []
         self.datas = datas
+        self.workers = workers
         self.services, self.servers = {}, {}
         for index in range(len(datas)):
             self.start(index, statistics and statistics[index])
 
     def start(self, index, statistics=None):
-        service = self.services[index] = TaskReadingService(index)
+        service = self.services[index] = TaskReadingService(index, workers=self.workers)
         service.offer(self.datas[index], statistics)
         self.servers[index] = Server(service)
 
@@ -94,8 +95,11 @@ class TaskLoaders:
             raise WireError(f"there is no loader {index} now")
         return self.servers[index].address
 
-    def data(self, timeout=20.0, prefetch=2):
-        return LoadedData(LoaderAccess(len(self.datas), self.find, Security(), timeout), prefetch)
+    def data(self, timeout=20.0, prefetch=2, ids=()):
+        return LoadedData(self.access(timeout), prefetch, ids)
+
+    def access(self, timeout=20.0):
+        return LoaderAccess(len(self.datas), self.find, Security(), timeout)
 
     def client(self, spec):
         made = WorkClient(self.master.address, f"holder {next(_holders)}")

@@ -41,6 +41,8 @@ class ElasticJob:
         host="127.0.0.1",
         server_host=None,
         security=None,
+        workers=0,
+        worker_settings=None,
         **settings,
     ):
         self.folder = folder
@@ -53,7 +55,11 @@ class ElasticJob:
         (self.data / "records").write_text(str(records))
         for part in range(3):
             mine = [number for number in range(records) if number % 3 == part]
-            pq.write_table(pa.table({"record": pa.array(mine, pa.int64())}), self.data / f"{part}.parquet")
+            columns = {"record": mine}
+            if workers:  # which look these up, while trainers get the record
+                columns |= {"id": mine, "user": [number % 37 for number in mine]}
+            table = {name: pa.array(values, pa.int64()) for name, values in columns.items()}
+            pq.write_table(pa.table(table), self.data / f"{part}.parquet")
         self.settings = {key: str(value) for key, value in settings.items()}
         self.trainers = []
         self.servers = []
@@ -61,6 +67,12 @@ class ElasticJob:
         self._open()
         for index in range(servers):
             self.start_server(index, servers)
+        self._worker_settings = {"KARVAN_EMBEDDING_WORKER_COUNT": str(workers)} if workers else {}
+        self.settings |= self._worker_settings
+        self.workers = {}
+        self._servers = servers
+        for index in range(workers):
+            self.start_worker(index, **(worker_settings or {}))
         self.loaders = {}
         self._loader_program = loader_program
         for index in range(loaders):
@@ -81,6 +93,26 @@ class ElasticJob:
         server.log = self.folder / f"server-{index}.log"
         self.servers.append(server)
 
+    def start_worker(self, index, **settings):
+        """Start an embedding worker, or one that replaces it; DIE_AT: see `dying_worker.py`."""
+        environment = {
+            **os.environ,
+            "KARVAN_REGISTRY": self.registry.address,
+            "KARVAN_INDEX": str(index),
+            "KARVAN_COUNT": self._worker_settings["KARVAN_EMBEDDING_WORKER_COUNT"],
+            "KARVAN_PARAMETER_SERVER_COUNT": str(self._servers),
+            "KARVAN_THREADS": "1",
+            **{key: str(value) for key, value in settings.items()},
+        }
+        log = self.folder / f"worker-{index}.log"
+        command = [sys.executable, "-m", "karvan", "role", "embedding-worker"]
+        if "DIE_AT" in settings:
+            command = [sys.executable, support_path("cluster/dying_worker.py")]
+        with log.open("ab") as output:
+            worker = ForkedProgram(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        worker.log = log
+        self.workers[index] = worker
+
     def start_loader(self, index, count):
         """Start a loader without a program, which reads the `data` of the job, or with one."""
         files = f"{self.data}/*.parquet"
@@ -94,6 +126,7 @@ class ElasticJob:
             "KARVAN_SHARDING": "dynamic",
             "KARVAN_DATA": json.dumps(data),
             "KARVAN_CHECKPOINTS": str(self.checkpoints),
+            **self._worker_settings,
         }
         program = self._loader_program
         arguments = ["-m", "karvan", "role", "loader"] if program is None else [support_path(program), files]
@@ -186,8 +219,11 @@ class ElasticJob:
             time.sleep(0.005)
         return value
 
+    def _processes(self):
+        return (*self.trainers, *self.servers, *self.loaders.values(), *self.workers.values())
+
     def logs(self):
-        processes = (*self.trainers, *self.servers, *self.loaders.values())
+        processes = self._processes()
         return "\n".join(f"{each.log.name}:\n{each.log.read_text()[-3000:]}" for each in processes)
 
     def hurry(self):
@@ -200,7 +236,7 @@ class ElasticJob:
         return [json.loads(path.read_text()) for path in self.notes.glob("result-*[0-9]")]
 
     def close(self):
-        for process in (*self.trainers, *self.servers, *self.loaders.values()):
+        for process in self._processes():
             process.kill()
             process.wait()
         self.registry.close()

@@ -3,6 +3,7 @@
 Arguments: DATA CHECKPOINTS NOTES EPOCHS. Settings by variables: PAUSE, seconds after each step until there is
 a note that says hurry; ROWS=1 for records that are counted in rows as well; SAVE_EVERY steps, SAVE_SECONDS;
 POISON, records that raise an error, in POISONED=model, loss or transform, or with POISON=all every one;
+KARVAN_EMBEDDING_WORKER_COUNT above 0 for rows that embedding workers look up, by the feature `id`;
 HOLD=1 for a disk that hangs in the final save until there is a note that says save; HANG=1 to hang after the
 first batch of an evaluation; COUNTED=1 for a metric that counts samples; TRANSPORT of collectives. Every
 record that is evaluated is noted.
@@ -32,6 +33,7 @@ data, checkpoints, notes = map(Path, sys.argv[1:4])
 epochs = int(sys.argv[4])
 pause = float(os.environ.get("PAUSE", "0"))
 rows = os.environ.get("ROWS") == "1"
+feature = "id" if os.environ.get("KARVAN_EMBEDDING_WORKER_COUNT", "0") != "0" else "record"
 records = int((data / "records").read_text())
 poison = os.environ.get("POISON", "")
 poisoned = os.environ.get("POISONED", "model")
@@ -72,7 +74,8 @@ class Model(torch.nn.Module):
         super().__init__()
         self.times = torch.nn.Parameter(torch.zeros(records))
         if rows:
-            self.embeddings = kv.EmbeddingEngine({"record": kv.Table(1, init=kv.init.Constant(0.0))})
+            table = kv.Table(1, name="record", init=kv.init.Constant(0.0))
+            self.embeddings = kv.EmbeddingEngine({feature: table})
 
     def forward(self, batch):
         taste(batch, "model")
@@ -82,7 +85,7 @@ class Model(torch.nn.Module):
             while os.environ.get("HANG") == "1":
                 time.sleep(0.01)
         times = self.times[batch["record"].long()]
-        return times - self.embeddings({"record": batch["record"]})["record"].squeeze(1) if rows else times
+        return times - self.embeddings(batch)[feature].squeeze(1) if rows else times
 
 
 class Note(kv.callbacks.Callback):
@@ -194,7 +197,7 @@ if os.environ.get("KARVAN_LOADER_COUNT", "0") == "0":
         str(data / "*.parquet"), batch_size=8, shuffle=64, split_records=24, transform=transform
     )
 else:
-    read = kv.data.from_loaders()
+    read = kv.data.from_loaders(ids=["id"] if feature == "id" else None)
 valid = kv.data.read(
     str(data / "*.parquet"), batch_size=32, transform=lambda batch: {**batch, "evaluated": batch["record"]}
 )

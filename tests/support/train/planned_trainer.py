@@ -1,6 +1,7 @@
 """A trainer whose steps have fixed batches: DATA CHECKPOINTS NOTES EPOCHS, as `elastic_trainer.py`.
 
-Its model has dropout, and sums that depend on their order. The tensors of its last checkpoint are the result.
+With KARVAN_EMBEDDING_WORKER_COUNT above 0, embedding workers look its rows up. Its model has dropout, and
+sums that depend on their order. The tensors of its last checkpoint are the result.
 """
 
 import json
@@ -17,6 +18,7 @@ data, checkpoints, notes = map(Path, sys.argv[1:4])
 epochs = int(sys.argv[4])
 pause = float(os.environ.get("PAUSE", "0"))
 rows = os.environ.get("ROWS") == "1"
+workers = os.environ.get("KARVAN_EMBEDDING_WORKER_COUNT", "0") != "0"
 kv.connect("remote" if rows else "sharded", timeout=60)
 torch.manual_seed(7)
 
@@ -26,8 +28,8 @@ class Model(torch.nn.Module):
         super().__init__()
         width = 12 if rows else 4
         if rows:
-            tables = {"record": kv.Table(4, admit=kv.admission.MinCount(2)), "user": kv.Table(4)}
-            self.embeddings = kv.EmbeddingEngine(tables)
+            record = kv.Table(4, name="record", admit=kv.admission.MinCount(2))
+            self.embeddings = kv.EmbeddingEngine({"id": record, "user": kv.Table(4)})
         self.net = torch.nn.Sequential(
             torch.nn.Linear(width, 16), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(16, 1)
         )
@@ -36,8 +38,8 @@ class Model(torch.nn.Module):
         number = batch["record"].long()
         inputs = torch.stack([torch.sin(number * factor) for factor in (0.1, 0.7, 1.3, 2.9)], 1)
         if rows:
-            embedded = self.embeddings({"record": batch["record"], "user": number % 37})
-            inputs = torch.cat([inputs, embedded["record"], embedded["user"]], 1)
+            embedded = self.embeddings(batch if workers else {"id": batch["record"], "user": number % 37})
+            inputs = torch.cat([inputs, embedded["id"], embedded["user"]], 1)
         return self.net(inputs).squeeze(1)
 
 
@@ -71,7 +73,7 @@ trainer = kv.Trainer(
 if os.environ.get("KARVAN_LOADER_COUNT", "0") == "0":
     read = kv.data.read(str(data / "*.parquet"), batch_size=8, shuffle=64)
 else:
-    read = kv.data.from_loaders()
+    read = kv.data.from_loaders(ids=["id", "user"] if workers else None)
 result = trainer.fit(read, epochs=epochs)
 if result.stopped is None:
     written = notes / f"result-{os.getpid()}.new"
