@@ -17,11 +17,11 @@ from karvan.job.sync_modes import MODES
 from karvan.store.remote.store import RemoteStore
 
 
-def connection_of(addresses, run, member, mode="sync", **options):
+def connection_of(addresses, run, member, mode="sync", workers=None, **options):
     """A member's connection, as a trainer of an elastic job makes it."""
     options = {"mode": MODES[mode], "staleness": MODES[mode].default_staleness, **options}
     made = Connection(ConnectionSettings(kind="remote", elastic=True, run=run, member=member, **options))
-    made.reach(addresses)
+    made.reach(addresses, workers)
     return made
 
 
