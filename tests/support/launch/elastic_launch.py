@@ -31,11 +31,13 @@ class ElasticLaunch:
         servers=2,
         server_arguments="[]",
         loaders=0,
+        workers=0,
         extra="",
         environment=None,
         **settings,
     ):
         self.environment = {**os.environ, **(environment or {})}
+        self.workers = workers
         self.folder, self.records, self.epochs = folder, records, epochs
         self.checkpoints = checkpoints or folder / "checkpoints"
         self.data, self.notes = folder / "data", folder / "notes"
@@ -51,6 +53,7 @@ class ElasticLaunch:
             f"roles:\n  trainers: {section}\n"
             f"  parameter_servers: {{replicas: {servers}, threads: 1, args: {server_arguments}}}\n"
             f"  loaders: {{replicas: {loaders}, threads: 1}}\n"
+            f"  embedding_workers: {{replicas: {workers}, threads: 1}}\n"
             f"data: {json.dumps(self.data_of_loaders()) if loaders else 'null'}\n{extra}"
         )
         self.log = folder / "log"
@@ -61,7 +64,9 @@ class ElasticLaunch:
         (self.data / "records").write_text(str(self.records))
         for part in range(3):
             mine = [number for number in range(self.records) if number % 3 == part]
-            pq.write_table(pa.table({"record": pa.array(mine, pa.int64())}), self.data / f"{part}.parquet")
+            names = ("record", "id") if self.workers else ("record",)  # workers look the id up
+            table = pa.table({name: pa.array(mine, pa.int64()) for name in names})
+            pq.write_table(table, self.data / f"{part}.parquet")
 
     def data_of_loaders(self):
         """The `data` of the job, for loaders without a program: as the trainers would read it."""
