@@ -9,10 +9,13 @@ from cluster_helpers import serving
 from elastic_trainers import ElasticTrainer, connection_of, in_memory
 from sharded_programs import global_batch, loss_of, part_of
 
+from karvan import distributed
 from karvan.cluster.embedding_worker.client import WorkerClient
 from karvan.cluster.embedding_worker.service import EmbeddingWorker
+from karvan.cluster.task_stream.loaded_data import LoadedData
+from karvan.cluster.task_stream.loader_connection import LoaderAccess
 from karvan.ragged import REFERENCE, Batch, IdsReference
-from karvan.wire import RefusedError, Server
+from karvan.wire import RefusedError, Security, Server
 
 STEPS, BATCHES = 3, 3
 _names = itertools.count()
@@ -183,6 +186,16 @@ def test_a_silent_member_is_forgotten_and_can_come_back(start):
     parts = [*silent.commits.staged(1), *other.commits.staged(1)]
     commit([silent, other], 1, parts)
     assert silent.rows() == in_memory(1, 3)
+
+
+def test_leased_data_of_a_job_with_workers_names_the_ids(start, monkeypatch):
+    cluster = start(workers=1)
+    monkeypatch.setattr(distributed.connection, "_current", cluster.join(0).connection)
+    access = LoaderAccess(1, str, Security(), 1.0)
+    with pytest.raises(ValueError, match="This job has embedding workers, but"):
+        LoadedData(access, 1)
+    for ids in (["user"], []):
+        LoadedData(access, 1, ids)
 
 
 def test_a_run_that_is_over_does_not_come_back(start):

@@ -1,5 +1,6 @@
 """The ids of leased batches on their way to embedding workers: sent, sent again by any loader, forgotten."""
 
+import itertools
 import time
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from karvan.cluster.task_stream.loader_connection import LoaderConnection
 from karvan.cluster.task_stream.record_search import tasks_head
 from karvan.data.leasing.task_pipeline import TaskToRead
 from karvan.data.leasing.task_records import records_done
+from karvan.outages import is_temporary
 from karvan.ragged import REFERENCE, Batch
 from karvan.wire import RefusedError, Server
 from karvan.work.task import Task, TaskKind
@@ -147,3 +149,19 @@ def test_without_workers_names_or_samples_a_batch_stays_whole():
         assert TaskIds(workers.clients).send(empty, ["id"], None, bool) == (empty, None)
         with pytest.raises(ValueError, match="expects the id feature 'user'"):
             TaskIds(workers.clients).send(whole, ["user"], None, bool)
+
+
+def test_a_transform_that_gives_other_ids_is_an_error_and_not_a_wrong_row(tmp_path):
+    reads = itertools.count()
+
+    def random(batch):
+        return Batch({"id": batch["id"] + next(reads), "label": batch["id"].float()})
+
+    data = shared_data(Numbers([40]), 4, transform=random)
+    with workers_of(1) as workers, task_loaders(tmp_path, data, workers=workers.clients) as loaders:
+        leased = loaders.data(ids=["id"])
+        resend = resender(loaders.access(), ["id"], leased._description.digest)
+        batch = next(iter(leased.lease(loaders.client(leased.spec()), 0)))
+        with pytest.raises(RuntimeError, match="expected to read the same ids again, got others") as caught:
+            resend(batch[REFERENCE])
+        assert is_temporary(caught.value)  # the trainer ends, and another one reads the batch anew

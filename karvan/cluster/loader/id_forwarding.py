@@ -11,8 +11,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from karvan import distributed
 from karvan.ragged import Batch
 from karvan.wire import RefusedError
+
+
+def require_ids(ids: Sequence[str] | None) -> None:
+    """An error if workers would get no ids from loaders: they would be idle, and nobody would notice."""
+    if distributed.current().workers is not None and ids is None:
+        raise ValueError(
+            "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
+            'look up: name them, as in kv.data.from_loaders(ids=["user", "item"]), or say ids=[] to '
+            "leave the ids in the batches and the workers without work."
+        )
 
 
 class BatchName(NamedTuple):

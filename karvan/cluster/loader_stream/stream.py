@@ -27,7 +27,7 @@ from karvan.activity import activity
 from karvan.argument_checks import check_counts
 from karvan.clock import clock
 from karvan.cluster.batch_messages import unpack
-from karvan.cluster.loader.id_forwarding import BatchName
+from karvan.cluster.loader.id_forwarding import BatchName, require_ids
 from karvan.cluster.loader.statistics import ask_loaders
 from karvan.cluster.loader_stream import position
 from karvan.cluster.loader_stream.loader_channel import ChannelSettings, LoaderChannel, leave_all
@@ -112,23 +112,12 @@ def from_loaders(
                 "sharding: dynamic has trainers lease their records, in an order of their own: expected no "
                 f"ordered, rank and world_size, got {', '.join(names)}."
             )
-        _require_ids(ids)
-        return _leased(prefetch, timeout, loaders, ids or ())
+        return _leased(prefetch, timeout, loaders, ids)
     return LoaderStream(ordered is not False, prefetch, timeout, ids, loaders, rank, world_size)
 
 
-def _require_ids(ids: Sequence[str] | None) -> None:
-    """An error if workers would get no ids: they would be idle, and nobody would notice."""
-    if distributed.current().workers is not None and ids is None:
-        raise ValueError(
-            "This job has embedding workers, but kv.data.from_loaders() does not say which features they "
-            'look up: name them, as in kv.data.from_loaders(ids=["user", "item"]), or say ids=[] to '
-            "leave the ids in the batches and the workers without work."
-        )
-
-
 def _leased(
-    prefetch: int, timeout: float, loaders: int | Sequence[str] | None, ids: Sequence[str]
+    prefetch: int, timeout: float, loaders: int | Sequence[str] | None, ids: Sequence[str] | None
 ) -> LoadedData:
     check_counts(1, prefetch=prefetch)
     security = Security.from_environment()
@@ -171,7 +160,7 @@ class LoaderStream:
         self._timeout = timeout
         self._ids = list(ids or ())
         self._given_ids = ids
-        _require_ids(ids)
+        require_ids(ids)
         self._placement = rank, world_size  # None: as connected
         self._directory: Directory | StaticDirectory | None
         self._directory, count = _directory_of(loaders)
@@ -191,7 +180,7 @@ class LoaderStream:
     def __iter__(self) -> Iterator[LoadedBatch]:
         if self._finished:
             self._next_epoch()
-        _require_ids(self._given_ids)  # the job may have been connected since
+        require_ids(self._given_ids)  # the job may have been connected since
         caller = self._caller()
         workers = distributed.current().workers
         if workers is not None:

@@ -3,7 +3,8 @@
 The ids of a batch go to one of the workers, in turns, under a name that no other batch has; the trainer gets
 the rest, with a reference in their place. Unlike a loader with a fixed share, this one does not hold the ids:
 if a worker is replaced, the trainer has any loader read the same records again, and send their ids under the
-same name to the same worker (`SendTo`).
+same name to the same worker (`SendTo`). A name ends with a checksum of the ids, so that a transform that
+gives others for the same records is an error, and gradients never reach the rows of other ids.
 
 A worker that does not answer is passed over: the next one gets the batch. Batches that were read in advance
 for a trainer that is gone are forgotten; those that it had received expire in the worker.
@@ -15,9 +16,11 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from karvan.cluster.batch_messages import pack
 from karvan.cluster.loader.id_forwarding import IdReceiver, SplitIds, split_by_name
 from karvan.ragged import REFERENCE, Batch, IdsReference
 from karvan.wire import RefusedError, WireError
@@ -57,7 +60,13 @@ class TaskIds:
             return batch, None
         ids, rest = self._split(batch, names)
         number = next(self._numbers)
-        name = f"{self._process}/{number}" if to is None else to.name
+        checksum = _checksum(ids)
+        name = f"{self._process}/{number}/{checksum}" if to is None else to.name
+        if name.rpartition("/")[2] != checksum:
+            raise ValueError(
+                "An embedding worker has lost the ids of a batch: expected to read the same ids again, got "
+                "others. The transform of a loader must give the same batch for the same records."
+            )
         first, count = (number, len(self._workers)) if to is None else (to.worker, 1)
         for attempt in itertools.count():
             worker = (first + attempt % count) % len(self._workers)
@@ -81,3 +90,10 @@ class TaskIds:
             by_worker.setdefault(each.worker, []).append(each.name)
         for worker, names in by_worker.items():
             self._workers[worker].begin_forget(names)
+
+
+def _checksum(ids: Mapping[str, Any]) -> str:
+    found = 0
+    for array in pack(ids).arrays:
+        found = zlib.crc32(array.tobytes(), found)
+    return f"{found:08x}"

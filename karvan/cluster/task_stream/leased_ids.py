@@ -57,8 +57,7 @@ def resender(access: LoaderAccess, ids: Sequence[str], digest: str) -> Callable[
             raise ValueError(
                 f"loader {loader} expected to read the batch of {reference.tasks[0].task} again, with "
                 f"{reference.rows} samples, as an embedding worker has lost its ids; got "
-                f"{answer.head['samples']} samples, or other data: do not change files while a job runs, and "
-                "give the same batch for the same records."
+                f"{answer.head['samples']} samples, or other data. Do not change files while a job runs."
             )
 
     return resend

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from karvan import distributed
+from karvan.cluster.loader.id_forwarding import require_ids
 from karvan.cluster.loader.statistics import ask_loaders
 from karvan.cluster.task_reading.description import DataDescription
 from karvan.cluster.task_stream.batches import LoadedBatches
@@ -36,13 +37,14 @@ _LEAST_STREAMS = 2  # so that one batch is unpacked while another is sent, by th
 class LoadedData:
     """The data of the job's loaders; prefetch: batches of each stream in advance.
 
-    ids: the features that embedding workers look up, if the job has workers.
+    ids: the features that embedding workers look up; a job that has workers must name them.
     """
 
-    def __init__(self, access: LoaderAccess, prefetch: int, ids: Sequence[str] = ()) -> None:
+    def __init__(self, access: LoaderAccess, prefetch: int, ids: Sequence[str] | None = None) -> None:
+        require_ids(ids)
         self._access = access
         self._prefetch = prefetch
-        self._ids = ids
+        self._ids = list(ids or ())
         self._known: tuple[DataDescription, list[int]] | None = None
         self._identity: Identity | None = None
 
