@@ -145,10 +145,9 @@ class TaskReading:
                 with self._changed:
                     self._ready.append(made)
                     self._changed.notify_all()
-                    if self._alone:
-                        break
-                    room = self._changed.wait_for(lambda: self._over or len(self._ready) < _READY, _IDLE)
-                    if self._over or not room:
+                    most = 1 if self._alone else _READY
+                    room = self._changed.wait_for(lambda: self._over or len(self._ready) < most, _IDLE)
+                    if self._over or self._alone or not room:
                         self._drop_ready()
                         break
         except Closed:
