@@ -168,7 +168,9 @@ class Workers:
                 peer.call("engine", engine)
                 continue
             missing = next((each for each in references if each.name == answer.head.get("reference")), None)
-            if self.resend is None or missing is None or clock.now() > due:
+            if self.resend is None or missing is None:
+                raise RuntimeError(text)
+            if clock.now() > due:
                 raise mark(RuntimeError(text), temporary=True)  # no record of the batch is to blame
             self.resend(missing)
 
