@@ -135,6 +135,9 @@ class TaskReading:
             yield each
             yield None  # so that it does not wait for the next one
 
+    def _has_room(self) -> bool:
+        return self._over or len(self._ready) < (1 if self._alone else _READY)
+
     def _read(self) -> None:
         """The thread: packs batches while there is room."""
         try:
@@ -145,8 +148,7 @@ class TaskReading:
                 with self._changed:
                     self._ready.append(made)
                     self._changed.notify_all()
-                    most = 1 if self._alone else _READY
-                    room = self._changed.wait_for(lambda: self._over or len(self._ready) < most, _IDLE)
+                    room = self._changed.wait_for(self._has_room, _IDLE)
                     if self._over or self._alone or not room:
                         self._drop_ready()
                         break
