@@ -307,7 +307,7 @@ class ElasticFit(Fit):
         kind = self._todo[0] if self._todo else "step"
         together: dict[str, Callable[[], Any]] = {
             "step": lambda: self._steps.agree(save=self._first and self._parts.saver.take_time()),
-            "report": self._report_together,
+            "report": self._training_metrics,
             "evaluate": self._evaluate_together,
             "save": self._save_together,
             "finish": self._finish_together,
@@ -417,9 +417,6 @@ class ElasticFit(Fit):
             self._begin_epoch()
 
     # Reports, evaluations, saves
-
-    def _report_together(self) -> dict[str, float]:
-        return self._training_metrics()
 
     def _training_metrics(self) -> dict[str, float]:
         """The metrics of training so far; a collective, so that no trainer is two actions behind another."""
