@@ -20,9 +20,11 @@ from karvan.ragged import NestedRagged, Ragged
 from karvan.train.assembly import ModelSetup
 from karvan.train.checks.evaluation_results import NonFinite, has_no_nan, require_samples
 from karvan.train.checks.label_values import check_of
+from karvan.train.exact_sum import ExactSum
+from karvan.train.exact_sum import total as exact_total
 from karvan.train.feed.feed import Feed
 from karvan.train.losses import named, total
-from karvan.train.state.gathering import merged, summed
+from karvan.train.state.gathering import merged
 from karvan.train.state.randomness import same_random_state_afterwards
 from karvan.train.types import Loss, MetricLike, Prediction, samples_of
 
@@ -32,7 +34,7 @@ class EvaluationSums:
     """What this rank has evaluated so far: metrics, losses times samples, and how many samples."""
 
     metrics: Mapping[str, MetricLike]
-    losses: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, ExactSum] = field(default_factory=dict)
     samples: int = 0
     nonfinite: NonFinite = field(default_factory=lambda: NonFinite("The loss"))
 
@@ -82,8 +84,7 @@ class Evaluator:
                     losses = self._loss(output, batch)
                     means = {name: loss.cpu() for name, loss in named(losses, total(losses)).items()}
                     for name, loss in means.items():
-                        before = sums.losses.get(name, torch.zeros((), dtype=torch.float64))
-                        sums.losses[name] = before + loss * count
+                        sums.losses.setdefault(name, ExactSum()).add(float(loss) * count)
                     fine = all(bool(torch.isfinite(loss).all()) for loss in means.values())
                     sums.nonfinite.see(batch, fine)
                     for metric in sums.metrics.values():
@@ -94,11 +95,16 @@ class Evaluator:
         """The results of the batches of all ranks; a collective. Nothing changes, so it may be repeated."""
         sums.nonfinite.warn()
         self.nonfinite = sums.nonfinite.columns
-        losses = {name: float(value) for name, value in sums.losses.items()}
-        of_all = summed(channel, {"": sums.samples, **losses})
-        samples = of_all.pop("")
+        own = {name: each.parts() for name, each in sums.losses.items()}
+        said = channel.gather_json({"samples": sums.samples, "losses": own})
+        samples = sum(each["samples"] for each in said)
         require_samples(samples)
-        return {**{name: value / samples for name, value in of_all.items()}, **merged(channel, sums.metrics)}
+        names = dict.fromkeys(name for each in said for name in each["losses"])
+        losses = {
+            name: exact_total(part for each in said for part in each["losses"].get(name, ())) / samples
+            for name in names
+        }
+        return {**losses, **merged(channel, sums.metrics)}
 
     def predict(self, data: Iterable[Any], columns: Iterable[str]) -> Iterator[Prediction]:
         """Outputs on the CPU, with columns of the batch; of this rank's data."""

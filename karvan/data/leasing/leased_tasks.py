@@ -4,8 +4,8 @@ Whoever reads them hands out the records of tasks in order. So the records of th
 ones, of the first tasks, that no batch has contained before; `take` says how far they reach in each task.
 
 A task that is followed by one of another epoch, or by none for now, ends a batch: batches do not span epochs,
-and must not wait for records that others may still be working on. So does every task of a prediction: its
-batches are the same ones whoever predicts them.
+and must not wait for records that others may still be working on. So does every task of an evaluation or a
+prediction: its batches are the same ones whoever computes them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LeasedTasks:
         for lease in self._leases():
             if before is not None:
                 other = lease is None or lease.task.epoch != before.task.epoch
-                ends = other or self._kind is TaskKind.PREDICT
+                ends = other or self._kind is not TaskKind.TRAIN
                 yield from self._begin(before, ends)
                 yield None
             before = lease

@@ -125,21 +125,22 @@ class SharedData:
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
         """The batches that this process leases of an evaluation; they end when no task waits."""
-        client.begin_evaluation(number, self.parts, self._open_task_records)
+        client.begin_evaluation(number, self.parts, self._whole_batches)
         return self._lease_in_order(client, TaskKind.EVALUATE)
 
     def prediction_plan(self) -> TaskPlan:
         """The tasks of a prediction, each of whole batches: no batch has records of two of them."""
-        batches = -(-self._open_task_records // self.batch_size)
-        return TaskPlan(self.parts, batches * self.batch_size)
+        return TaskPlan(self.parts, self._whole_batches)
 
     def lease_prediction(self, client: WorkClient, number: int) -> LeasedLoader:
         """The batches that this process leases of a prediction that has begun, until all of it is done."""
         return self._lease_in_order(client, TaskKind.PREDICT, epoch=number)
 
     @property
-    def _open_task_records(self) -> int:
-        return max(self.records_per_task, -(-self.records // _MOST_OPEN))
+    def _whole_batches(self) -> int:
+        """How many records a task of an evaluation or a prediction has."""
+        records = max(self.records_per_task, -(-self.records // _MOST_OPEN))
+        return -(-records // self.batch_size) * self.batch_size
 
     def _lease_in_order(self, client: WorkClient, kind: TaskKind, epoch: int | None = None) -> LeasedLoader:
         return LeasedLoader(
