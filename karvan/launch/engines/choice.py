@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from karvan.job.loopback import is_loopback
 from karvan.job.roles import START_ORDER, Role
+from karvan.launch.engines.base import name_of
 from karvan.launch.engines.local import LocalEngine
 from karvan.launch.engines.needs import check_machine, needs_by_role, total_needs
 from karvan.launch.run_folder import OUTCOME, RunFolder
@@ -65,9 +66,13 @@ def make_engine(
     from karvan.launch.engines.ray.process_logs import ProcessLogs
 
     cluster = RayCluster.connect(address, Path.cwd(), cpus=total_needs(spec).cpus, without=_written(spec))
+    logs = ProcessLogs(folder.shared, write)
     try:
+        for role in START_ORDER:
+            for index in range(spec.most_of(role)):
+                logs.open(name_of(role, index))
         engine = RayEngine(
-            ProcessLogs(folder.shared, write).write,
+            logs.write,
             cluster,
             job=spec.name,
             launch=launch,

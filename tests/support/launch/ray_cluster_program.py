@@ -6,6 +6,7 @@ FOLDER/orders/add-NAME adds a node with one of the resource NAME, whose raylet i
 FOLDER/orders/fill-head has actors that must be on this machine be on other nodes than the first one.
 """
 
+import fcntl
 import os
 import sys
 import time
@@ -61,6 +62,16 @@ def is_used(users):
     return alive
 
 
+def ends(folder):
+    """Whether nobody uses the cluster; nobody finds it any more then."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unused = not is_used(folder / "users")
+        if unused:
+            (folder / "address").unlink()
+    return unused
+
+
 def write(path, text):
     """Write a file that is whole from the start."""
     path.with_suffix(".new").write_text(str(text))
@@ -72,7 +83,7 @@ if __name__ == "__main__":
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     write(folder / "address", cluster.address)
     raylets = []
-    while is_used(folder / "users"):
+    while not ends(folder):
         if (fill := folder / "orders" / "fill-head").exists():
             holder = fill_head(cluster)
             fill.unlink()

@@ -19,12 +19,20 @@ class ProcessLogs:
         self._lock = threading.Lock()
         self._logs: dict[str, RoleLog] = {}
 
+    def open(self, name: str) -> None:
+        """Have a log of a process, which may never write a line."""
+        with self._lock:
+            self._log_of(name)
+
     def write(self, name: str, line: str) -> None:
         """Write a line of a process."""
         with self._lock:
-            if name not in self._logs:
-                path = log_of(self._folder, name)
-                path.parent.mkdir(0o700, parents=True, exist_ok=True)
-                self._logs[name] = RoleLog(str(path), LOG_BYTES)
-            self._logs[name].write(f"{line}\n".encode(errors="replace"))
+            self._log_of(name).write(f"{line}\n".encode(errors="replace"))
         self._write(name, line)
+
+    def _log_of(self, name: str) -> RoleLog:
+        if name not in self._logs:
+            path = log_of(self._folder, name)
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            self._logs[name] = RoleLog(str(path), LOG_BYTES)
+        return self._logs[name]
