@@ -25,6 +25,7 @@ from karvan.checkpoint.io.table_reader import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle
+from karvan.job.checkpoint_url import local_path
 from karvan.store import Rows, SharedStore
 from karvan.threads import cores
 
@@ -48,7 +49,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.manifest = manifest or manifests.read(self.path)
         self.step = self.manifest.step
 

@@ -17,6 +17,7 @@ from karvan.checkpoint.format.manifest import NAME
 from karvan.checkpoint.format.state_tree import tensor_names
 from karvan.checkpoint.selection import find_alone
 from karvan.checkpoint.survey import Survey, survey
+from karvan.job.checkpoint_url import local_path
 from karvan.store import Rows
 
 
@@ -80,7 +81,7 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
 
     The files are checked as they are read.
     """
-    folder = Path(path)
+    folder = local_path(path)
     others = [] if (folder / NAME).exists() else survey(folder)
     whole = [each.path for each in others if each.condition == "whole"]
     not_whole = [each for each in others if each.condition != "whole"]
@@ -145,7 +146,7 @@ def row(path: str | os.PathLike[str], table: str, key: int) -> KeyRow | None:
     """
     if not -(2**63) <= key < 2**64:
         raise ValueError(f"Expected a key of 64 bits, got {key}.")
-    rows = find_alone(Path(path)).row(table, key)
+    rows = find_alone(local_path(path)).row(table, key)
     if rows is None:
         return None
     return KeyRow(
@@ -160,7 +161,7 @@ def verify(
 
     checked: called with each file and its number of bytes, once it has been read.
     """
-    folder = Path(path)
+    folder = local_path(path)
     if (folder / NAME).exists():
         folders = [folder]
     else:

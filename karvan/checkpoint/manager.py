@@ -23,6 +23,7 @@ from karvan.checkpoint.selection import all_chosen, best_of, folders, newest, on
 from karvan.checkpoint.survey import step_of
 from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
+from karvan.job.checkpoint_url import local_path
 from karvan.owner import check_owner
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Checkpoints:
             raise ValueError(f"Checkpoints expects part_bytes of at least 1, got {part_bytes}.")
         if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("max", "min")):
             raise ValueError(f'Checkpoints expects keep_best as ("auc", "max") or "min", got {keep_best!r}.')
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.full_every = full_every

@@ -15,6 +15,7 @@ from karvan.checkpoint.io.writer import Writing, capture_on_all, check_target
 from karvan.checkpoint.manager import PART_BYTES
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.selection import chosen, find_alone, is_checkpoint
+from karvan.job.checkpoint_url import local_path
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ def start(
     part_bytes: int = PART_BYTES,
 ) -> Pending:
     """Start to save a full checkpoint, written while training continues. All ranks of a job call it."""
-    target = Path(os.path.abspath(path))
+    target = Path(os.path.abspath(local_path(path)))
     channel = distributed.current().here
 
     def take() -> Writing:
@@ -59,7 +60,7 @@ def resume_at(
     """A checkpoint, or the newest intact one of a run's folder, and the result of `load`; a collective."""
     if isinstance(path, Checkpoint):
         return path, load(path)
-    folder = Path(path)
+    folder = local_path(path)
     if not is_checkpoint(folder):
         resumed = resume(folder, load)
         if resumed is not None:
@@ -70,5 +71,5 @@ def resume_at(
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at a path, or the newest one of a run's folder; a collective with the same result."""
-    folder = Path(path)
+    folder = local_path(path)
     return chosen(folder, lambda: find_alone(folder))

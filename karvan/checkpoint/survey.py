@@ -23,6 +23,7 @@ from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED
 from karvan.checkpoint.format.manifest import NAME
+from karvan.job.checkpoint_url import local_path
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
 
     Reads manifests and the sizes of files; `verify` reads all of the files.
     """
-    folder = Path(path)
+    folder = local_path(path)
     found = [_look(path) for path in step_folders(folder)]
     try:
         names = sorted(os.listdir(folder))

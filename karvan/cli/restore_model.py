@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karvan.cli.errors import CommandError
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     import karvan as kv
 
 
-def restore(job: kv.TrainingJob, path: Path | None) -> kv.checkpoint.Checkpoint:
+def restore(job: kv.TrainingJob, path: str | None) -> kv.checkpoint.Checkpoint:
     """Load a checkpoint, or the newest one of a run's folder; without a path, of the job's own run."""
     from karvan.checkpoint import CheckpointError, find
 

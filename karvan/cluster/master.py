@@ -15,6 +15,7 @@ from pathlib import Path
 
 from karvan.cluster.role_process import RoleSettings, stop_signals
 from karvan.discovery.registry import Registry
+from karvan.job.checkpoint_url import local_path
 from karvan.owner import own
 from karvan.work.ledger_file import LedgerError
 from karvan.work.service import PATIENCE, WorkService
@@ -40,7 +41,7 @@ def serve_master(settings: RoleSettings, patience: float = PATIENCE) -> None:
             "A master is the registry of its job, and there is one: it expects no registry, index, count, "
             "generation or advertise."
         )
-    path = Path(settings.checkpoints) / LEDGER
+    path = local_path(settings.checkpoints) / LEDGER
     with stop_signals() as ended, ExitStack() as stack:
         owner = own(path.parent)  # not of all checkpoints, which the trainers write
         stack.callback(owner.release)

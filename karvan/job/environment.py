@@ -23,7 +23,7 @@ _log = logging.getLogger("karvan.job")
 
 _SET_BY_USERS = (
     *("advertise", "parameter_server_addresses", "embedding_worker_addresses", "loader_addresses"),
-    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "jobs", "debug"),
+    *("embedding_worker_expire", "embedding_worker_batches", "lease_seconds", "jobs", "cache", "debug"),
 )
 TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of trainers, set by the launcher
 NOT_PASSED_ON = ("MASTER_ADDR", "MASTER_PORT")  # where the ranks of another job meet
@@ -39,7 +39,7 @@ class JobEnvironment:
     data: JSON. owner: the id of the launcher's lease of the folder of checkpoints. advertise: the host by
     which other processes reach this one. *_addresses: "host:port" by index, for jobs without a registry.
     process: a random id of this process. master_address_file: see `MasterAddress`. jobs: the folder of all
-    launched jobs of a user.
+    launched jobs of a user. cache: the folder in which URLs have their working folders.
     """
 
     # Set by the launcher.
@@ -87,6 +87,7 @@ class JobEnvironment:
     embedding_worker_batches: int | None = None
     lease_seconds: float | None = None
     jobs: Verbatim = ""
+    cache: Verbatim = ""
     debug: str = ""
 
     @classmethod

@@ -15,7 +15,16 @@ from karvan.job.loopback import is_loopback
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import MODES, SYNC
-from karvan.settings import Count, CountOrZero, Integer, Positive, PositiveOrZero, Section, read_settings
+from karvan.settings import (
+    Count,
+    CountOrZero,
+    FolderOrURL,
+    Integer,
+    Positive,
+    PositiveOrZero,
+    Section,
+    read_settings,
+)
 
 
 def _as_text(value: Any) -> Any:
@@ -215,7 +224,7 @@ class JobSpec(Section):
     max_task_tries: Count | None = None
     skip_bad_records: CountOrZero | None = None
     roles: Roles = Roles()
-    checkpoints: Path | None = None
+    checkpoints: FolderOrURL | None = None
     on_server_loss: ServerLoss = ServerLoss.ROLLBACK
     on_trainer_loss: Literal["continue", "rollback"] | None = None
     max_restarts: CountOrZero = 10

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from karvan.job.checkpoint_url import local_path
 from karvan.job.environment import JobEnvironment
 from karvan.owner.lease import FILE, Lease, away_error, lost_error, read_lease
 
@@ -78,7 +79,7 @@ def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
 
     id: of the lease of a process that has died, or was left behind, and of which this one is the successor.
     """
-    path = Path(folder)
+    path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
         check_owner(path)
@@ -104,7 +105,7 @@ def check_owner(folder: str | os.PathLike[str]) -> None:
 
     An OSError, which is an outage, if the folder's file system is unmounted.
     """
-    path = Path(folder)
+    path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
         found = None
@@ -136,4 +137,4 @@ def _known(key: Path) -> _SharedLease | None:
 
 def _is_of_the_master(key: Path) -> bool:
     job = JobEnvironment.read()
-    return bool(job.owner and job.checkpoints) and Path(os.path.realpath(job.checkpoints)) == key
+    return bool(job.owner and job.checkpoints) and Path(os.path.realpath(local_path(job.checkpoints))) == key

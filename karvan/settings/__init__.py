@@ -3,6 +3,7 @@
 from karvan.settings.schema import (
     Count,
     CountOrZero,
+    FolderOrURL,
     Integer,
     Positive,
     PositiveOrZero,
@@ -16,6 +17,7 @@ from karvan.settings.yaml_text import parse, place_of
 __all__ = [
     "Count",
     "CountOrZero",
+    "FolderOrURL",
     "Integer",
     "Positive",
     "PositiveOrZero",

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
+from karvan.job.checkpoint_url import local_path, url_of
 from karvan.settings.yaml_text import parse, place_of
 
 
@@ -19,11 +28,22 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _as_folder(value: Any) -> Any:
+    return local_path(value) if isinstance(value, str) else value
+
+
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Count = Annotated[Integer, Field(ge=1)]
 CountOrZero = Annotated[Integer, Field(ge=0)]
 PositiveOrZero = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
+# A path or a URL; URLs are paths that stand for them, see `karvan/job/checkpoint_url.py`.
+FolderOrURL = Annotated[
+    Path,
+    BeforeValidator(_as_folder),
+    PlainSerializer(lambda path: url_of(path) or str(path), return_type=str, when_used="json"),
+]
+_PATHS: tuple[Any, ...] = (Path, Path | None)
 
 
 class SettingsError(ValueError):
@@ -49,6 +69,9 @@ class Section(BaseModel):
                     raise ValueError(f"unknown key '{key}': it is {cls.former[key]} now")
                 if key not in cls.model_fields:
                     raise ValueError(f"unknown key '{key}'; there are: {', '.join(cls.model_fields)}")
+                value = values[key]
+                if cls.model_fields[key].annotation in _PATHS and isinstance(value, str) and "://" in value:
+                    raise ValueError(f"{key} expects the path of a file or folder, got the URL {value}")
         return values
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from karvan.cli.errors import OK, CommandError
+from karvan.cli.folder_arguments import no_url
 from karvan.cli.output import JSON_PATH, bytes_text, console, help_of, print_table, write_json
 
 _FEATURES, _NUMBERS, _DIM, _BATCH = 26, 13, 16, 4096  # the shape of Criteo's logs
@@ -36,7 +37,7 @@ def bench(
         False, "--quick", help="Smaller tables and shorter runs: seconds instead of half a minute."
     ),
     folder: Path | None = typer.Option(
-        None, help="Where files are read and written; by default a temporary folder."
+        None, callback=no_url, help="Where files are read and written; by default a temporary folder."
     ),
     json_path: str | None = JSON_PATH,
 ) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import FAILED, OK, STOPPED, CommandError
+from karvan.cli.folder_arguments import no_url
 from karvan.cli.output import JSON_PATH, console, help_of, write_json
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def demo(
     rows: int = typer.Option(1_000_000, min=10_000, help="Samples in the click log."),
     epochs: int = typer.Option(2, min=1, help="How often to train on the log."),
     folder: Path | None = typer.Option(
-        None, help="Where to put log and checkpoint; by default a temporary folder."
+        None, callback=no_url, help="Where to put log and checkpoint; by default a temporary folder."
     ),
     keep: bool = typer.Option(False, "--keep", help="Keep the temporary folder."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress."),

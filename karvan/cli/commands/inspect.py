@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.folder_arguments import folder_of
 from karvan.cli.output import (
     JSON_PATH,
     bytes_text,
@@ -29,7 +30,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def inspect(
-    path: Path = typer.Argument(help="A checkpoint, or a run's folder: its newest.", show_default=False),
+    path: str = typer.Argument(
+        metavar="PATH", help="A checkpoint, or a run's folder: its newest.", show_default=False
+    ),
     key: tuple[str, str] | None = typer.Option(
         None, metavar="TABLE KEY", help="Show one key's row.", show_default=False
     ),
@@ -53,16 +56,17 @@ def inspect(
     """
     from karvan import checkpoint
 
-    if not path.exists():
+    folder = folder_of(path)
+    if not folder.exists():
         raise CommandError(
             f"{path}: there is no such folder; expected a checkpoint or a run's folder.", DAMAGED
         )
     if verify:
-        return _verify(path, json_path)
+        return _verify(folder, json_path)
     if key is not None:
-        return _row(path, key[0], _number(key[1]), json_path)
+        return _row(folder, key[0], _number(key[1]), json_path)
     with progress("Reading", ""):
-        seen = checkpoint.summary(path, hottest=top)
+        seen = checkpoint.summary(folder, hottest=top)
     if not write_json(json_path, seen):
         show_summary(seen)
     return OK

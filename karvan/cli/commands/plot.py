@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from karvan.cli.errors import DAMAGED, OK, CommandError
+from karvan.cli.folder_arguments import folder_of
 from karvan.cli.output import console, help_of
 
 
@@ -18,7 +19,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def plot(
-    runs: list[Path] = typer.Argument(
+    runs: list[str] = typer.Argument(
         metavar="RUN...", help="Run folders, or log files (CSV or JSON lines).", show_default=False
     ),
     output: Path | None = typer.Option(
@@ -46,11 +47,12 @@ def plot(
     from karvan.monitor.plot_page import plot_page
     from karvan.monitor.run_history import HistoryError, read_runs
 
+    folders = [folder_of(run) for run in runs]
     try:
-        found = read_runs(runs)
+        found = read_runs(folders)
     except HistoryError as error:
         raise CommandError(str(error), DAMAGED) from error
-    target = output or _beside(runs[0])
+    target = output or _beside(folders[0])
     _write(target, plot_page(found))
     reports = sum(len(run.entries) for run in found)
     console().print(f"{target}: {len(found)} run{'s' * (len(found) > 1)}, {reports:,} reports.", markup=False)

@@ -21,8 +21,10 @@ def predict(
         metavar="FILE.py|CONFIG.yaml", help="What was trained.", show_default=False
     ),
     out: str = typer.Option(..., help="A .parquet or .csv file, or - for CSV on stdout.", show_default=False),
-    checkpoint: Path | None = typer.Option(
-        None, help="A checkpoint, or a run's folder: its newest. By default the job's own folder."
+    checkpoint: str | None = typer.Option(
+        None,
+        metavar="PATH",
+        help="A checkpoint, or a run's folder: its newest. By default the job's own folder.",
     ),
     data: str | None = typer.Option(
         None, help="Other files to predict for: data.eval of a config, the parameter eval_data of a job()."

@@ -44,7 +44,7 @@ def role(
     generation: int | None = typer.Option(
         None, help="The generation of the job; by default 0.", show_default=False
     ),
-    checkpoints: Path | None = typer.Option(
+    checkpoints: str | None = typer.Option(
         None,
         metavar="FOLDER",
         help="Where a parameter server may save; where a master has its ledger.",

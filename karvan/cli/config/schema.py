@@ -26,6 +26,7 @@ from karvan.cli.errors import CommandError
 from karvan.settings import (
     Count,
     CountOrZero,
+    FolderOrURL,
     Integer,
     Positive,
     Section,
@@ -141,7 +142,7 @@ class Early(Section):
 class WarmStartSection(Section):
     """The checkpoint that a new run starts from; the options of `kv.checkpoint.warm_start`."""
 
-    path: Path
+    path: FolderOrURL
     tables: Paths = Field(default=["*"])
     dense: Paths = Field(default=["*"])
     exclude: Paths = Field(default_factory=list)
@@ -208,7 +209,7 @@ class Best(Section):
 class Saved(Section):
     """Checkpoints; without a folder there are none."""
 
-    folder: Path | None = None
+    folder: FolderOrURL | None = None
     every: Count | None = None
     seconds: Positive | None = 600.0
     tolerate_failed_saves: CountOrZero = 3

@@ -29,6 +29,7 @@ from karvan.checkpoint.format.state_bytes import pack, unpack
 from karvan.checkpoint.recovery import resume
 from karvan.checkpoint.transforms import KEY, has_state, name_of
 from karvan.features import FeatureEngine
+from karvan.job.checkpoint_url import local_path
 from karvan.train.state.transforms import replace_statistics
 from karvan.wire import Message
 
@@ -115,7 +116,7 @@ class SavedStatistics:
 
     def _read(self) -> dict[str, Any]:
         # Trainers rename damaged checkpoints when they resume.
-        found = resume(Path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
+        found = resume(local_path(self._folder), lambda one: dict(one.state().get(KEY, {})), rename=False)
         if found is None:
             return {}
         self._path = found[0].path

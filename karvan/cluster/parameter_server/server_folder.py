@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from karvan.checkpoint.format.table_arrays import folder_of
+from karvan.job.checkpoint_url import local_path
 
 
 class ServerFolder:
@@ -21,7 +22,7 @@ class ServerFolder:
 
     def __init__(self, name: str, root: str | os.PathLike[str] | None) -> None:
         self._name = name
-        self._root = Path(os.path.abspath(root)) if root else None
+        self._root = Path(os.path.abspath(local_path(root))) if root else None
 
     def target(self, folder: str, tables: Iterable[str]) -> Path:
         """The folder of a save, with links resolved; a ValueError if it, or a table's, leads outside."""
@@ -49,7 +50,7 @@ class ServerFolder:
     def _inside(self, folder: str) -> Path:
         if not isinstance(folder, str) or not folder or "\0" in folder:
             raise ValueError(f"{self._name} expected the path of a folder, got {folder!r}.")
-        found = Path(folder).resolve()
+        found = local_path(folder).resolve()
         if not found.is_relative_to(self._existing_root()):
             raise self._refusal(folder)
         return found

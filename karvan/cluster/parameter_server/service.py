@@ -30,6 +30,7 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import Batches
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.cluster.role_process import RoleSettings
+from karvan.job.checkpoint_url import local_path
 from karvan.job.sync_modes import MODES, SYNC
 from karvan.protocol.parameter_server import SERVER_CALLS, SERVER_HELLO, expect_trainer
 from karvan.store.exchange.row_owner import Owner
@@ -195,7 +196,7 @@ class ParameterServer(Service):
         return Message({})
 
     def _fill(self, call: Request) -> Message:
-        path, tables = Path(call.head["path"]), call.head["tables"]
+        path, tables = local_path(call.head["path"]), call.head["tables"]
         for table, request in tables.items():
             self._tables.check_state(table, request["initial"])
         try:

@@ -20,6 +20,7 @@ from pyarrow import fs
 
 from karvan.data.errors import DataError, located, reason
 from karvan.data.formats.folders import list_folder
+from karvan.job.checkpoint_url import split_query
 from karvan.outages import is_temporary
 
 PathLike = str | os.PathLike[str]
@@ -84,7 +85,7 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
         return filesystem, text
     if "://" not in text:
         return fs.LocalFileSystem(), str(Path(text).expanduser())
-    text, query = _split_query(text)
+    text, query = split_query(text)
     scheme = text.partition("://")[0]
     if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in query:
         query = f"{query}&" if query else "?"
@@ -111,7 +112,7 @@ def resolve(path: PathLike, filesystem: fs.FileSystem | None = None) -> tuple[fs
 
 def join(path: str, name: str) -> str:
     """A path or URL inside of a folder; options of a file system stay at the end."""
-    text, query = _split_query(path)
+    text, query = split_query(path)
     return f"{text.rstrip('/')}/{name}{query}"
 
 
@@ -169,12 +170,6 @@ class _Listing:
             inside.add((name, is_folder))
             if above != root:
                 self._add(root, above, True)
-
-
-def _split_query(url: str) -> tuple[str, str]:
-    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
-    found = re.search(r"\?\w+=[^/*?]*$", url) if "://" in url else None
-    return (url, "") if found is None else (url[: found.start()], found.group())
 
 
 def _fsspec(text: str, head: str) -> tuple[fs.FileSystem, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from karvan import distributed
 from karvan.checkpoint import CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.io.pending_save import Report, no_report
+from karvan.job.checkpoint_url import local_path
 from karvan.owner import Ownership
 from karvan.train.state.failed_saves import FailedSaves, is_outage
 from karvan.train.state.folder_owner import own_together
@@ -40,7 +41,7 @@ class ContextSaves:
 
     def _run_of(self, folder: str | os.PathLike[str] | Checkpoints) -> _Run:
         named = folder.folder if isinstance(folder, Checkpoints) else folder
-        path = Path(os.path.abspath(named))
+        path = Path(os.path.abspath(local_path(named)))
         if self.training and path not in self._owned:
             self._owned[path] = own_together(path, distributed.current())
         known = self._runs.get(path)

@@ -6,9 +6,9 @@ import csv
 import io
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from karvan.job.checkpoint_url import plain_path
 from karvan.train.reporting.loggers.base import Logger, complete_lines, replace_lines
 from karvan.train.reporting.results import Report
 
@@ -19,7 +19,7 @@ class CSVLogger(Logger):
     """Reports as CSV."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = plain_path(path)
         self._columns: list[str] = list(_FIRST)
 
     def open(self, step: int) -> None:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from karvan.job.checkpoint_url import plain_path
 from karvan.train.reporting.loggers.base import Logger, complete_lines, replace_lines
 from karvan.train.reporting.results import Report
 
@@ -16,7 +17,7 @@ class JSONLinesLogger(Logger):
     """Reports as JSON lines."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self._path = plain_path(path)
         self._file: IO[str] | None = None
 
     def open(self, step: int) -> None:

@@ -1,0 +1,142 @@
+"""URLs of checkpoints, such as `s3://bucket/run`, and the local paths that stand for them.
+
+All code works with paths. A URL has a *working folder* in the user's cache, and a path in it stands for the
+same name below the URL:
+
+    s3://bucket/run/step-000000000010   CACHE/checkpoints/s3/bucket/run/step-000000000010
+
+The path gives the URL back (`url_of`), so it may be passed on as text. A URL with options or credentials has
+a folder of its own, `s3@HASH`, with a file that has them. CACHE is $KARVAN_CACHE, $XDG_CACHE_HOME/karvan or
+~/.cache/karvan; it may differ between machines, so processes tell each other the URL (`address_of`).
+
+The objects are at the URL. The working folder has only what belongs to this machine: locks, the lease of its
+runs, and files on their way to the URL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+
+from karvan.job.environment import variable
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib makes of a URL
+_QUERY = re.compile(r"\?\w+=[^/*?]*$")
+_FILE = ".address.json"  # of the folder of a scheme
+_NO_HOST = "_"  # stands for the missing host of hdfs:///user/run
+_known: dict[Path, tuple[str, str]] = {}  # credentials and options, by the folder of a scheme
+
+
+def local_path(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder, or the one that stands for a URL; a ValueError for a URL that is not one."""
+    text = os.fspath(folder)
+    if not isinstance(folder, str) and _ONE_SLASH.match(text):
+        raise ValueError(
+            f"Expected a path, or a URL as text, got {text!r} as a path, which drops a slash of a URL: pass "
+            f"it as text, {text.replace(':/', '://', 1)!r}."
+        )
+    if "://" not in text:
+        return Path(text)
+    scheme, _, names, _ = _parts(text)
+    if scheme == "file":
+        return Path("/", *names[1:])
+    raise ValueError(
+        f"Expected a folder for checkpoints, got {scheme}://{'/'.join(names)}: checkpoints at URLs are not "
+        "supported. Use a folder of a file system that is mounted on all machines."
+    )
+
+
+def url_of(path: str | os.PathLike[str]) -> str | None:
+    """The URL that a path stands for; None for any other path."""
+    return _url(path, complete=True)
+
+
+def address_of(path: str | os.PathLike[str]) -> str:
+    """A URL, or an absolute path: what other processes are told."""
+    return url_of(path) or os.path.abspath(path)
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path for messages; the URL that it stands for, without credentials and options."""
+    return _url(path, complete=False) or os.fspath(path)
+
+
+def plain_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a file of this machine; a ValueError for a URL."""
+    found = local_path(path)
+    if url_of(found) is not None:
+        raise ValueError(f"Expected the path of a file of this machine, got the URL {shown(found)}.")
+    return found
+
+
+def split_query(url: str) -> tuple[str, str]:
+    """A URL, and the options of its file system: `s3://logs/*.orc?region=us-east-1` ends in no glob."""
+    found = _QUERY.search(url) if "://" in url else None
+    return (url, "") if found is None else (url[: found.start()], found.group())
+
+
+def _parts(text: str) -> tuple[str, str, list[str], str]:
+    """Scheme, credentials, names (the first is the host) and options of a URL."""
+    plain, query = split_query(text)
+    found = _SCHEME.match(plain)
+    authority, _, inside = plain[found.end() :].partition("/") if found else ("", "", "")
+    user, at, host = authority.rpartition("@")
+    safe = f"{found[1]}://{host}/{inside}" if found else text
+    names = [host or _NO_HOST, *(inside.rstrip("/").split("/") if inside.strip("/") else ())]
+    if found is None or not any((host, inside.strip("/"))):
+        raise ValueError(f"Expected a path or a URL, such as s3://bucket/run, got {safe!r}.")
+    for name in names:
+        if name in ("", ".", "..") or any(mark in name for mark in "*?[]%#\0"):
+            raise ValueError(
+                f"Expected a URL with plain names, such as s3://bucket/run, got {safe!r}: {name!r} is empty, "
+                "or has one of . .. * ? [ ] % #, which have a meaning of their own in URLs."
+            )
+    return found[1].lower(), user + at, names, query
+
+
+def _root() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    cache = os.environ.get(variable("cache")) or os.path.join(home, "karvan")
+    return Path(os.path.realpath(cache), "checkpoints")
+
+
+def _base(scheme: str, user: str, query: str) -> Path:
+    """The folder of all URLs of a scheme, with these credentials and options."""
+    if not user and not query:
+        return _root() / scheme
+    content = json.dumps([user, query])
+    base = _root() / f"{scheme}@{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    if base not in _known or not (base / _FILE).exists():
+        base.mkdir(0o700, parents=True, exist_ok=True)
+        new = base / f"{_FILE}.{secrets.token_hex(4)}"
+        new.touch(0o600)
+        new.write_text(content)
+        new.replace(base / _FILE)
+        _known[base] = (user, query)
+    return base
+
+
+def _url(path: str | os.PathLike[str], *, complete: bool) -> str | None:
+    root = str(_root())
+    text = os.path.abspath(path)
+    if not text.startswith(f"{root}{os.sep}"):
+        return None
+    kind, *names = text[len(root) + 1 :].split(os.sep)
+    if not names:
+        return None
+    scheme, at, _ = kind.partition("@")
+    user, query = _options(Path(root, kind)) if at and complete else ("", "")
+    host = "" if names[0] == _NO_HOST else names[0]
+    return f"{scheme}://{user}{'/'.join((host, *names[1:]))}{query}"
+
+
+def _options(base: Path) -> tuple[str, str]:
+    if base not in _known:
+        user, query = json.loads((base / _FILE).read_text())
+        _known[base] = (user, query)
+    return _known[base]
