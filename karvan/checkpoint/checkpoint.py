@@ -25,7 +25,7 @@ from karvan.checkpoint.io.table_reader import Layer, TableReader
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.transforms import Transform, load_transforms
 from karvan.embedding import TableHandle
-from karvan.job.checkpoint_url import local_path
+from karvan.job.checkpoint_url import address_of, local_path
 from karvan.store import Rows, SharedStore
 from karvan.threads import cores
 
@@ -36,6 +36,7 @@ class Damage(NamedTuple):
     path: Path
     problem: str
     unread: bool = False  # the system did not let us read it: it may be intact
+    temporary: bool = False  # because of an outage
 
 
 class Checkpoint:
@@ -73,7 +74,7 @@ class Checkpoint:
             try:
                 below = Checkpoint(path)
             except CheckpointError as error:
-                lost = isinstance(error, DamagedCheckpointError) or not path.exists()
+                lost = isinstance(error, DamagedCheckpointError) or not manifests.is_taken(path)
                 kind = DamagedCheckpointError if lost else CheckpointError
                 raise kind(
                     above.path, f"expected its base of step {base.step}, got an error: {error}"
@@ -114,8 +115,13 @@ class Checkpoint:
                     check_part(one.path, table, part, one.kind == "delta")
                 except CheckpointError as error:
                     unread = not isinstance(error, DamagedCheckpointError)
-                    damaged.setdefault(one.path / part.name, FileProblem(error.problem, unread))
-        return [Damage(path, text.removesuffix("."), unread) for path, (text, unread) in damaged.items()]
+                    damaged.setdefault(
+                        one.path / part.name, FileProblem(error.problem, unread, error.temporary)
+                    )
+        return [
+            Damage(path, text.removesuffix("."), unread, temporary)
+            for path, (text, unread, temporary) in damaged.items()
+        ]
 
     def require_intact(self) -> None:
         """Raise if any file is damaged. Ranks divide the files among them and raise the same error."""
@@ -128,7 +134,7 @@ class Checkpoint:
                 unread = [damage for damage in damaged if damage.unread]
                 kind = CheckpointError if unread else DamagedCheckpointError
                 first = (unread or damaged)[0]
-                raise kind(first.path, f"{first.problem}.{more}")
+                raise kind(first.path, f"{first.problem}.{more}", temporary=first.temporary)
 
         together(channel, self.path, check, name_rank=False)
 
@@ -204,7 +210,7 @@ class Checkpoint:
                     self._fill(name, handle, extras.pop(name))
             if channel.rank == 0:
                 for store, tables in shared.items():
-                    for path, problem in store.fill_tables(os.fspath(self.path.absolute()), tables):
+                    for path, problem in store.fill_tables(address_of(self.path), tables):
                         raise DamagedCheckpointError(path, problem)
 
         together(channel, self.path, read)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from os import PathLike
 
+from karvan.job.checkpoint_url import shown
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, or a folder that is not one; the text says which.
@@ -12,8 +14,8 @@ class CheckpointError(RuntimeError):
     """
 
     def __init__(self, path: str | PathLike[str], problem: str, *, temporary: bool = False) -> None:
-        super().__init__(f"{path}: {problem}")
-        self.path = str(path)
+        super().__init__(f"{shown(path)}: {problem}")
+        self.path = shown(path)
         self.problem = problem
         self.temporary = temporary
 

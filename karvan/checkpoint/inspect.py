@@ -15,9 +15,10 @@ from karvan.checkpoint.checkpoint import Checkpoint, Damage
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.manifest import NAME
 from karvan.checkpoint.format.state_tree import tensor_names
+from karvan.checkpoint.object_store.files import has_file, size_of
 from karvan.checkpoint.selection import find_alone
-from karvan.checkpoint.survey import Survey, survey
-from karvan.job.checkpoint_url import local_path
+from karvan.checkpoint.survey import Survey, step_folders, survey
+from karvan.job.checkpoint_url import local_path, url_of
 from karvan.store import Rows
 
 
@@ -82,7 +83,7 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
     The files are checked as they are read.
     """
     folder = local_path(path)
-    others = [] if (folder / NAME).exists() else survey(folder)
+    others = [] if has_file(folder / NAME) else survey(folder)
     whole = [each.path for each in others if each.condition == "whole"]
     not_whole = [each for each in others if each.condition != "whole"]
     if not whole and not_whole:
@@ -98,7 +99,7 @@ def summary(path: str | os.PathLike[str], *, hottest: int = 10) -> Summary:
         karvan=manifest.karvan,
         metrics=checkpoint.metrics,
         bytes=sum(
-            (one.path / NAME).stat().st_size + sum(file.bytes for file in one.manifest.files)
+            size_of(one.path / NAME) + sum(file.bytes for file in one.manifest.files)
             for one in checkpoint.chain
         ),
         builds_on=[one.step for one in checkpoint.chain[:-1]],
@@ -162,10 +163,7 @@ def verify(
     checked: called with each file and its number of bytes, once it has been read.
     """
     folder = local_path(path)
-    if (folder / NAME).exists():
-        folders = [folder]
-    else:
-        folders = sorted(p for p in folder.glob("step-*/")) or [find_alone(folder).path]
+    folders = [folder] if has_file(folder / NAME) else _step_folders(folder) or [find_alone(folder).path]
     damaged: dict[Path, Damage] = {}
     for each in folders:
         try:
@@ -173,3 +171,7 @@ def verify(
         except CheckpointError as error:
             damaged[Path(error.path)] = Damage(Path(error.path), error.problem)
     return list(damaged.values())
+
+
+def _step_folders(folder: Path) -> list[Path]:
+    return step_folders(folder) if url_of(folder) is not None else sorted(folder.glob("step-*/"))

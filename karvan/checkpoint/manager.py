@@ -13,17 +13,19 @@ from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import remove_folders, try_writing
-from karvan.checkpoint.format.manifest import Base
+from karvan.checkpoint.format.manifest import Base, is_taken
 from karvan.checkpoint.format.table_arrays import Model, tables_of
 from karvan.checkpoint.io.pending_save import Pending, Report
 from karvan.checkpoint.io.writer import Versions, Writing, capture_on_all, explaining
+from karvan.checkpoint.object_store.files import upload
+from karvan.checkpoint.object_store.lease import lease_object
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.recovery import newest_step, resume
 from karvan.checkpoint.selection import all_chosen, best_of, folders, newest, one_chosen, readable
 from karvan.checkpoint.survey import step_of
 from karvan.distributed import CollectiveChannel
 from karvan.embedding import TableHandle
-from karvan.job.checkpoint_url import local_path
+from karvan.job.checkpoint_url import address_of, local_path, shown
 from karvan.owner import check_owner
 
 _log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PART_BYTES = 64 << 20
+HISTORY = "history.jsonl"  # a Trainer writes it beside its checkpoints
 
 
 class Checkpoints:
@@ -76,11 +79,11 @@ class Checkpoints:
     def __repr__(self) -> str:
         options = {"keep_last": self.keep_last, "keep_best": self.keep_best, "full_every": self.full_every}
         defaults = {"keep_best": None, "full_every": 1}
-        shown = [f"{name}={value!r}" for name, value in options.items() if defaults.get(name, "") != value]
+        texts = [f"{name}={value!r}" for name, value in options.items() if defaults.get(name, "") != value]
         steps = [path.name.removeprefix("step-").lstrip("0") or "0" for path in folders(self.folder)]
         more = "… " if len(steps) > 5 else ""
         saved = f"{len(steps)} of steps {more}{', '.join(steps[-5:])}" if steps else "none yet"
-        return f"Checkpoints({str(self.folder)!r}, {', '.join(shown)}: {saved})"
+        return f"Checkpoints({shown(self.folder)!r}, {', '.join(texts)}: {saved})"
 
     def save(
         self,
@@ -108,7 +111,7 @@ class Checkpoints:
             self.wait()
             tables.update(tables_of(model))
             if channel.rank == 0:
-                check_owner(self.folder)
+                check_owner(self.folder, lease_object(self.folder))
             return step, self._may_be_delta(step, tables, target if channel.rank == 0 else None)
 
         ranks = together(channel, target, explaining(target, prepare))
@@ -139,7 +142,8 @@ class Checkpoints:
         base, versions = writing.base, writing.versions
 
         def check() -> None:
-            check_owner(self.folder)  # a process that was paused while it wrote may have lost the folder
+            # A process that was paused while it wrote may have lost the folder.
+            check_owner(self.folder, lease_object(self.folder))
             if base is not None and not _is(self.folder, base):
                 raise CheckpointError(
                     target,
@@ -163,7 +167,7 @@ class Checkpoints:
             and last.deltas + 1 < self.full_every
             and last.made.step < step
             and last.describes(tables)
-            and (target is None or (_is(self.folder, last.base) and not target.exists()))
+            and (target is None or (_is(self.folder, last.base) and not is_taken(target)))
         )
 
     def require_writable(self) -> None:
@@ -177,7 +181,7 @@ class Checkpoints:
             try_writing(self.folder)
             if connection.servers is not None and connection.rank == 0:
                 try:
-                    connection.servers.check_folder(str(self.folder.absolute()))
+                    connection.servers.check_folder(address_of(self.folder))
                 except ValueError as error:
                     raise CheckpointError(self.folder, str(error)) from None
 
@@ -224,13 +228,23 @@ class Checkpoints:
         return one_chosen(self.folder, lambda: best_of(readable(self.folder), metric, mode))
 
     def _prune(self, made: Path) -> None:
+        try:
+            upload(self.folder / HISTORY)
+        except OSError as error:
+            _log.warning("%s could not be uploaded; the next save tries again: %s", HISTORY, error)
+        try:
+            self._remove_old(made)
+        except CheckpointError as error:  # of a store; the save is complete
+            _log.warning("Old checkpoints could not be removed; the next save tries again: %s", error)
+
+    def _remove_old(self, made: Path) -> None:
         later = [path.name for path in folders(self.folder) if step_of(path) > step_of(made)]
         if later and not self._later_reported:
             self._later_reported = True
             _log.warning(
                 "%s has checkpoints of later steps than the one just saved, %s: %s. The next resume takes "
                 "the newest of them, unless you move them to another folder.",
-                self.folder,
+                shown(self.folder),
                 made.name,
                 ", ".join(later),
             )

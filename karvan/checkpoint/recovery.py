@@ -30,9 +30,11 @@ from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED, set_aside
+from karvan.checkpoint.format.manifest import is_taken
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.survey import is_step_name, saved_folders, step_of
 from karvan.distributed import CollectiveChannel
+from karvan.job.checkpoint_url import shown
 
 _log = logging.getLogger(__name__)
 _LISTINGS = 10  # attempts to list a folder in which another process prunes meanwhile
@@ -159,7 +161,7 @@ def _resume_named(
                 "Resuming from %s as requested; the later checkpoint %s was renamed to %s.",
                 name,
                 path.name,
-                aside.name,
+                aside.relative_to(path.parent),
             )
     return found, result
 
@@ -182,14 +184,14 @@ def _open(channel: CollectiveChannel, path: Path) -> Checkpoint:
 
 
 def _has_gone(channel: CollectiveChannel, path: Path) -> bool:
-    return not together(channel, path, lambda: channel.rank != 0 or path.exists())[0]
+    return not together(channel, path, lambda: channel.rank != 0 or is_taken(path))[0]
 
 
 def _report(found: Checkpoint, damaged: Sequence[Path], asides: Mapping[Path, Path]) -> None:
-    names = ", ".join(aside.name for aside in asides.values())
+    names = ", ".join(str(aside.relative_to(path.parent)) for path, aside in asides.items())
     _log.warning(
         "Resuming from %s, the newest intact checkpoint; the %d steps up to %s are lost.%s",
-        found.path,
+        shown(found.path),
         step_of(damaged[0]) - found.step,
         damaged[0].name,
         f" Damaged checkpoints were renamed to {names}." if names else "",

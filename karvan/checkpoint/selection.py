@@ -10,13 +10,15 @@ from karvan import distributed
 from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.manifest import NAME
+from karvan.checkpoint.object_store.files import has_file, is_there
 from karvan.checkpoint.rank_agreement import together
 from karvan.checkpoint.survey import is_step_name, step_folders
+from karvan.job.checkpoint_url import shown, url_of
 
 
 def folders(folder: Path) -> list[Path]:
     """The folders that look like checkpoints, oldest first."""
-    return [path for path in step_folders(folder) if (path / NAME).exists()]
+    return [path for path in step_folders(folder) if url_of(path) is not None or has_file(path / NAME)]
 
 
 def readable(folder: Path) -> list[Checkpoint]:
@@ -36,7 +38,7 @@ def newest(folder: Path) -> Checkpoint | None:
         try:
             return Checkpoint(path)
         except CheckpointError:
-            if (path / NAME).exists():  # otherwise another process has just removed it
+            if has_file(path / NAME):  # otherwise another process has just removed it
                 raise
     return None
 
@@ -54,11 +56,11 @@ def best_of(among: list[Checkpoint], metric: str, mode: str) -> Checkpoint | Non
 
 def find_alone(folder: Path) -> Checkpoint:
     """The checkpoint at a path, or the newest one of a run's folder, as this process sees it."""
-    if not (folder / NAME).exists():
+    if not has_file(folder / NAME):
         found = newest(folder)
         if found is not None:
             return found
-    if folder.is_dir() and not (folder / NAME).exists():
+    if is_there(folder) and not has_file(folder / NAME):
         raise CheckpointError.mismatch(
             folder, f"a checkpoint, with a {NAME}, or a run's folder with step-… inside", "neither"
         )
@@ -69,7 +71,7 @@ def is_checkpoint(folder: Path) -> bool:
     """Whether a path is one checkpoint, not a run's folder, as rank 0 sees it."""
     channel = distributed.current().here
     named = is_step_name(folder.name)
-    return bool(together(channel, folder, lambda: named or (folder / NAME).exists(), name_rank=False)[0])
+    return bool(together(channel, folder, lambda: named or has_file(folder / NAME), name_rank=False)[0])
 
 
 def all_chosen(folder: Path, choose: Callable[[], list[Checkpoint]]) -> list[Checkpoint]:
@@ -106,7 +108,7 @@ def one_chosen(folder: Path, choose: Callable[[], Checkpoint | None]) -> Checkpo
 
     def look() -> list[Checkpoint]:
         found = choose()
-        seen.extend([str(found.path)] if found is not None else [])
+        seen.extend([shown(found.path)] if found is not None else [])
         return [found] if found is not None else []
 
     opened = all_chosen(folder, look)

@@ -23,7 +23,10 @@ from karvan.checkpoint.checkpoint import Checkpoint
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import ABANDONED, DAMAGED
 from karvan.checkpoint.format.manifest import NAME
-from karvan.job.checkpoint_url import local_path
+from karvan.checkpoint.object_store.files import explained, has_file, size_of
+from karvan.checkpoint.object_store.objects import folder_names
+from karvan.checkpoint.object_store.step_objects import asides, published
+from karvan.job.checkpoint_url import local_path, shown, url_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,10 @@ class Survey:
 
 def step_folders(folder: Path) -> list[Path]:
     """The folders named step-…, oldest first."""
+    if url_of(folder) is not None:
+        with explained(folder):
+            names = [name for name in folder_names(folder) if _STEP.match(name)]
+            return sorted((folder / name for name in published(folder, names)), key=step_of)
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -64,6 +71,8 @@ def step_of(path: Path) -> int:
 
 def saved_folders(folder: Path) -> list[Path]:
     """The folders named step-… that are not empty, oldest first; warns once of each empty one."""
+    if url_of(folder) is not None:
+        return step_folders(folder)
     found = []
     for path in step_folders(folder):
         if (path / NAME).exists() or any(each.is_file() for each in path.rglob("*")):
@@ -86,6 +95,12 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
     """
     folder = local_path(path)
     found = [_look(path) for path in step_folders(folder)]
+    if url_of(folder) is not None:
+        with explained(folder):
+            names = [name for name in folder_names(folder) if _STEP.match(name)]
+            aside = asides(folder, names)
+        paths = [(folder / name, kind) for name, kind in aside]
+        return found + [Survey(path, step_of(path), kind, "set aside") for path, kind in paths]
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +113,7 @@ def survey(path: str | os.PathLike[str]) -> list[Survey]:
 
 def _look(path: Path) -> Survey:
     step = step_of(path)
-    if not (path / NAME).exists():
+    if not has_file(path / NAME):
         return Survey(path, step, "incomplete", f"no {NAME}")
     try:
         chain = Checkpoint(path).chain
@@ -107,11 +122,10 @@ def _look(path: Path) -> Survey:
     for one in chain:
         for file in one.manifest.files:
             try:
-                size = (one.path / file.name).stat().st_size
+                size = size_of(one.path / file.name)
             except OSError as error:
-                return Survey(path, step, DAMAGED, f"{one.path / file.name}: {error.strerror}")
+                return Survey(path, step, DAMAGED, f"{shown(one.path / file.name)}: {error.strerror}")
             if size != file.bytes:
-                return Survey(
-                    path, step, DAMAGED, f"{one.path / file.name}: expected {file.bytes} bytes, got {size}"
-                )
+                name = shown(one.path / file.name)
+                return Survey(path, step, DAMAGED, f"{name}: expected {file.bytes} bytes, got {size}")
     return Survey(path, step, "whole")

@@ -23,6 +23,7 @@ from karvan.checkpoint.save_one import find
 from karvan.checkpoint.transforms import KEY, Transform, load_transforms, name_of
 from karvan.embedding import TableHandle
 from karvan.features import FeatureEngine
+from karvan.job.checkpoint_url import shown
 
 Patterns: TypeAlias = str | Sequence[str]
 
@@ -65,7 +66,7 @@ class WarmStart:
             ]
         width = max((len(what) for what, _ in made), default=0)
         lines = [f"  {what:<{width}}  {outcome}" for what, outcome in made]
-        return "\n".join([f"Warm start from {self.path}, step {self.step}", *lines])
+        return "\n".join([f"Warm start from {shown(self.path)}, step {self.step}", *lines])
 
 
 def warm_start(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from karvan.cli.errors import CommandError
+from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +95,7 @@ def plain(value: Any) -> Any:
         return plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return str(value) if isinstance(value, Path) else value
+    return shown(value) if isinstance(value, Path) else value
 
 
 def bytes_text(count: float) -> str:

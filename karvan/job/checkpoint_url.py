@@ -29,6 +29,7 @@ _ONE_SLASH = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib makes of 
 _QUERY = re.compile(r"\?\w+=[^/*?]*$")
 _FILE = ".address.json"  # of the folder of a scheme
 _NO_HOST = "_"  # stands for the missing host of hdfs:///user/run
+_roots: set[str] = set()  # folders of URLs that this process has used
 _known: dict[Path, tuple[str, str]] = {}  # credentials and options, by the folder of a scheme
 
 
@@ -42,13 +43,11 @@ def local_path(folder: str | os.PathLike[str]) -> Path:
         )
     if "://" not in text:
         return Path(text)
-    scheme, _, names, _ = _parts(text)
+    scheme, user, names, query = _parts(text)
     if scheme == "file":
         return Path("/", *names[1:])
-    raise ValueError(
-        f"Expected a folder for checkpoints, got {scheme}://{'/'.join(names)}: checkpoints at URLs are not "
-        "supported. Use a folder of a file system that is mounted on all machines."
-    )
+    _roots.add(str(_root()))  # paths keep their meaning if the variable changes
+    return _base(scheme, user, query).joinpath(*names)
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
@@ -61,17 +60,18 @@ def address_of(path: str | os.PathLike[str]) -> str:
     return url_of(path) or os.path.abspath(path)
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def shown(path: str | os.PathLike[str] | None) -> str:
     """A path for messages; the URL that it stands for, without credentials and options."""
+    if path is None:
+        return "no folder"
     return _url(path, complete=False) or os.fspath(path)
 
 
 def plain_path(path: str | os.PathLike[str]) -> Path:
     """The path of a file of this machine; a ValueError for a URL."""
-    found = local_path(path)
-    if url_of(found) is not None:
-        raise ValueError(f"Expected the path of a file of this machine, got the URL {shown(found)}.")
-    return found
+    if isinstance(path, str) and "://" in path and not path.startswith("file://"):
+        raise ValueError(f"Expected the path of a file of this machine, got the URL {path}.")
+    return local_path(path)
 
 
 def split_query(url: str) -> tuple[str, str]:
@@ -121,18 +121,34 @@ def _base(scheme: str, user: str, query: str) -> Path:
     return base
 
 
+def host_of(path: str | os.PathLike[str]) -> tuple[str, list[str]]:
+    """Of a path that stands for a URL: that of its host or bucket, and the names below it."""
+    found = _split(path)
+    assert found is not None
+    root, kind, host, names = found
+    user, query = _options(Path(root, kind)) if "@" in kind else ("", "")
+    return f"{kind.partition('@')[0]}://{user}{host}{query}", names
+
+
 def _url(path: str | os.PathLike[str], *, complete: bool) -> str | None:
-    root = str(_root())
+    found = _split(path)
+    if found is None:
+        return None
+    root, kind, host, names = found
+    user, query = _options(Path(root, kind)) if "@" in kind and complete else ("", "")
+    return f"{kind.partition('@')[0]}://{user}{'/'.join((host, *names))}{query}"
+
+
+def _split(path: str | os.PathLike[str]) -> tuple[str, str, str, list[str]] | None:
+    """The folder of all URLs, the name of the scheme's folder, the host and the names below it."""
     text = os.path.abspath(path)
-    if not text.startswith(f"{root}{os.sep}"):
+    root = next((root for root in (str(_root()), *_roots) if text.startswith(f"{root}{os.sep}")), None)
+    if root is None:
         return None
     kind, *names = text[len(root) + 1 :].split(os.sep)
     if not names:
         return None
-    scheme, at, _ = kind.partition("@")
-    user, query = _options(Path(root, kind)) if at and complete else ("", "")
-    host = "" if names[0] == _NO_HOST else names[0]
-    return f"{scheme}://{user}{'/'.join((host, *names[1:]))}{query}"
+    return root, kind, "" if names[0] == _NO_HOST else names[0], names[1:]
 
 
 def _options(base: Path) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from karvan.clock import clock
 from karvan.exit_codes import FAILED, TEMPORARY, USAGE
+from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Engine, Handle, Process, end_text, name_of
@@ -130,7 +131,9 @@ class Launcher:
             for name in ("checkpoints", "logs"):
                 if (path := getattr(spec, name)) is not None:
                     absolute[name] = path.absolute()
-            shared = folder.path if spec.checkpoints is None else make_shared(spec.checkpoints, launch)
+            shared = folder.path
+            if spec.checkpoints is not None and url_of(spec.checkpoints) is None:
+                shared = make_shared(spec.checkpoints, launch)
         if spec.tls is not None:  # for commands that run elsewhere
             files = {name: path.absolute() for name, path in vars(spec.tls).items() if isinstance(path, Path)}
             absolute["tls"] = spec.tls.model_copy(update=files)  # type: ignore[assignment]
@@ -155,7 +158,7 @@ class Launcher:
             job=self._spec.name,
             role=Role.MASTER,
             process=token,
-            checkpoints="" if checkpoints is None else str(checkpoints),
+            checkpoints="" if checkpoints is None else url_of(checkpoints) or str(checkpoints),
         ).variables()
         command: tuple[str, ...] = (sys.executable, "-m", "karvan.launch.master.process")
         if self._on_cluster:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from karvan.job.checkpoint_url import url_of
 from karvan.job.environment import TORCH_NAMES, JobEnvironment
 from karvan.job.roles import Role
 from karvan.launch.job_spec import JobSpec
@@ -54,7 +55,7 @@ def environment_of(
         loader_count=spec.of_role(Role.LOADER).replicas,
         host=spec.host,
         port=port + index if port else 0,
-        checkpoints="" if spec.checkpoints is None else str(spec.checkpoints),
+        checkpoints="" if spec.checkpoints is None else url_of(spec.checkpoints) or str(spec.checkpoints),
         owner=owner,
         data="" if spec.data is None else json.dumps(spec.data, default=str),
         threads=section.threads,

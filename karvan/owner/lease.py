@@ -14,6 +14,7 @@ Protocol:
 - Losing. An owner that was paused for longer than its lease finds another's id in the file, and raises
   `LeaseLostError` before its next save.
 - Release. The file is removed. The file of a killed process is replaced as above.
+- URLs. A folder that stands for a URL has an object there as well, for other machines (`lease_object.py`).
 - Successors. The master of a job that is restarted takes the lease with the id of the one before, which it
   replaces at once, wherever that ran; processes of the job know the lease by its id, and notice nothing. A
   master that was not dead finds another process in the file, and has lost its lease. So does a trainer of an
@@ -32,10 +33,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from karvan.clock import clock
+from karvan.job.checkpoint_url import shown
 from karvan.owner.errors import LeaseLostError, OwnerError
+from karvan.owner.lease_object import LeaseObject, SharedLease
 from karvan.owner.record import OwnerRecord
 
 _log = logging.getLogger(__name__)
@@ -50,10 +54,11 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EML
 class Lease:
     """A lease that this process holds until `release`."""
 
-    def __init__(self, folder: Path, seconds: float, id: str = "") -> None:
+    def __init__(self, folder: Path, seconds: float, id: str = "", place: LeaseObject | None = None) -> None:
         """Take it; an OwnerError if another process holds it, perhaps after waiting for a renewal.
 
-        id: that of the process of which this one is the successor, if any.
+        id: that of the process of which this one is the successor, if any. place: the object that is taken
+        as well, where the folder stands for a URL.
         """
         self.path = folder / FILE
         self.record = OwnerRecord.of_this_process(seconds, id)
@@ -65,8 +70,26 @@ class Lease:
         self._device = device_of(folder)
         while not self._link():
             self._replace_other()
+        self._shared: SharedLease | None = None
+        if place is not None:
+            self._take_shared(folder, place)
         self._thread = threading.Thread(target=self._run, name="karvan-owner", daemon=True)
         self._thread.start()
+
+    def _take_shared(self, folder: Path, place: LeaseObject) -> None:
+        shared = SharedLease(
+            shown(folder),
+            place,
+            self.record,
+            partial(refused_error, self.path),
+            partial(lost_error, self.path),
+        )
+        try:
+            shared.take()
+        except BaseException:
+            self._remove()
+            raise
+        self._shared = shared
 
     def check(self) -> None:
         """Raise a LeaseLostError if another process has taken the folder over.
@@ -79,6 +102,8 @@ class Lease:
         if self._lost is None:
             with suppress(OSError):  # the save reports a file system that fails
                 self._lost = self._find_other()
+                if self._lost is None and self._shared is not None:
+                    self._lost = self._shared.find_other()
         if self._lost is not None:
             raise LeaseLostError(*self._lost.args)
 
@@ -98,6 +123,12 @@ class Lease:
         """Allow others to take the folder."""
         self._released.set()
         self._thread.join()
+        if self._shared is not None:
+            self._shared.release()
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove the file, if it is still this lease's."""
         with suppress(OSError):
             found = read_lease(self.path)
             if found is not None and found.is_process(self.record):
@@ -205,6 +236,8 @@ class Lease:
                 self.check()
                 with self._lock:
                     os.pwrite(self._descriptor, replace(self.record, renewals=number).content(), 0)
+                if self._shared is not None:
+                    self._shared.renew(number)
             except LeaseLostError as error:
                 _log.error("%s", error)
                 for do in self._on_lost:
@@ -242,8 +275,9 @@ def read_lease(path: Path) -> OwnerRecord | None:
 def refused_error(path: Path, owner: OwnerRecord) -> OwnerError:
     """The error of a second owner."""
     return OwnerError(
-        f"{path.parent} belongs to a run that is training: {owner}. Expected one run per checkpoint folder: "
-        "stop that one first, or use another folder. A folder of a run that was killed is free by itself."
+        f"{shown(path.parent)} belongs to a run that is training: {owner}. Expected one run per checkpoint "
+        "folder: stop that one first, or use another folder. A folder of a run that was killed is free by "
+        "itself."
     )
 
 
@@ -251,8 +285,8 @@ def lost_error(path: Path, owner: OwnerRecord | None) -> LeaseLostError:
     """The error of an owner that another has replaced."""
     by = "another run" if owner is None else str(owner)
     return LeaseLostError(
-        f"{path.parent} was taken over by {by} while this run did not renew its lease (it was paused, or its "
-        "machine was). This run stops and saves nothing more, so that there are never two writers."
+        f"{shown(path.parent)} was taken over by {by} while this run did not renew its lease (it was paused, "
+        "or its machine was). This run stops and saves nothing more, so that there are never two writers."
     )
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from karvan.job.checkpoint_url import local_path
 from karvan.job.environment import JobEnvironment
 from karvan.owner.lease import FILE, Lease, away_error, lost_error, read_lease
+from karvan.owner.lease_object import LeaseObject
+from karvan.owner.record import OwnerRecord
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ _REPORTED_BY_SAVES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errn
 class Ownership:
     """A use of a folder; `release` ends it."""
 
-    def __init__(self, folder: Path, shared: _SharedLease | None) -> None:
+    def __init__(self, folder: Path, shared: _SharedLease | None, place: LeaseObject | None = None) -> None:
         self.folder = folder
+        self._place = place
         self._shared = shared
 
     @property
@@ -47,7 +50,7 @@ class Ownership:
 
     def check(self) -> None:
         """Raise a LeaseLostError if another run has taken the folder over."""
-        check_owner(self.folder)
+        check_owner(self.folder, self._place)
 
     def release(self) -> None:
         """End it; others may take the folder if this was the last use of it by this process."""
@@ -74,16 +77,17 @@ _lock = threading.Lock()
 _leases: dict[Path, _SharedLease] = {}
 
 
-def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
+def own(folder: str | os.PathLike[str], id: str = "", place: LeaseObject | None = None) -> Ownership:
     """Own a folder, which is created if necessary; an OwnerError if another run owns it.
 
     id: of the lease of a process that has died, or was left behind, and of which this one is the successor.
+    place: the object of the lease, for a folder that stands for a URL.
     """
     path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
-        check_owner(path)
-        return Ownership(path, None)
+        check_owner(path, place)
+        return Ownership(path, None, place)
     with _lock:
         known = _known(key)
         if known is not None:
@@ -92,7 +96,7 @@ def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
             return Ownership(path, known)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id))
+            shared = _leases[key] = _SharedLease(key, Lease(path, lease_seconds(), id, place))
         except OSError as error:
             if error.errno not in _REPORTED_BY_SAVES:
                 _log.warning("No lease for %s, so another run may also write there: %s", path, error)
@@ -100,15 +104,24 @@ def own(folder: str | os.PathLike[str], id: str = "") -> Ownership:
     return Ownership(path, shared)
 
 
-def check_owner(folder: str | os.PathLike[str]) -> None:
+def check_owner(folder: str | os.PathLike[str], place: LeaseObject | None = None) -> None:
     """Raise a LeaseLostError if this process, or its master, has owned the folder and no longer does.
 
-    An OSError, which is an outage, if the folder's file system is unmounted.
+    place: the object of the lease, which the processes of a job read where the folder stands for a URL,
+    because their master may be on another machine. An OSError, which is an outage, if the folder's
+    file system is unmounted.
     """
     path = local_path(folder)
     key = Path(os.path.realpath(path))
     if _is_of_the_master(key):
         found = None
+        if place is not None:
+            with suppress(OSError):
+                content = place.read()
+                found = None if content is None else OwnerRecord.parse(content)
+            if found is not None and found.id != JobEnvironment.read().owner:
+                raise lost_error(path / FILE, found)
+            return
         with suppress(OSError):  # the save reports a file system that fails
             found = read_lease(path / FILE)
         if found is None and not os.path.lexists(path / FILE):  # the master would have created it again

@@ -17,6 +17,7 @@ from karvan.data import Windows
 from karvan.dense.communication import DenseCommunication, DenseReduce
 from karvan.embedding.optim.base import SparseOptimizer
 from karvan.former_names import former_arguments
+from karvan.job.checkpoint_url import shown
 from karvan.train.assembly import make_model_setup, make_training_setup
 from karvan.train.callbacks import Callback, Callbacks
 from karvan.train.checks.common_mistakes import check_data, check_trainer
@@ -293,7 +294,7 @@ class Trainer:
         found = self.saver.latest() if path is None else find(path)
         if found is None:
             raise ValueError(
-                f"load expects a checkpoint, but there is none in {self.saver.folder}."
+                f"load expects a checkpoint, but there is none in {shown(self.saver.folder)}."
                 if self.saver.folder is not None
                 else "load expects the path of a checkpoint, because this Trainer has no folder of its own."
             )

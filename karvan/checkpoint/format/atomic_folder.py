@@ -24,6 +24,8 @@ from pathlib import Path
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.safetensors_file import sync_folder
 from karvan.checkpoint.io.folder_locks import FileLock, folder_lock, is_held, take_lock
+from karvan.checkpoint.object_store import step_objects
+from karvan.job.checkpoint_url import url_of
 from karvan.outages import is_temporary
 
 _log = logging.getLogger(__name__)
@@ -80,6 +82,8 @@ class HiddenFolder:
 
 def try_writing(parent: Path) -> None:
     """Do what a save does, with one small file: raise a CheckpointError if that is not possible."""
+    if url_of(parent) is not None:
+        return step_objects.try_writing(parent)
     try:
         hidden = HiddenFolder(parent / "trial")
         try:
@@ -106,6 +110,8 @@ def remove_folders(parent: Path, doomed: Callable[[], Mapping[Path, Path | None]
     Each disappears at once, in this order; a process that is killed in between leaves the later ones. The
     base of a folder that cannot be removed stays, too.
     """
+    if url_of(parent) is not None:
+        return step_objects.remove_steps(parent, doomed)
     hidden: list[Path] = []
     stays: set[Path | None] = set()
     try:
@@ -127,6 +133,8 @@ def set_aside(folders: Sequence[Path], kind: str) -> dict[Path, Path]:
     """Rename folders of one parent to `KIND-…`; returns the new names, and warns of a failure."""
     asides: dict[Path, Path] = {}
     parent = folders[0].parent
+    if url_of(parent) is not None:
+        return step_objects.set_aside(folders, kind)
     try:
         with folder_lock(parent):
             for folder in folders:

@@ -17,6 +17,8 @@ from typing import Any
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.format.hash_ranges import SPACE, Range, between, equal_cuts
 from karvan.checkpoint.format.safetensors_file import FileEntry, checksum_text, unread_error
+from karvan.checkpoint.object_store.files import has_file, read_bytes
+from karvan.job.checkpoint_url import url_of
 
 NAME = "manifest.json"
 FORMAT = "karvan-checkpoint"
@@ -121,10 +123,10 @@ def read(folder: Path) -> Manifest:
     """The manifest of a folder, once its checksum and form are right."""
     path = folder / NAME
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except FileNotFoundError as error:
         kind, received = CheckpointError, "no such folder"
-        if folder.is_dir():
+        if url_of(folder) is None and folder.is_dir():
             kind, received = DamagedCheckpointError, "none"
         raise kind.mismatch(folder, f"a checkpoint, with a {NAME}", received) from error
     except OSError as error:
@@ -138,6 +140,11 @@ def read(folder: Path) -> Manifest:
     if expected != received:
         raise DamagedCheckpointError.mismatch(path, f"{expected} over the lines after the first", received)
     return parse(path, data)
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether something has the name of a checkpoint; at a URL, only its manifest counts."""
+    return folder.exists() if url_of(folder) is None else has_file(folder / NAME)
 
 
 def parse(path: Path, data: bytes) -> Manifest:

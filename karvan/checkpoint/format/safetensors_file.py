@@ -14,7 +14,6 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,9 @@ from numpy.typing import NDArray
 from karvan._native import crc32
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.object_store import objects
+from karvan.checkpoint.object_store.files import opened
+from karvan.job.checkpoint_url import url_of
 from karvan.outages import is_temporary
 
 Bytes = NDArray[np.uint8]
@@ -102,6 +104,8 @@ def write_arrays(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Th
 
 def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
     """Write a new file and wait until it is on the disk; returns its size and checksum."""
+    if url_of(path) is not None:
+        return _write_object(path, buffers, pace)
     crc = size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -114,6 +118,22 @@ def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tup
         os.fsync(file)
     finally:
         os.close(file)
+    return size, checksum_text(crc)
+
+
+def _write_object(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tuple[int, str]:
+    crc = size = 0
+
+    def groups() -> Iterator[list[memoryview]]:
+        nonlocal crc, size
+        for pieces in _groups(buffers):
+            with pace.turn():
+                for piece in pieces:
+                    crc = crc32(piece, crc)
+                    size += len(piece)
+            yield pieces
+
+    objects.write(path, groups())
     return size, checksum_text(crc)
 
 
@@ -142,18 +162,21 @@ def _write_all(file: int, pieces: Sequence[memoryview]) -> None:
 
 
 class FileProblem(NamedTuple):
-    """A file's problem; `unread` if the system did not let us read it, so that it may be intact."""
+    """A file's problem; `unread` if the system did not let us read it, so that it may be intact.
+
+    temporary: because of an outage.
+    """
 
     text: str
     unread: bool = False
+    temporary: bool = False
 
 
 def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
     """The problem of a file, by its size and checksum; None if it has none."""
     path = folder / entry.name
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with opened(path) as (file, size):
             if size != entry.bytes:
                 return FileProblem(f"expected {entry.bytes} bytes, got {size}")
             crc = 0
@@ -162,7 +185,7 @@ def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
                 crc = crc32(buffer[:count], crc)
     except OSError as error:
         text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
-        return FileProblem(text, unread=error.errno not in _LOST)
+        return FileProblem(text, error.errno not in _LOST, is_temporary(error))
     if checksum_text(crc) != entry.checksum:
         return FileProblem(f"expected {entry.checksum}, got {checksum_text(crc)}")
     return None
@@ -179,8 +202,7 @@ def unread_error(path: Path, error: OSError) -> CheckpointError:
 def read_header(path: Path) -> dict[str, FilePosition]:
     """The positions of a file's arrays; everything in the header is checked."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with opened(path) as (file, size):
             start = file.read(8)
             if len(start) < 8:
                 raise DamagedCheckpointError.mismatch(path, "at least 8 bytes", len(start))
@@ -233,8 +255,7 @@ def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
     positions = sorted(read_header(path).items(), key=lambda item: (item[1].begin, item[1].size))
     found: dict[str, Stored] = {}
     try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with opened(path) as (file, size):
             crc = crc32(_read_bytes(path, file, positions[0][1].begin if positions else size), 0)
             for name, position in positions:
                 data = _read_bytes(path, file, position.size)
@@ -247,7 +268,7 @@ def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
     return found
 
 
-def _read_bytes(path: Path, file: FileIO, size: int) -> Bytes:
+def _read_bytes(path: Path, file: Any, size: int) -> Bytes:
     data = np.empty(size, np.uint8)
     view, at = data.data, 0
     while at < size:

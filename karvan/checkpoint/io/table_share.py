@@ -20,6 +20,7 @@ from karvan.checkpoint.format.safetensors_file import FileEntry, Stored, stored
 from karvan.checkpoint.format.table_arrays import file_name, folder_of, to_arrays
 from karvan.checkpoint.format.table_extras import Extra
 from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.object_store.files import make_folder
 from karvan.store import Capture, Rows, TableSpec
 
 # Writes arrays to a file of that name, and calls the first argument with its entry once it is written.
@@ -52,7 +53,7 @@ def put_table(
     working: called after each part.
     """
     name, table_folder = source.spec.name, folder_of(source.spec.name)
-    (folder / table_folder).mkdir(parents=True, exist_ok=True)
+    make_folder(folder / table_folder)
     erased = np.unique(source.capture.erased(name)) if source.delta else None
     mine = pieces(source.parts, share_of(source.rank, source.ranks))
     entries: dict[int, PartEntry] = {}

@@ -33,10 +33,13 @@ from karvan.checkpoint.format.table_extras import own_extra
 from karvan.checkpoint.io.pending_save import Pending, Report, Writers, no_report
 from karvan.checkpoint.io.table_share import ShareSource, joined, put_table
 from karvan.checkpoint.io.throttle import Throttle
+from karvan.checkpoint.object_store.files import has_file, is_there
+from karvan.checkpoint.object_store.step_objects import UploadFolder
 from karvan.checkpoint.rank_agreement import together
 from karvan.distributed import CollectiveChannel
 from karvan.distributed.rank_heartbeats import RankHeartbeats
 from karvan.embedding import TableHandle
+from karvan.job.checkpoint_url import address_of, url_of
 from karvan.store import Capture, SharedStore, Store
 
 Versions = dict[str, int]
@@ -162,13 +165,13 @@ class Writing:
         pace: Throttle,
         check: Callable[[], None],
     ) -> Checkpoint:
-        hidden: HiddenFolder | None = None
+        hidden: HiddenFolder | UploadFolder | None = None
 
         def begin() -> str:
             nonlocal hidden
             if channel.rank == 0:
-                hidden = HiddenFolder(target)
-            return hidden.path.name if hidden else ""
+                hidden = HiddenFolder(target) if url_of(target) is None else UploadFolder(target)
+            return str(hidden.path.relative_to(target.parent)) if hidden else ""
 
         dense: list[FileEntry] = []
         rounds = RankHeartbeats(channel, self._connection.settings.timeout)
@@ -183,7 +186,12 @@ class Writing:
         def publish() -> str:
             if hidden is None:
                 return ""
-            data = self._manifest(folder, shares, dense[0])
+            manifest = self._manifest(folder, shares, dense[0])
+            if isinstance(hidden, UploadFolder):
+                data = manifests.to_bytes(hidden.named(manifest))
+                hidden.publish(data, check)
+                return data.decode()
+            data = manifests.to_bytes(manifest)
             _remove_unnamed(folder, manifests.parse(folder / manifests.NAME, data))
             write_file(folder / manifests.NAME, [memoryview(data)], pace)
             hidden.publish(check, _is_checkpoint)
@@ -209,7 +217,7 @@ class Writing:
         dense: Callable[[FileEntry], None],
     ) -> dict[str, Any]:
         """Write this rank's files; returns a description of its tables."""
-        if not folder.is_dir():
+        if url_of(folder) is None and not folder.is_dir():
             raise CheckpointError(
                 folder.parent,
                 f"expected to see '{folder.name}', which rank 0 has created, got nothing: checkpoints must "
@@ -243,33 +251,31 @@ class Writing:
                 for name in names
             }
             shares = store.save_tables(
-                self._captures[names[0]], str(folder.absolute()), tables, rounds.still_working
+                self._captures[names[0]], address_of(folder), tables, rounds.still_working
             )
             reports |= {name: [share[name] for share in shares] for name in names}
         return reports
 
-    def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> bytes:
-        return manifests.to_bytes(
-            Manifest(
-                step=self.step,
-                kind="full" if self.base is None else "delta",
-                id=secrets.token_hex(16),
-                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-                karvan=version("karvan"),
-                base=self.base,
-                metrics=self._metrics,
-                tables={
-                    name: joined(
-                        folder,
-                        handle.spec,
-                        handle.optimizer,
-                        [one for share in shares for one in share.get(name, ())],
-                    )
-                    for name, handle in self._handles.items()
-                },
-                dense=dense,
-                state=self._tree,
-            )
+    def _manifest(self, folder: Path, shares: list[dict[str, Any]], dense: FileEntry) -> Manifest:
+        return Manifest(
+            step=self.step,
+            kind="full" if self.base is None else "delta",
+            id=secrets.token_hex(16),
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            karvan=version("karvan"),
+            base=self.base,
+            metrics=self._metrics,
+            tables={
+                name: joined(
+                    folder,
+                    handle.spec,
+                    handle.optimizer,
+                    [one for share in shares for one in share.get(name, ())],
+                )
+                for name, handle in self._handles.items()
+            },
+            dense=dense,
+            state=self._tree,
         )
 
 
@@ -302,7 +308,7 @@ def _is_checkpoint(target: Path) -> bool:
 
 def check_target(target: Path) -> None:
     """Raise if the target exists and is not a checkpoint: it would be lost."""
-    if target.exists() and not (target / manifests.NAME).exists():
+    if is_there(target) and not has_file(target / manifests.NAME):
         raise CheckpointError.mismatch(target, "a checkpoint to replace, or nothing", "something else")
 
 

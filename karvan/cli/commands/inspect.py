@@ -19,6 +19,7 @@ from karvan.cli.output import (
     progress,
     write_json,
 )
+from karvan.job.checkpoint_url import shown
 
 if TYPE_CHECKING:
     from karvan.checkpoint import KeyRow, Summary
@@ -55,9 +56,10 @@ def inspect(
       karvan inspect out/run --verify
     """
     from karvan import checkpoint
+    from karvan.checkpoint.object_store.files import is_there
 
     folder = folder_of(path)
-    if not folder.exists():
+    if not is_there(folder):
         raise CommandError(
             f"{path}: there is no such folder; expected a checkpoint or a run's folder.", DAMAGED
         )
@@ -78,7 +80,8 @@ def show_summary(seen: Summary) -> None:
     metrics = ", ".join(f"{name} {number_text(value)}" for name, value in seen.metrics.items())
     kind = f"delta on {', '.join(map(str, seen.builds_on))}" if seen.builds_on else seen.kind
     out.print(
-        f"{seen.path}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, {seen.created}", markup=False
+        f"{shown(seen.path)}: step {seen.step:,}, {kind}, {bytes_text(seen.bytes)}, {seen.created}",
+        markup=False,
     )
     if metrics:
         out.print(f"metrics: {metrics}", markup=False)
@@ -123,10 +126,11 @@ def show_summary(seen: Summary) -> None:
 
 def _verify(path: Path, json_path: str | None) -> int:
     from karvan import checkpoint
+    from karvan.checkpoint.object_store.files import bytes_below
 
     seen: set[Path] = set()
     with progress("Checking", "bytes") as steps:
-        steps.expect(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        steps.expect(bytes_below(path))
 
         def checked(file: Path, size: int) -> None:
             if file not in seen:  # several deltas build on one full checkpoint
@@ -136,16 +140,18 @@ def _verify(path: Path, json_path: str | None) -> int:
         damaged = checkpoint.verify(path, checked=checked)
     result = {
         "files": len(seen),
-        "damaged": [{"path": each.path, "problem": each.problem} for each in damaged],
+        "damaged": [{"path": shown(each.path), "problem": each.problem} for each in damaged],
     }
     if write_json(json_path, result):
         pass
     elif damaged:
         print_table(
-            f"Damaged: {len(damaged)}", ["file", "problem"], [[each.path, each.problem] for each in damaged]
+            f"Damaged: {len(damaged)}",
+            ["file", "problem"],
+            [[shown(each.path), each.problem] for each in damaged],
         )
     else:
-        console().print(f"{path}: {len(seen)} files, all intact.", markup=False)
+        console().print(f"{shown(path)}: {len(seen)} files, all intact.", markup=False)
     return DAMAGED if damaged else OK
 
 
@@ -154,7 +160,7 @@ def _row(path: Path, table: str, key: int, json_path: str | None) -> int:
 
     row = checkpoint.row(path, table, key)
     if row is None:
-        raise CommandError(f"{path}: table '{table}' has no row for key {key}.", DAMAGED)
+        raise CommandError(f"{shown(path)}: table '{table}' has no row for key {key}.", DAMAGED)
     if not write_json(json_path, row):
         _show_row(row)
     return OK

@@ -11,6 +11,7 @@ import typer
 from karvan.cli.errors import DAMAGED, OK, CommandError
 from karvan.cli.folder_arguments import folder_of
 from karvan.cli.output import console, help_of
+from karvan.job.checkpoint_url import shown, url_of
 
 
 def add_to(app: typer.Typer) -> None:
@@ -47,7 +48,7 @@ def plot(
     from karvan.monitor.plot_page import plot_page
     from karvan.monitor.run_history import HistoryError, read_runs
 
-    folders = [folder_of(run) for run in runs]
+    folders = [_history_of(run) for run in runs]
     try:
         found = read_runs(folders)
     except HistoryError as error:
@@ -61,7 +62,26 @@ def plot(
     return OK
 
 
+def _history_of(run: str) -> Path:
+    """The path of a run; the history at a URL is downloaded."""
+    path = folder_of(run)
+    if url_of(path) is None:
+        return path
+    from karvan.checkpoint.object_store.files import explained, fetch
+    from karvan.checkpoint.survey import is_step_name
+    from karvan.monitor.run_history import FILE
+
+    folder = path.parent if is_step_name(path.name) else path
+    with explained(folder):
+        fetch(folder / FILE)
+    if not (folder / FILE).exists():
+        raise CommandError(f"{shown(folder)} has no {FILE}, which is saved with each checkpoint.", DAMAGED)
+    return folder
+
+
 def _beside(run: Path) -> Path:
+    if url_of(run) is not None:
+        return Path("plot.html")
     if not run.is_dir():
         return run.with_suffix(".html")
     return (run.parent if (run / "manifest.json").exists() else run) / "plot.html"

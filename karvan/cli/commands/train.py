@@ -16,6 +16,7 @@ from karvan.cli.config.target import Target, pairs
 from karvan.cli.errors import OK, STOPPED, CommandError
 from karvan.cli.feature_fitting import fit_features
 from karvan.cli.output import JSON_PATH, console, help_of, number_text, print_table, write_json
+from karvan.job.checkpoint_url import shown
 from karvan.system_limits import require_limits
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _fit(
     newest = None if resume else saver.newest_step()
     if newest is not None:
         raise CommandError(
-            f"--no-resume expects a folder without checkpoints, but {saver.folder} has some, "
+            f"--no-resume expects a folder without checkpoints, but {shown(saver.folder)} has some, "
             f"up to step {newest}."
         )
     if quiet:
@@ -162,7 +163,7 @@ def _fit(
 
 def say_how_to_plot(folder: Path) -> None:
     """Say how to look at the run."""
-    console(stderr=True).print(f"To look at the run: karvan plot {shlex.quote(str(folder))}", markup=False)
+    console(stderr=True).print(f"To look at the run: karvan plot {shlex.quote(shown(folder))}", markup=False)
 
 
 def _show(result: kv.train.FitResult) -> None:

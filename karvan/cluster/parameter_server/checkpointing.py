@@ -11,6 +11,7 @@ manifest has the names of the share that was completed last, and the trainer rem
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from karvan.checkpoint.io.pending_save import Writers
 from karvan.checkpoint.io.table_share import ShareSource, put_table
 from karvan.checkpoint.io.throttle import Throttle
 from karvan.cluster.parameter_server.saved_share import Restored, SavedShare
+from karvan.job.checkpoint_url import url_of
 from karvan.store import Capture, MemoryStore, TableSpec
 
 
@@ -113,7 +115,7 @@ class Saving:
         """Write this server's share of a capture; returns its entry of the manifest for each table."""
         if number not in self._open:
             raise ValueError(f"expected a capture that is held, got {number}.")
-        if not folder.is_dir():
+        if url_of(folder) is None and not folder.is_dir():
             raise ValueError(
                 f"expected to see {folder}, which the trainer has made, got nothing: checkpoints must be on "
                 "storage that all roles share."
@@ -165,6 +167,8 @@ class Saving:
 def _write_unused(folder: Path, name: str, arrays: Mapping[str, Stored], pace: Throttle) -> FileEntry:
     """Write a file by this name, or by another if an earlier save has left one."""
     stem = name.removesuffix(".safetensors")
+    if url_of(folder) is not None:  # where a new object replaces the one of its name
+        return write_arrays(folder, f"{stem}.{secrets.token_hex(4)}.safetensors", arrays, pace)
     for attempt in itertools.count(1):
         try:
             return write_arrays(folder, name, arrays, pace)

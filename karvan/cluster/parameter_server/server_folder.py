@@ -13,8 +13,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.format.atomic_folder import try_writing
 from karvan.checkpoint.format.table_arrays import folder_of
-from karvan.job.checkpoint_url import local_path
+from karvan.job.checkpoint_url import local_path, shown, url_of
 
 
 class ServerFolder:
@@ -38,6 +40,12 @@ class ServerFolder:
     def check(self, folder: str) -> Path:
         """The folder of a run, with links resolved; a ValueError says why this server cannot save into it."""
         found = self._inside(folder)
+        if url_of(found) is not None:
+            try:
+                try_writing(found)
+            except CheckpointError as error:
+                raise ValueError(f"{self._name}: {error}") from error
+            return found
         if not found.is_dir():
             raise ValueError(
                 f"{self._name} expected to see {folder}, which the trainer has made, got nothing: "
@@ -65,6 +73,7 @@ class ServerFolder:
 
     def _refusal(self, folder: str) -> ValueError:
         return ValueError(
-            f"{self._name} expected a folder below {self._root}, the job's checkpoint folder, got {folder}. "
+            f"{self._name} expected a folder below {shown(self._root)}, the job's checkpoint folder, got "
+            f"{folder}. "
             "Save there, or name another folder in `checkpoints` of the job (--checkpoints of `karvan role`)."
         )

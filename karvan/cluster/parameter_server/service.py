@@ -222,7 +222,7 @@ class ParameterServer(Service):
     def _filling(self, call: Request) -> tuple[Any, ...]:
         """What a call fills tables with, how many pushes of the run came before, and whose call it is."""
         assert self._batches is not None
-        path, hello = Path(call.head["path"]), call.caller.hello
+        path, hello = local_path(call.head["path"]), call.caller.hello
         checkpoint, pushes = Checkpoint(path).manifest.id, self._batches.pushes
         return self._run, path, checkpoint, call.head["tables"], pushes, hello["trainer"]
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from karvan.job.checkpoint_url import url_of
 from karvan.job.loopback import is_loopback
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import name_of
@@ -127,7 +128,7 @@ def make_master_engine(
             cluster,
             folder,
             network=uses_network(spec, cluster),
-            anywhere=spec.checkpoints is not None,
+            anywhere=spec.checkpoints is not None and url_of(spec.checkpoints) is None,
             detach=detach,
             restarts=spec.max_restarts,
             window=spec.restart_window,

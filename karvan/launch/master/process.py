@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from karvan.exit_codes import DAMAGED, FAILED, TEMPORARY, USAGE, code_of, text_of
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.job.loopback import is_everywhere
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import Engine, name_of
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from karvan.discovery.registry import Registry
     from karvan.launch.master.job_service import JobService
     from karvan.launch.role_commands import Commands
+    from karvan.owner.lease_object import LeaseObject
     from karvan.work.service import WorkService
     from karvan.work.trainer_group import TrainerGroup
 
@@ -115,15 +117,36 @@ def _owned(spec: JobSpec, lease: str) -> Iterator[Ownership | None]:
     if spec.checkpoints is None:
         yield None
         return
-    owner = own(spec.checkpoints, lease)
+    owner = own(spec.checkpoints, lease, _lease_object(spec.checkpoints))
     try:
-        if not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
+        if url_of(spec.checkpoints) is not None:
+            _try_writing(spec.checkpoints)
+        elif not os.access(spec.checkpoints, os.W_OK | os.X_OK) or not spec.checkpoints.is_dir():
             raise MasterError(
-                f"checkpoints expects a folder that this user may write to, got {spec.checkpoints}.", DAMAGED
+                f"checkpoints expects a folder that this user may write to, got {shown(spec.checkpoints)}.",
+                DAMAGED,
             )
         yield owner
     finally:
         owner.release()
+
+
+def _try_writing(checkpoints: Path) -> None:
+    from karvan.checkpoint.errors import CheckpointError
+    from karvan.checkpoint.format.atomic_folder import try_writing
+
+    try:
+        try_writing(checkpoints)
+    except CheckpointError as error:
+        raise MasterError(str(error), TEMPORARY if error.temporary else DAMAGED) from error
+
+
+def _lease_object(checkpoints: Path) -> LeaseObject | None:
+    if url_of(checkpoints) is None:
+        return None
+    from karvan.checkpoint.object_store.lease import lease_object  # imports torch
+
+    return lease_object(checkpoints)
 
 
 @contextmanager

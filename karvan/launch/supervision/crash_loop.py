@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from karvan.job.checkpoint_url import url_of
+
 _MOST = 3  # failures from the same checkpoint
 
 
@@ -58,4 +60,16 @@ class CrashLoopDetector:
     def _find_newest(self) -> str:
         if self._checkpoints is None:
             return ""
+        if url_of(self._checkpoints) is not None:
+            return _newest_at_url(self._checkpoints)
         return max((path.name for path in self._checkpoints.glob("step-*")), default="")
+
+
+def _newest_at_url(folder: Path) -> str:
+    from karvan.checkpoint import CheckpointError  # imports torch
+    from karvan.checkpoint.survey import step_folders
+
+    try:
+        return max((path.name for path in step_folders(folder)), default="")
+    except CheckpointError:  # an outage, of which trainers have their own errors
+        return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from karvan.job.checkpoint_url import shown
 from karvan.train.step.optimizer_step import engines_of
 from karvan.train.trainer_parts import TrainerParts
 
@@ -25,7 +26,7 @@ def describe(parts: TrainerParts) -> str:
             for name, optimizer in parts.setup.update.optimizers.items()
         },
         "metrics": _listed(list(parts.metrics)),
-        "checkpoints": "" if parts.saver.folder is None else str(parts.saver.folder),
+        "checkpoints": "" if parts.saver.folder is None else shown(parts.saver.folder),
         "ranks": "" if where.world_size == 1 else f"{where.rank} of {where.world_size}",
         "progress": f"step {counts.step:,}, {counts.epoch} epoch{'s' * (counts.epoch != 1)}, "
         f"{counts.samples:,} samples",

@@ -12,13 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from karvan.checkpoint.manager import HISTORY
+from karvan.checkpoint.object_store.files import fetch, upload
+from karvan.job.checkpoint_url import shown
 from karvan.train.reporting.loggers.base import Logger
 from karvan.train.reporting.loggers.jsonl import JSONLinesLogger, read_entries
 from karvan.train.reporting.results import Report
 
 _log = logging.getLogger("karvan.train")
 
-FILE = "history.jsonl"
+FILE = HISTORY
 
 
 class History(Logger):
@@ -32,7 +35,11 @@ class History(Logger):
 
     def open(self, step: int) -> None:
         """See `Logger.open`."""
-        if self._file is not None:
+        if self._file is not None and self._path is not None:
+            try:
+                fetch(self._path)  # another machine may have trained
+            except OSError as error:
+                _log.warning("%s begins at step %d: %s", shown(self._path), step, error)
             self._file.open(step)
         before = self._entries if self._path is None else read_entries(self._path)
         self._entries = [entry for entry in before if step and entry["step"] <= step]
@@ -46,7 +53,7 @@ class History(Logger):
             self._file.write(report)
         except OSError as error:
             if not self._failing:
-                _log.warning("%s is incomplete from step %d on: %s", self._path, report.step, error)
+                _log.warning("%s is incomplete from step %d on: %s", shown(self._path), report.step, error)
             self._failing = True
         else:
             self._failing = False
@@ -56,6 +63,9 @@ class History(Logger):
         if self._file is not None:
             with suppress(OSError):  # a full disk, which was a warning
                 self._file.close()
+        if self._file is not None and self._path is not None:
+            with suppress(OSError):  # as far as it was complete at the last save, it is there
+                upload(self._path)
 
     def frame(self) -> Any:
         """A pandas DataFrame with a row for each report; numbers that a report does not have are NaN."""

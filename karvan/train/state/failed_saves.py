@@ -23,6 +23,7 @@ from karvan.argument_checks import check_integers
 from karvan.checkpoint import CheckpointError
 from karvan.checkpoint.io.pending_save import log_failure
 from karvan.checkpoint.selection import folders
+from karvan.job.checkpoint_url import shown
 
 _log = logging.getLogger("karvan.train")
 
@@ -133,7 +134,11 @@ def newest_text(folder: Path) -> str:
         found = folders(folder)
     except OSError as error:
         return f"Which checkpoint is the newest in {folder} cannot be read: {os.strerror(error.errno or 0)}."
-    return f"The newest checkpoint is {found[-1]}." if found else f"There is no checkpoint in {folder} yet."
+    except CheckpointError as error:
+        return f"Which checkpoint is the newest cannot be read: {error}"
+    if not found:
+        return f"There is no checkpoint in {shown(folder)} yet."
+    return f"The newest checkpoint is {shown(found[-1])}."
 
 
 def _sentence(error: BaseException) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from karvan.checkpoint.object_store.lease import lease_object
 from karvan.distributed import Connection
 from karvan.owner import OwnerError, Ownership, own
 
@@ -19,7 +20,7 @@ def own_together(folder: Path, connection: Connection, group: str = "") -> Owner
     refused: str | None = None
     if connection.rank == 0:
         try:
-            owned = own(folder, group)
+            owned = own(folder, group, lease_object(folder))
         except OwnerError as error:
             if connection.world_size == 1:
                 raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 
 from karvan.checkpoint.recovery import check_resume
+from karvan.job.checkpoint_url import shown
 from karvan.job.environment import JobEnvironment
 from karvan.train.state.saving import NoSaver
 
@@ -22,7 +23,7 @@ def check_choice(saver: NoSaver, resume: bool | str) -> None:
     newest = None if resume else saver.newest_step()
     if newest is not None:
         raise ValueError(
-            f"resume is False, but {saver.folder} has checkpoints up to step {newest}: "
+            f"resume is False, but {shown(saver.folder)} has checkpoints up to step {newest}: "
             "expected a folder without, or resume=True."
         )
 

@@ -16,6 +16,7 @@ from karvan.argument_checks import check_integers
 from karvan.checkpoint import Checkpoint, CheckpointError, Checkpoints, Pending
 from karvan.checkpoint.format.table_arrays import tables_of
 from karvan.checkpoint.io.pending_save import Report, no_report
+from karvan.job.checkpoint_url import shown
 from karvan.train.state.failed_saves import FailedSaves, is_outage
 
 _Failed: TypeAlias = tuple[int, Path, BaseException]  # the step of a save, where to, why
@@ -245,7 +246,7 @@ class Saver(NoSaver):
         latest = self.latest()
         if latest is not None and self._model is not None:
             self._written = _seen(latest, self._model)
-        return None if latest is None else str(latest.path)
+        return None if latest is None else shown(latest.path)
 
 
 def _seen(checkpoint: Checkpoint, model: nn.Module) -> tuple[Any, ...]:

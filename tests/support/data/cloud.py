@@ -52,9 +52,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         url = urlsplit(self.path)
-        self.answer(url.path, {name: values[0] for name, values in parse_qs(url.query).items()})
+        self.answer(
+            url.path,
+            {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()},
+        )
 
-    do_HEAD = do_GET  # noqa: N815
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
     def log_message(self, *rest):
         pass

@@ -231,3 +231,18 @@ def recover(place):
         "left": left,
         "none": error_of(lambda: kv.Checkpoints(folder).resume(again)),
     }
+
+
+def at_url(url, caches):
+    """Each rank has a cache of its own, like a machine: save, also a delta, and resume."""
+    connection = distributed.connect("sharded")
+    os.environ["KARVAN_CACHE"] = f"{caches}/{connection.rank}"
+    model = Model()
+    checkpoints = kv.Checkpoints(url, full_every=3, part_bytes=PART_BYTES)
+    checkpoints.require_writable()
+    for step in (1, 2):
+        model.train_on(10 * step + connection.rank)
+        checkpoints.save(step, {"step": step}, model, block=True)
+    again = Model()
+    found, state = kv.Checkpoints(url).resume(again)
+    return {"saved": model.content(), "loaded": again.content(), "kind": found.kind, "step": state["step"]}

@@ -29,7 +29,7 @@ import torch
 import karvan as kv
 from karvan.train.elastic.async_fit import AsyncFit
 
-data, checkpoints, notes = map(Path, sys.argv[1:4])
+data, checkpoints, notes = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 epochs = int(sys.argv[4])
 pause = float(os.environ.get("PAUSE", "0"))
 rows = os.environ.get("ROWS") == "1"

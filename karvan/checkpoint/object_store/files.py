@@ -1,0 +1,109 @@
+"""Files of checkpoints at paths; a path that stands for a URL means an object there.
+
+The rest of the code reads checkpoints by these functions alone. Errors are OSErrors.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from karvan.checkpoint.errors import CheckpointError
+from karvan.checkpoint.object_store import objects
+from karvan.job.checkpoint_url import url_of
+from karvan.outages import is_temporary
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[Any, int]]:
+    """A file to read without a buffer, and its size."""
+    if url_of(path) is not None:
+        with objects.opened(path) as found:
+            yield found
+        return
+    with path.open("rb", buffering=0) as file:
+        yield file, os.fstat(file.fileno()).st_size
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file."""
+    return path.read_bytes() if url_of(path) is None else objects.read(path)
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file; an OSError if there is none."""
+    if url_of(path) is None:
+        return path.stat().st_size
+    with objects.errors(path):
+        found = objects.size(path)
+        if found is None:
+            raise FileNotFoundError(path)
+        return found
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file, or a folder."""
+    if url_of(path) is None:
+        return path.exists()
+    with explained(path):
+        return objects.size(path) is not None or bool(objects.listing(path))
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is something of this name that is no folder of a URL."""
+    if url_of(path) is None:
+        return path.exists()
+    with explained(path):
+        return objects.size(path) is not None
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """An OSError of a store becomes a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            path,
+            f"expected a store that can be read, got '{error.strerror or error}'.",
+            temporary=is_temporary(error),
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents; URLs have none."""
+    if url_of(path) is None:
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def bytes_below(path: Path) -> int:
+    """The size of all files below a folder."""
+    if url_of(path) is not None:
+        return sum(each.size for each in objects.listing(path))
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def upload(path: Path) -> None:
+    """Send a file of the working folder to the URL that it stands for; does nothing for other paths."""
+    if url_of(path) is not None and path.is_file():
+        objects.write(path, [[memoryview(path.read_bytes())]])
+
+
+def fetch(path: Path) -> None:
+    """Replace a file of the working folder by the object at its URL, if that is there and has more in it."""
+    if url_of(path) is None:
+        return
+    try:
+        content = objects.read(path)
+    except FileNotFoundError:
+        return
+    if path.exists() and path.stat().st_size >= len(content):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    new.write_bytes(content)
+    new.replace(path)
