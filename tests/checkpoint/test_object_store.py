@@ -93,6 +93,24 @@ def test_a_checkpoint_that_is_copied_is_one(store, tmp_path):
     assert same_rows(sent.rows(), model.rows())
 
 
+def test_large_files_are_uploaded_in_parts(store):
+    state = {"w": torch.randn(6_000_000, generator=torch.Generator().manual_seed(0))}
+    url = store.url("large")
+    kv.checkpoint.save(f"{store.url('large/one')}", state)
+    assert same_tree(kv.checkpoint.find(store.url("large/one")).state(), state)
+    with pytest.raises(CheckpointError, match=r"s3://bucket/large: expected a checkpoint, .*neither"):
+        kv.checkpoint.find(url)
+    with pytest.raises(CheckpointError, match="expected a checkpoint to replace, or nothing"):
+        kv.checkpoint.save(url, state)
+
+
+def test_any_file_system_of_fsspec_will_do(store):
+    checkpoints = kv.Checkpoints("memory://bucket/run", keep_last=2, full_every=2)
+    model = save_steps(checkpoints, range(1, 6))
+    assert [one.kind for one in checkpoints.list()] == ["full", "delta", "full"]
+    assert same_rows(loaded("memory://bucket/run")[1].rows(), model.rows())
+
+
 def test_retention_and_deltas_are_seen_by_all_machines(store, other_machine):
     url = store.url("kept")
     checkpoints = kv.Checkpoints(url, keep_last=2, full_every=3, part_bytes=4000)
