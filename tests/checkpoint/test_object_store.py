@@ -1,8 +1,12 @@
 """Checkpoints at URLs: the same guarantees as in folders, on a server of S3's protocol."""
 
+import secrets
+
 import pytest
 import torch
 from checkpoint_helpers import Model, same_rows, same_tree
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from object_stores import KEYS, object_store
 from pyarrow import fs
 
@@ -157,6 +161,42 @@ def test_a_failed_upload_keeps_the_checkpoints_before(store, match, other_machin
     assert same_rows(loaded(url)[1].rows(), model.rows())
     left = [name for name in store.names(f"failed-{match}") if "step-000000000003" not in name]
     assert {*names} <= {*left}
+
+
+Fault = st.fixed_dictionaries(
+    {
+        "skip": st.integers(0, 12),
+        "count": st.integers(0, 3),
+        "status": st.sampled_from([403, 500, 503]),
+        "method": st.sampled_from(["PUT", "PUT", "DELETE", "POST", "GET", "HEAD"]),
+    },
+    optional={"done": st.just(1)},
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(saves=st.lists(st.tuples(st.integers(0, 1), Fault), min_size=1, max_size=5))
+def test_whatever_request_fails_all_checkpoints_are_complete(store, saves):
+    run = f"random-{secrets.token_hex(4)}"
+    checkpoints = kv.Checkpoints(store.url(run), keep_last=2)
+    step, tried, saved = 0, {}, 0
+    for number, (more, fault) in enumerate(saves):
+        step += more
+        tried.setdefault(step, []).append(number)
+        store.fail(**fault)
+        try:
+            checkpoints.save(step, {"number": number}, None, block=True)
+        except CheckpointError:
+            store.heal()
+        else:
+            store.heal()
+            tried[step], saved = [number], step  # a save that was reported as complete is not lost
+        found = {one.step: one for one in kv.Checkpoints(store.url(run)).list()}
+        assert all(one.verify() == [] for one in found.values())
+        assert all(one.state()["number"] in tried[at] for at, one in found.items())
+        assert saved == 0 or max(found) >= saved
+        newest = kv.Checkpoints(store.url(run)).resume(None)
+        assert (newest is None and not found) or newest[0].step == max(found)
 
 
 def test_a_lost_answer_about_the_manifest_is_no_failure(store):

@@ -1,8 +1,8 @@
 """As much of Amazon S3's protocol as listing, reading, writing and deleting objects need.
 
 `GET /-control?status=503&method=PUT&match=manifest&count=2` makes the next two such requests fail, before
-anything is done, or with `done=1` after it was; `count=0` ends that, `hours=30` sets the store's clock
-forward.
+anything is done, or with `done=1` after it was; with `skip=3` three succeed before. `count=0` ends that.
+`hours=30` sets the store's clock forward.
 """
 
 import re
@@ -152,6 +152,9 @@ class S3(Handler):
         if not left or fault.get("match", "") not in unquote(path):
             return False
         if fault.get("method", self.command) != self.command:
+            return False
+        if skipped := int(fault.get("skip", 0)):
+            fault["skip"] = str(skipped - 1)
             return False
         fault["count"] = str(left - 1)
         return True
