@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
 import secrets
 import shlex
 import socket
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_COMMAND = 300
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")  # of a URL
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class OwnerRecord:
             pid=pid,
             start=_start_of(pid) or "",
             user=_user(),
-            command=shlex.join(sys.orig_argv)[:_LONGEST_COMMAND],
+            command=_CREDENTIALS.sub("://", shlex.join(sys.orig_argv))[:_LONGEST_COMMAND],
             taken=datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
             seconds=seconds,
         )

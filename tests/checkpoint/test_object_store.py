@@ -1,6 +1,7 @@
 """Checkpoints at URLs: the same guarantees as in folders, on a server of S3's protocol."""
 
 import secrets
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pyarrow import fs
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError
+from karvan.owner.record import OwnerRecord
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +307,8 @@ def test_credentials_and_options_are_not_shown(store, monkeypatch):
     save_steps(checkpoints, [1])
     assert kv.checkpoint.find(url).step == 1
     assert "'s3://bucket/private'" in repr(checkpoints)
+    monkeypatch.setattr(sys, "orig_argv", ["karvan", "train", "--folder", url])
+    assert "--folder 's3://bucket/private?region" in OwnerRecord.of_this_process(1.0).command
     with pytest.raises(CheckpointError) as raised:
         checkpoints.resume(Model(), "step-000000000009")
     assert "secret" not in str(raised.value)

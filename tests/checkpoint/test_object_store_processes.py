@@ -160,6 +160,16 @@ def test_ranks_on_several_machines_save_and_resume_together(store, tmp_path):
             assert all((a == b).all() for a, b in zip(rows, result["loaded"][name], strict=True))
 
 
+def test_a_server_of_a_folder_refuses_urls(store, tmp_path):
+    (tmp_path / "run").mkdir()
+    with serving(1, tmp_path / "run") as addresses:
+        kv.connect("remote", servers=addresses)
+        with pytest.raises(
+            CheckpointError, match=r"expected a folder below .*run, the job's checkpoint folder"
+        ):
+            kv.Checkpoints(store.url("refused")).require_writable()
+
+
 def test_parameter_servers_save_their_shares_and_read_them(store):
     url = store.url("servers")
     with serving(2, url) as addresses:

@@ -5,6 +5,7 @@ The rest of the code reads checkpoints by these functions alone. Errors are OSEr
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.object_store import objects
-from karvan.job.checkpoint_url import url_of
+from karvan.job.checkpoint_url import shown, url_of
 from karvan.outages import is_temporary
 
 
@@ -38,11 +39,10 @@ def size_of(path: Path) -> int:
     """The bytes of a file; an OSError if there is none."""
     if url_of(path) is None:
         return path.stat().st_size
-    with objects.errors(path):
-        found = objects.size(path)
-        if found is None:
-            raise FileNotFoundError(path)
-        return found
+    found = objects.size(path)
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", shown(path))
+    return found
 
 
 def is_there(path: Path) -> bool:

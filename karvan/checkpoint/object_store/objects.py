@@ -23,10 +23,10 @@ from karvan.data.formats.paths import folders, join, resolve
 from karvan.job.checkpoint_url import host_of, shown, split_query
 from karvan.outages import is_temporary
 
+# What clients of S3 and of Google's storage write for requests that will be refused again.
 _REFUSED = re.compile(
-    r"ACCESS_?DENIED|NO_?SUCH_?BUCKET|INVALID_?ACCESS_?KEY|SIGNATURE|HTTP status 40[13]\b|PERMISSION_?DENIED|"
-    r"UNAUTHENTICATED|bucket does not exist|Forbidden|anonymous",
-    re.IGNORECASE,
+    r"AWS Error (ACCESS_DENIED|NO_SUCH_BUCKET|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH)|"
+    r"\(HTTP status 40[13]\)|Status\((PERMISSION_DENIED|UNAUTHENTICATED)"
 )
 _SMALL_WRITES = "allow_delayed_open"
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
@@ -162,10 +162,12 @@ def errors(path: Path) -> Iterator[None]:
         number = errno.EREMOTEIO if error.temporary else errno.EINVAL
         raise OSError(number, text, shown(path)) from error
     except (OSError, pa.ArrowException) as error:
-        if _REFUSED.search(str(error)):
+        if isinstance(error, PermissionError) or _REFUSED.search(str(error)):
             raise _refused(path, error) from error
-        own = error.errno if isinstance(error, OSError) and is_temporary(error) else None
-        raise OSError(own or errno.EREMOTEIO, reason(error), shown(path)) from error
+        # Not EIO, which means a broken disk.
+        outage = isinstance(error, OSError) and error.errno != errno.EIO and is_temporary(error)
+        number = (error.errno if outage else None) or errno.EREMOTEIO
+        raise OSError(number, reason(error), shown(path)) from error
 
 
 def _refused(path: Path, error: BaseException) -> PermissionError:

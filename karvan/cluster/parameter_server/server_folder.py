@@ -58,6 +58,8 @@ class ServerFolder:
     def _inside(self, folder: str) -> Path:
         if not isinstance(folder, str) or not folder or "\0" in folder:
             raise ValueError(f"{self._name} expected the path of a folder, got {folder!r}.")
+        if "://" in folder and url_of(self._existing_root()) is None:
+            raise self._refusal(folder)
         found = local_path(folder).resolve()
         if not found.is_relative_to(self._existing_root()):
             raise self._refusal(folder)
