@@ -26,6 +26,7 @@ from karvan.job.environment import variable
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+:/")  # what pathlib makes of a URL
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
 _QUERY = re.compile(r"\?\w+=[^/*?]*$")
 _FILE = ".address.json"  # of the folder of a scheme
 _NO_HOST = "_"  # stands for the missing host of hdfs:///user/run
@@ -70,8 +71,13 @@ def shown(path: str | os.PathLike[str] | None) -> str:
 def plain_path(path: str | os.PathLike[str]) -> Path:
     """The path of a file of this machine; a ValueError for a URL."""
     if isinstance(path, str) and "://" in path and not path.startswith("file://"):
-        raise ValueError(f"Expected the path of a file of this machine, got the URL {path}.")
+        raise ValueError(f"Expected the path of a file of this machine, got the URL {without_secrets(path)}.")
     return local_path(path)
+
+
+def without_secrets(text: str) -> str:
+    """A path, or a URL without credentials and options, for messages."""
+    return _CREDENTIALS.sub("://", split_query(text)[0])
 
 
 def split_query(url: str) -> tuple[str, str]:

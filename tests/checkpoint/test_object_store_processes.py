@@ -164,8 +164,11 @@ def test_a_server_of_a_folder_refuses_urls(store, tmp_path):
     (tmp_path / "run").mkdir()
     with serving(1, tmp_path / "run") as addresses:
         kv.connect("remote", servers=addresses)
+        engine = kv.EmbeddingEngine({"user": kv.Table(4)})
+        engine({"user": torch.arange(5)})
         with pytest.raises(
-            CheckpointError, match=r"expected a folder below .*run, the job's checkpoint folder"
+            CheckpointError,
+            match=r"expected a folder below .*run, the job's .* got s3://bucket/refused\. Save there",
         ):
             kv.Checkpoints(store.url("refused")).require_writable()
 

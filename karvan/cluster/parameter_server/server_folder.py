@@ -16,7 +16,7 @@ from pathlib import Path
 from karvan.checkpoint.errors import CheckpointError
 from karvan.checkpoint.format.atomic_folder import try_writing
 from karvan.checkpoint.format.table_arrays import folder_of
-from karvan.job.checkpoint_url import local_path, shown, url_of
+from karvan.job.checkpoint_url import local_path, shown, url_of, without_secrets
 
 
 class ServerFolder:
@@ -76,6 +76,6 @@ class ServerFolder:
     def _refusal(self, folder: str) -> ValueError:
         return ValueError(
             f"{self._name} expected a folder below {shown(self._root)}, the job's checkpoint folder, got "
-            f"{folder}. "
+            f"{without_secrets(folder)}. "
             "Save there, or name another folder in `checkpoints` of the job (--checkpoints of `karvan role`)."
         )
