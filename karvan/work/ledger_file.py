@@ -95,7 +95,10 @@ class LedgerFile:
             ) from None
         if found is not None and found[0] != VERSION:
             self.close()
-            raise LedgerError(f"Expected version {VERSION} of the ledger {path}, got {found[0]}.")
+            raise LedgerError(
+                f"Expected version {VERSION} of the ledger {path}, got {found[0]}, of another Karvan. Remove "
+                "the file: a job continues from the position in its newest checkpoint."
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
