@@ -75,7 +75,7 @@ def test_json_goes_to_a_file_beside_the_text_or_to_stdout_instead_of_it(run, tmp
         (["predict", "x.yaml", "--out", "x.txt"], ".parquet or .csv"),
         (["predict", "x.yaml", "--out", "nowhere/x.csv"], "nowhere"),
         (["evaluate"], "FILE.py|CONFIG.yaml"),
-        (["inspect"], "path"),
+        (["inspect"], "PATH"),
         (["inspect", ".", "--key", "user"], "--key"),
         (["inspect", ".", "--key", "user", "abc"], "abc"),
         (["plot"], "RUN"),

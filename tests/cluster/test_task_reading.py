@@ -290,9 +290,11 @@ def test_data_of_loaders_is_not_for_evaluations(tmp_path):
         with pytest.raises(TypeError, match="cannot be iterated or evaluated"):
             iter(data)
         with pytest.raises(TypeError, match=r"expected kv.data.read\(…\) as eval_data, got LoadedData"):
-            require_evaluable(data)
-        require_evaluable(loaders.datas[0])
-        require_evaluable([{"id": torch.ones(2)}])
+            require_evaluable(data, "eval_data")
+        with pytest.raises(TypeError, match=r"expected kv.data.read\(…\) as data of predict, got LoadedData"):
+            require_evaluable(data, "data of predict")
+        require_evaluable(loaders.datas[0], "eval_data")
+        require_evaluable([{"id": torch.ones(2)}], "eval_data")
 
 
 def engine_fitted_to(values):

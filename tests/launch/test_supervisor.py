@@ -46,6 +46,7 @@ def test_processes_find_the_job_in_their_environment(tmp_path, monkeypatch):
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
     assert len({each.pop("KARVAN_PROCESS") for each in found.values()}) == 4  # a random id of each
+    assert len({each.pop("KARVAN_MASTER_ADDRESS_FILE") for each in found.values()}) == 4
     assert len({each.pop("KARVAN_JOBS") for each in found.values()}) == 1  # of all tests
     server, trainer = found["parameter-server-1"], found["trainer-1"]
     common = {
