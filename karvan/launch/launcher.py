@@ -78,6 +78,8 @@ class Launcher:
         self._code: int | None = None  # of the master's process
         self._handle: Handle | None = None
         self._suspended = False
+        self._show_lock = threading.Lock()
+        self._shows = True  # the lines of the job, until it is left alone
 
     def run(self) -> JobOutcome | None:
         """Run the job to its end, or until it runs if it is detached: then None."""
@@ -186,7 +188,9 @@ class Launcher:
             state = json.loads(text)
             self._events.put(lambda: self._state.update(state))
             return
-        self._logs.write(name, text)
+        with self._show_lock:
+            if self._shows:
+                self._logs.write(name, text)
         if text in (SUSPENDED, RESUMED):
             self._suspended = text == SUSPENDED
 
@@ -204,6 +208,8 @@ class Launcher:
             except queue.Empty:
                 continue
             if self._detach and self._state.get("state") == "running":
+                with self._show_lock:  # no line comes after what the command says last
+                    self._shows = False
                 return True
         return False
 
