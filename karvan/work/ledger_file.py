@@ -96,8 +96,9 @@ class LedgerFile:
         if found is not None and found[0] != VERSION:
             self.close()
             raise LedgerError(
-                f"Expected version {VERSION} of the ledger {path}, got {found[0]}, of another Karvan. Remove "
-                "the file: a job continues from the position in its newest checkpoint."
+                f"Expected version {VERSION} of the ledger {path}, got {found[0]}, of another Karvan. Finish "
+                "the job with that one, or remove the file: Trainer.fit then continues from the position in "
+                "its newest checkpoint, and kv.data.elastic begins anew."
             )
 
     @contextmanager

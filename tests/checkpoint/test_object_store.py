@@ -8,29 +8,12 @@ import torch
 from checkpoint_helpers import Model, same_rows, same_tree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from object_stores import KEYS, object_store
+from object_stores import KEYS
 from pyarrow import fs
 
 import karvan as kv
 from karvan.checkpoint import CheckpointError, DamagedCheckpointError
 from karvan.owner.record import OwnerRecord
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with object_store(tmp_path_factory.mktemp("store")) as store:
-        yield store
-
-
-@pytest.fixture
-def store(server, monkeypatch, tmp_path):
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("KARVAN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    server.heal()
-    yield server
-    server.heal()
 
 
 @pytest.fixture

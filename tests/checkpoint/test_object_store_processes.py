@@ -11,7 +11,6 @@ import pytest
 import torch
 from checkpoint_helpers import Model, same_rows
 from cluster_helpers import serving
-from object_stores import KEYS, object_store
 from ranks_helpers import run
 from support_paths import support_path
 
@@ -21,22 +20,6 @@ from karvan.checkpoint.object_store.lease import lease_object
 from karvan.job.checkpoint_url import local_path
 from karvan.owner import LeaseLostError, OwnerError, own
 from karvan.owner.record import OwnerRecord
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with object_store(tmp_path_factory.mktemp("store")) as store:
-        yield store
-
-
-@pytest.fixture
-def store(server, monkeypatch, tmp_path):
-    for name, value in KEYS.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("KARVAN_CACHE", str(tmp_path / "cache"))
-    server.heal()
-    yield server
-    server.heal()
 
 
 def own_url(url):

@@ -1,23 +1,11 @@
 """Elastic jobs whose rows embedding workers look up: whoever dies, every record counts once in its row."""
 
 import pytest
-from checkpoint_bits import assert_same, rows_of, state_of
+from checkpoint_bits import assert_same
+from counted_rows import MODES, check, train_planned
 from elastic_jobs import elastic_job
 
-MODES = {
-    "hybrid": {"KARVAN_MODE": "hybrid", "KARVAN_STALENESS": 4},
-    "sync": {"KARVAN_MODE": "sync"},
-    "async": {"KARVAN_MODE": "async", "KARVAN_STALENESS": 4},
-}
 SOME = [pytest.param(mode, marks=pytest.mark.slow if mode != "hybrid" else ()) for mode in MODES]
-
-
-def check(job, results):
-    """Every record was trained once in every epoch, by its parameter and by its row."""
-    for result in results:
-        assert result["times"] == [float(job.epochs)] * job.records
-        assert result["rows"] == [float(job.epochs)] * job.records
-        assert result["samples"] == job.epochs * job.records
 
 
 def job_of(folder, mode, **options):
@@ -87,19 +75,6 @@ def test_all_trainers_die_and_workers_serve_the_next_run(tmp_path, mode):
         check(job, job.results(1))
 
 
-def planned(folder, trainers, disturb=None, **options):
-    """The state and the rows that a job with fixed batches ends with."""
-    folder.mkdir()
-    options = {"KARVAN_GLOBAL_BATCHES": 3, "records": 200, "epochs": 1, **MODES["sync"], **options}
-    with elastic_job(folder, program="planned_trainer", servers=2, least=trainers, **options) as job:
-        started = [job.start() for _ in range(trainers)]
-        if disturb is not None:
-            disturb(job, started)
-        job.hurry()
-        path = job.results(1)[0]["path"]
-        return state_of(path), rows_of(path)
-
-
 def kill_workers_and_a_trainer(job, started):
     job.wait(lambda: job.step(started[0])[0] > 1)
     for index in range(2):
@@ -113,13 +88,13 @@ def kill_workers_and_a_trainer(job, started):
 
 @pytest.mark.slow
 def test_rows_have_the_bits_of_a_job_without_workers(tmp_path):
-    state, rows = planned(tmp_path / "without", 1, loaders=1)
+    state, rows = train_planned(tmp_path / "without", 1, loaders=1, epochs=1)
     for name, trainers, disturb, pause in (
         ("alone", 1, None, 0),
         ("two", 2, None, 0),
         ("killed", 2, kill_workers_and_a_trainer, 0.2),
     ):
-        others, other_rows = planned(
+        others, other_rows = train_planned(
             tmp_path / name, trainers, disturb, loaders=2, workers=2, PAUSE=pause, epochs=1
         )
         assert_same(others, state)

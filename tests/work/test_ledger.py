@@ -3,10 +3,12 @@
 import json
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -287,6 +289,15 @@ def test_a_job_that_is_started_again_may_train_its_data_for_longer(open_ledger):
     run_to_the_end(open_ledger(size=10, epochs=1))
     ledger = open_ledger(size=10, epochs=2)
     assert run_to_the_end(ledger) == every_record(2) - every_record(1)
+
+
+def test_a_ledger_of_another_version_is_an_error_that_says_what_to_do(open_ledger, tmp_path):
+    open_ledger().close()
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as database:
+        database.execute("UPDATE ledger SET version = 2")
+        database.commit()
+    with pytest.raises(LedgerError, match=r"Expected version 3 of .*, got 2, .* or remove the file"):
+        open_ledger()
 
 
 def test_a_new_master_needs_no_spec_and_a_new_ledger_does(open_ledger, tmp_path):

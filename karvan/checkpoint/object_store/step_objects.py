@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
@@ -147,7 +148,7 @@ def remove_steps(folder: Path, doomed: Callable[[], Mapping[Path, Path | None]])
     """
     stays: set[Path | None] = set()
     for step, base in doomed().items():
-        if step in stays or not _tolerate(shown(step), lambda step=step: _remove_step(step)):  # type: ignore[misc]
+        if step in stays or not _tolerate(shown(step), partial(_remove_step, step)):
             stays.add(base)
     _tolerate(f"What killed saves have left in {shown(folder)}", lambda: _remove_leftovers(folder))
 
