@@ -232,7 +232,8 @@ def main(path: Path) -> int:
                 if folder.master() is not None:
                     raise  # processes of the job may run: the next master continues with them
                 traceback.print_exc()
-                outcome = JobOutcome(FAILED, f"The master could not start: {type(error).__name__}: {error}")
+                text = f"The master could not start: {type(error).__name__}: {error}"
+                outcome = JobOutcome(code_of(error), text)
             state = JobState.read(folder.state)
             folder.write_outcome(outcome.code, outcome.failure, state.generation)
             ended = {"state": "ended", "code": outcome.code, "failure": outcome.failure}
