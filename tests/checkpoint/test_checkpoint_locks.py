@@ -169,6 +169,18 @@ def test_a_lock_says_who_holds_it_and_is_closed_to_others(tmp_path):
     being_written.remove()
 
 
+def test_a_writer_that_has_removed_other_files_is_not_a_leftover(tmp_path):
+    first = HiddenFolder(tmp_path / "step-000000000001")
+    for name in ("rows", "stale"):
+        (first.path / name).write_text(name)
+    first.remove_all_but(["rows"])
+    second = HiddenFolder(tmp_path / "step-000000000002")  # removes what killed writers have left
+    first.publish(lambda: None)
+    assert [path.name for path in (tmp_path / "step-000000000001").iterdir()] == ["rows"]
+    second.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000000001"]
+
+
 def test_a_lock_that_is_a_link_is_refused_and_what_it_points_to_stays(tmp_path):
     (tmp_path / "precious").write_text("precious")
     folder = tmp_path / "run"

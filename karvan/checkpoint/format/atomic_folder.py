@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from karvan.checkpoint.errors import CheckpointError
@@ -48,6 +48,12 @@ class HiddenFolder:
             self.path = _hidden_name(target)
             self.path.mkdir()
             self._lock: FileLock | None = take_lock(self.path / _LOCK)
+
+    def remove_all_but(self, names: Iterable[str]) -> None:
+        """Remove the files that have other names, relative to the folder."""
+        stay = {self.path / name for name in names} | {self.path / _LOCK}  # without a lock it is a leftover
+        for path in [path for path in self.path.rglob("*") if path.is_file() and path not in stay]:
+            path.unlink(missing_ok=True)
 
     def publish(self, check: Callable[[], None], replaces: Callable[[Path], bool] = lambda _: True) -> None:
         """Rename the folder to `target`, unless `check` raises; a previous folder of that name is hidden.

@@ -192,7 +192,8 @@ class Writing:
                 hidden.publish(data, check)
                 return data.decode()
             data = manifests.to_bytes(manifest)
-            _remove_unnamed(folder, manifests.parse(folder / manifests.NAME, data))
+            # A parameter server that died while it wrote its share leaves files; another wrote it instead.
+            hidden.remove_all_but(file.name for file in manifests.parse(folder / manifests.NAME, data).files)
             write_file(folder / manifests.NAME, [memoryview(data)], pace)
             hidden.publish(check, _is_checkpoint)
             return data.decode()
@@ -277,13 +278,6 @@ class Writing:
             dense=dense,
             state=self._tree,
         )
-
-
-def _remove_unnamed(folder: Path, manifest: Manifest) -> None:
-    """Remove files of a parameter server that died while it wrote its share; another wrote it instead."""
-    named = {folder / file.name for file in manifest.files}
-    for path in [path for path in folder.rglob("*") if path.is_file() and path not in named]:
-        path.unlink(missing_ok=True)
 
 
 def capture_on_all(channel: CollectiveChannel, target: Path, take: Callable[[], Writing]) -> Writing:
