@@ -1,11 +1,12 @@
 """The examples run and learn what they say they learn."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from forked_programs import ForkedProgram
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -22,9 +23,16 @@ GATES = {
 
 
 def _run(name, *arguments):
-    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    """Run an example; returns its exit code, output and errors."""
+    example = ForkedProgram([sys.executable, EXAMPLES / name, *arguments], stdout=PIPE, stderr=PIPE)
+    output, errors = example.communicate(timeout=300)
+    return example.returncode, output, errors
+
+
+def _output(name, *arguments):
+    code, output, errors = _run(name, *arguments)
+    assert code == 0, errors
+    return output
 
 
 def test_every_example_has_a_gate():
@@ -35,7 +43,7 @@ def _reached(name, *arguments):
     """The AUC in the example's last line, and the best reachable one if it is said."""
     if name == "adult.py" and not ADULT.exists():
         pytest.skip("the data is not there")
-    last = _run(name, *arguments).splitlines()[-1]
+    last = _output(name, *arguments).splitlines()[-1]
     reached, best = re.match(r"AUC (\S+)(?: of (\S+) reachable)?", last).groups()
     return float(reached), float(best) if best else 0.0
 
@@ -61,12 +69,12 @@ def test_adult_reaches_the_auc_of_persia_in_its_setting():
     ("name", "said"), [("adult.py", "There is no adult.data in"), ("criteo.py", "There is no such file")]
 )
 def test_a_missing_file_is_an_error_without_a_traceback(tmp_path, name, said):
-    done = subprocess.run([sys.executable, EXAMPLES / name, tmp_path], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    code, _, errors = _run(name, tmp_path)
+    assert code != 0
+    assert said in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("name", sorted(GATES.keys() - {"quickstart.py"}))
 def test_help_shows_how_to_call_the_example(name):
-    assert f"python examples/{name}" in _run(name, "--help")
+    assert f"python examples/{name}" in _output(name, "--help")

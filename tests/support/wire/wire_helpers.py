@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from karvan.checkpoint import CheckpointError
 from karvan.wire import Message, Security, Server, Service
 from karvan.wire.schema.kinds import Plain
 
@@ -48,6 +47,8 @@ class Counting(Service):
             case "big":
                 return Message({}, [np.zeros(call.head["size"], np.uint8)])
             case "fail" if call.head["kind"] == "own":
+                from karvan.checkpoint import CheckpointError  # with torch, which takes seconds
+
                 raise CheckpointError("step-7", "expected a whole one, got half of it.")
             case "fail":
                 raise {"key": KeyError, "value": ValueError, "other": ZeroDivisionError}[call.head["kind"]](
