@@ -57,7 +57,7 @@ def test_a_worker_that_hangs_is_replaced_and_nobody_goes_back(tmp_path, mode):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_of_trainers_workers_and_loaders_cost_nobody_a_rollback(tmp_path, mode, seed):
     draw = random.Random(seed)
-    with job_of(tmp_path, mode, records=2400, epochs=1, trainers="{replicas: 3}") as job:
+    with job_of(tmp_path, mode, records=9600, epochs=1, trainers="{replicas: 3}") as job:
         job.wait(lambda: len(job.worlds()) > 1)
         for _ in range(8):
             for role in draw.choices(["trainer", "loader", "embedding-worker"], [2, 2, 3], k=3):

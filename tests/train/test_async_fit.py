@@ -52,7 +52,7 @@ def test_trainers_train_every_record_once(tmp_path, pull_every):
 @pytest.mark.slow
 def test_nobody_waits_for_a_slow_trainer(tmp_path):
     with elastic_job(tmp_path, least=2, epochs=1, SAVE_EVERY=1000, **ASYNC) as job:
-        slow, fast = job.start(PAUSE=1.0), job.start()
+        slow, fast = job.start(PAUSE=1.0), job.start(PAUSE=0.05)
         job.wait(lambda: job.step(slow)[0] and job.step(fast)[0] > 25)  # 75 batches: 38 steps of both
         assert job.batches(slow) < 10 < job.batches(fast)
         job.hurry()

@@ -27,11 +27,11 @@ def test_a_job_with_all_roles_trains_on_every_record_once(tmp_path, ray_address,
     times, _ = job.records()
     np.testing.assert_array_equal(times, 1)
     wait_until(lambda: job.left() == [], "all processes to end")
-    said = karvan("logs", "chaos", "trainer-0").splitlines()
+    said = karvan("logs", "chaos", "loader-0").splitlines()
     everything = karvan("logs", "chaos").splitlines()
     assert said
-    assert [f"trainer-0 | {line}" for line in said] == [
-        f"trainer-0 | {line.partition(' | ')[2]}" for line in everything if line.startswith("trainer-0")
+    assert [f"loader-0 | {line}" for line in said] == [
+        line for line in everything if line.startswith("loader-0")
     ]
 
 
