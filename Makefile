@@ -9,8 +9,8 @@ INSTALL := $(PIP) --no-build-isolation -C build-dir=build/dev
 CHECKED := karvan tests benchmarks examples tools
 NATIVE := $(shell find csrc -type f -not -path 'csrc/tests/*')
 ARGS ?=
-# One more than there are cores: many tests wait for other processes.
-TEST_PROCESSES ?= $(shell expr $$(nproc) + 1)
+# Two more than there are cores: many tests wait for other processes.
+TEST_PROCESSES ?= $(shell expr $$(nproc) + 2)
 
 # pip's cmake and ninja come before the system's.
 export PATH := $(BIN):$(PATH)

@@ -111,14 +111,16 @@ class TimedJob:
         command = [sys.executable, "-m", "karvan", "scale", "elastic", f"trainers={trainers}"]
         subprocess.run(command, env=self._environment, check=True, stdout=subprocess.DEVNULL)
 
-    def wait_for_step_after(self, moment: float, but: set[int] = frozenset()) -> float:
-        """Wait for a step of any process but these after a moment; seconds from then."""
+    def wait_for_step_after(
+        self, moment: float, but: set[int] = frozenset(), most: int = sys.maxsize
+    ) -> float:
+        """Wait for a step after a moment, of other processes than these and of few trainers: seconds."""
         while True:
             later = [
                 step.time - moment
                 for pid, steps in self.steps().items()
                 for step in steps
-                if pid not in but and step.time > moment
+                if pid not in but and step.time > moment and step.trainers <= most
             ]
             if later:
                 return min(later)

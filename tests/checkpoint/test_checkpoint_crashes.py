@@ -73,7 +73,7 @@ def _kill_rounds(saver, folder, rounds):
 
 
 def test_killed_at_any_moment_the_newest_checkpoint_loads(tmp_path):
-    _kill_again_and_again(tmp_path, 15)
+    _kill_again_and_again(tmp_path, 8)
 
 
 @pytest.mark.slow

@@ -26,9 +26,8 @@ def next_master(job, before):
     return found[0]
 
 
-@pytest.mark.parametrize(
-    "secured", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "mutual TLS"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "mutual TLS"])
 def test_training_goes_on_while_the_master_is_killed_and_its_keeper(tmp_path, secured):
     extra = mutual_tls(tmp_path) if secured else ""
     with LaunchedJob(tmp_path, "sync", 1, trainers=2, loaders=1, workers=1, pause=1.0, extra=extra) as job:

@@ -89,6 +89,10 @@ def test_survivors_continue_in_their_processes_and_joiners_come_in_at_the_curren
     one.process.send_signal(signal.SIGKILL)
     trains(two, three)
     assert [each["rank"] for each in two.lines if "round" in each][-1] == 0
+    lost = [each["lost"] for each in two.lines if "lost" in each]
+    if transport == "auto":  # the memory that they share knows whose process has ended
+        assert lost == ["Lost rank 0 of 3 trainers; the others continue."]
+    assert not any("channel" in line for line in lost)  # that is nobody's but ours
     two.process.send_signal(signal.SIGKILL)
     trains(three)
     four = group("four", transport)

@@ -45,16 +45,20 @@ def go_on(job, steps):
     assert set(job.pids("trainer")) == processes
 
 
-def test_the_clocks_of_a_job_jump(tmp_path):
+def test_the_clocks_of_a_job_jump_and_its_loader_is_killed(tmp_path):
     clocks = WallClocks(tmp_path / "clocks", NAMES)
-    options = {"records": 300, "epochs": 1, "servers": 1, "environment": clocks.environment}
+    options = {"records": 300, "epochs": 1, "servers": 1, "loaders": 1, "environment": clocks.environment}
     with ElasticLaunch(tmp_path, trainers="{replicas: 1}", **options) as job:
         job.wait_for_world(1)
         for offset in (DAY, -DAY, 0):
             clocks.set(NAMES, offset)
             go_on(job, 2)
+        assert "restarted" not in job.log.read_text()
+        os.kill(job.pids("loader")[0], signal.SIGKILL)
         text = job.finish()
-    assert "restarted" not in text
+    assert text.count("restarted") == text.count("loader-0 was killed by SIGKILL; it is restarted.") == 1
+    assert "Generation 1 begins" not in text
+    assert job.pids("loader") == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from elastic_launch import ElasticLaunch
 from karvan.cli.main import main
 
 
+@pytest.mark.slow
 def test_a_launched_job_restarts_a_killed_loader_and_nobody_goes_back(tmp_path):
     options = {"epochs": 1, "trainers": "{replicas: 1}", "servers": 1, "loaders": 1}
     with ElasticLaunch(tmp_path, records=300, **options) as job:

@@ -105,6 +105,16 @@ class ElasticGroup:
                     return found
                 time.sleep(_POLL)
 
+    def describe_loss(self, error: RankError) -> str:
+        """Say which trainers were lost, if that is known, or else the error that this one got."""
+        with self._lock:
+            members = self.round.members
+            lost = sorted(members.index(member) for member in self._lost if member in members)
+        if not lost:
+            return f"{error} The trainers meet again."
+        ranks = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
+        return f"Lost {ranks} of {len(members)} trainers; the others continue."
+
     def settle(self) -> None:
         """The members of the round have settled what those that are gone have done; said by rank 0."""
         self._client.settle(self.round.number)
@@ -228,5 +238,4 @@ class ElasticGroup:
             self.regroup_wanted = True
             if lost is not None and lost < len(self.round.members):
                 self._lost.add(self.round.members[lost])
-        who = "" if lost is None else f"Trainer {lost} has died. "
-        return RankError(f"{who}The round of trainers is over: {error}")
+        return RankError(f"A collective of trainers was not completed: {error}.")

@@ -137,7 +137,7 @@ class ElasticFit(Fit):
             if self._result is None and not self._regroup_due:
                 self._act()
         except RankError as error:
-            _log.warning("%s", error)
+            _log.warning("%s", self._group.describe_loss(error))
             self._regroup_due = True
 
     def _close(self) -> None:
@@ -198,7 +198,7 @@ class ElasticFit(Fit):
         try:
             self._regroup()
         except RankError as error:  # whoever still waits is met the next time
-            _log.warning("%s", error)
+            _log.warning("%s", group.describe_loss(error))
         finally:
             group.dissolve()
 

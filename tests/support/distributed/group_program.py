@@ -48,7 +48,7 @@ def main(master, process, transport, pause):
                 group.regroup()
                 begun = True
         except RankError as error:
-            say(lost=str(error))
+            say(lost=group.describe_loss(error))
             group.regroup()
             begun = True
     group.leave()
