@@ -132,7 +132,11 @@ class ElasticLaunch:
     def results(self):
         """Wait for the job's end: what its trainers have noted as their results."""
         (self.notes / "hurry").touch()
-        assert self.process.wait(180) == 0, self.log.read_text()
+        try:
+            code = self.process.wait(180)
+        except subprocess.TimeoutExpired:
+            code = "a job that has not ended"
+        assert code == 0, f"{code}\n{self.log.read_text()}"
         results = [json.loads(path.read_text()) for path in self.notes.glob("result-*[0-9]")]
         assert results
         return results
