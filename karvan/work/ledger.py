@@ -132,6 +132,11 @@ class Ledger:
         """All tasks that wait to be leased again, the next one first."""
         return list(self._waiting.values())
 
+    @property
+    def complete(self) -> bool:
+        """Whether all tasks were issued, and none is open."""
+        return not self._open() and self._next_position().issued >= len(self._plan)
+
     # Leasing
 
     def lease(

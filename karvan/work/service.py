@@ -217,6 +217,11 @@ class WorkService(Service):
                 "failure": position.failure,
             }
 
+    def is_complete(self) -> bool:
+        """Whether no work is left to lease, or none was ever opened."""
+        with self._lock:
+            return self._opened is None or self._opened.complete
+
     def overdue(self, spared: Callable[[str], bool] = lambda holder: False) -> list[TaskLease]:
         """End the leases of which nothing was heard for too long; their holders hang. Returns them.
 

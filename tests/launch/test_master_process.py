@@ -6,6 +6,8 @@ import signal
 import stat
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,26 @@ def test_what_happens_while_the_master_is_away_is_not_missed(tmp_path):
     assert job.process.returncode == 0
     assert "launcher | loader-0 was killed by SIGKILL; it is restarted." in lines
     assert any("parameter-server-0 ended with code 75" in line for line in lines)
+
+
+def test_a_process_that_stops_before_it_finds_the_next_master_is_replaced(tmp_path):
+    with Launched(tmp_path, "roles: {trainers: 1}", args=["quick", "trainer"]) as job:
+        job.wait_for("beat", "trainer", 20)  # two checks of health and more
+        [trainer] = job.events("start", "trainer")
+        before = job.master()
+        os.kill(before, signal.SIGKILL)
+        killed, until = False, time.monotonic() + 60.0
+        while not killed:  # the next master continues what was stopped
+            with suppress(ProcessLookupError):
+                os.kill(trainer["pid"], signal.SIGSTOP)
+            killed = said(job, "trainer-0 does not answer any more; it is killed.")
+            assert time.monotonic() < until
+            time.sleep(0.0005)
+        job.wait_for("start", "trainer", 2)
+        assert said(job, "The master was restarted: generation 0, 2 processes.")
+        job.order("end-trainer", 0)
+        job.output()
+    assert job.process.returncode == 0
 
 
 def test_a_failure_that_the_master_did_not_see_ends_the_job_as_always(tmp_path):

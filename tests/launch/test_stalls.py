@@ -1,7 +1,11 @@
 """Processes that live but make no progress: who is the culprit, what is said, and what happens to it."""
 
+import os
+import signal
+from dataclasses import replace
+
 import pytest
-from launch_helpers import Launched, Running, wait_until
+from launch_helpers import QUICK, Launched, Running, is_alive, wait_until
 
 from karvan.activity import ActivityReport
 from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
@@ -102,6 +106,43 @@ def test_a_process_that_has_just_been_started_has_time_for_its_first_progress(tm
         job.wait_for("start", "loader", 2)
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
+
+
+def test_a_process_that_does_not_finish_its_start_is_replaced(tmp_path):
+    timing = replace(QUICK, start=1.0)
+    late = "launcher | loader-0 has not connected 1 s after its start; it is killed (stall_timeout)."
+    with Running(tmp_path, {"loaders": 1}, timing, stall_timeout=1) as job:
+        job.registry.present = {"parameter-server-0"}  # the trainers are programs that do not connect
+        job.wait_for("start", "loader", 2)
+        job.registry.present |= {"loader-0"}
+        assert late in job.lines
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert len(job.events("start", "trainer")) == len(job.events("start", "parameter-server")) == 1
+
+
+def test_a_trainer_that_does_not_connect_as_others_do_is_replaced(tmp_path):
+    with Running(tmp_path, {"trainers": 2}, replace(QUICK, start=1.0), stall_timeout=1) as job:
+        job.registry.present = {"parameter-server-0", "trainer-0"}
+        job.wait_for("start", "trainer-1", 2)
+        job.registry.present |= {"trainer-1"}
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert "trainer-1 has not connected 1 s after its start" in "\n".join(job.lines)
+
+
+def test_an_elastic_job_ends_without_a_trainer_that_does_not_start(tmp_path):
+    more = {"sharding": "dynamic", "checkpoints": str(tmp_path / "checkpoints"), "grace": 0.1}
+    with Running(tmp_path, {"trainers": 2}, replace(QUICK, settle=1.0), **more) as job:
+        [hanging] = job.wait_for("start", "trainer-1")
+        job.wait_for("start", "trainer-0")
+        os.kill(hanging["pid"], signal.SIGSTOP)
+        job.registry.present = {"parameter-server-0", "trainer-0"}
+        wait_until(lambda: job.job.members.of("trainer")[0].registration == "present")
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    assert "launcher | The job ends without trainer-1: not connected yet, and no work is left." in job.lines
+    wait_until(lambda: not is_alive(hanging["pid"]))
 
 
 @pytest.mark.parametrize(

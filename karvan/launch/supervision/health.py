@@ -1,9 +1,10 @@
 """Finds unhealthy processes of a job and kills them, so that they are restarted.
 
-A process is unhealthy if its heartbeats stop, or if it is alive but blocks the others (`stalls.py`). Before
-it is killed it is asked for the stacks of its threads, with SIGQUIT; a process that has joined the registry
-writes them even if its interpreter hangs. It is killed as soon as they are in the log, or after some seconds
-if they do not come.
+A process is unhealthy if its heartbeats stop, if it is alive but blocks the others (`stalls.py`), or if it
+does not finish its start. One that was present at a master that died, and does not come to the next one, has
+stopped meanwhile. Before a process is killed it is asked for the stacks of its threads, with SIGQUIT; a
+process that has joined the registry writes them even if its interpreter hangs. It is killed as soon as they
+are in the log, or after some seconds if they do not come.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from karvan.clock import clock
 from karvan.job.roles import Role
 from karvan.launch.engines.base import Handle
 from karvan.launch.merged_logs import MergedLogs
-from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
+from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, Registration, kill
 from karvan.launch.supervision.stalls import Activities, find_stalls
 
 _STACKS_WITHIN = 5.0  # seconds
@@ -48,8 +49,10 @@ class _Condemned:
 class HealthCheck:
     """Checks the processes every `every` seconds, except those that were started recently.
 
-    settle: seconds after its start in which the health of a process is not checked. stall_timeout: seconds
-    without progress after which a process is killed; 0: never.
+    settle: seconds after its start in which the health of a process is not checked. return_within: seconds in
+    which the processes of a master that died come to this one. start_within: seconds in which a process
+    connects, or longer, if stall_timeout is longer. stall_timeout: seconds without progress after which a
+    process is killed; 0: never.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class HealthCheck:
         *,
         every: float,
         settle: float,
+        return_within: float,
+        start_within: float,
         stall_timeout: float,
     ) -> None:
         self._members = members
@@ -67,6 +72,8 @@ class HealthCheck:
         self._logs = logs
         self._every = every
         self._settle = settle
+        self._return = return_within
+        self._start = max(start_within, stall_timeout)
         self._stall_timeout = stall_timeout
         self._checked = 0.0
         self._condemned: dict[str, _Condemned] = {}
@@ -84,13 +91,19 @@ class HealthCheck:
         self._checked = now
         activities = self._source.activities()
         for member in self._members:
-            if not member.running or now < member.started + self._settle or member.name in self._condemned:
+            if not member.running:
                 continue
-            if self._source.healthy(member.role, member.index) is False:
+            healthy = self._source.healthy(member.role, member.index)
+            member.note_health(healthy)
+            if now < member.started + self._settle or member.name in self._condemned:
+                continue
+            missing = member.awaited and now >= member.started + self._return
+            if healthy is False or missing:
                 self._logs.say(f"{member.name} does not answer any more; it is killed.")
                 self._condemn(member, activities)
         if self._stall_timeout:
             self._find_stalled(activities)
+            self._find_late()
         self._kill_condemned()
 
     def _find_stalled(self, activities: Activities) -> None:
@@ -111,6 +124,19 @@ class HealthCheck:
                 self._logs.say(f"{stall}; {stacks} (stall_timeout).")
                 member.stalled = True
                 self._condemn(member, activities)
+
+    def _find_late(self) -> None:
+        """Find processes that do not finish their start; trainers only if others show that they connect."""
+        trainers = self._members.of(Role.TRAINER)
+        connect = any(each.running and each.registration is not Registration.NONE for each in trainers)
+        for member in self._members:
+            late = clock.now() >= member.started + self._start
+            expected = connect or member.role != Role.TRAINER
+            if member.starting and late and expected and member.name not in self._condemned:
+                text = f"has not connected {self._start:g} s after its start; it is killed"
+                self._logs.say(f"{member.name} {text} (stall_timeout).")
+                member.stalled = True
+                self._condemn(member, {})
 
     def _condemn(self, member: ManagedProcess, activities: Activities) -> None:
         report = activities.get((member.role, member.index))

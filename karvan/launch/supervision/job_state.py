@@ -29,6 +29,7 @@ class MemberState:
     code: int | None = None
     waits: bool = False  # whether it is to be restarted, alone
     wanted: bool = True  # whether it is to run at present
+    registration: str = "none"  # see `Registration`
 
 
 @dataclass

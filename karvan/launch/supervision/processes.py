@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from karvan.job.roles import START_ORDER, Role
 from karvan.launch.engines.base import Handle, Process, name_of
+
+
+class Registration(StrEnum):
+    """What a process has said to the registry of its job."""
+
+    NONE = "none"  # it is starting, or is a program that does not connect
+    PRESENT = "present"
+    LEFT = "left"
 
 
 @dataclass
@@ -21,6 +30,8 @@ class ManagedProcess:
     started: float = 0.0
     due: float | None = None  # when it is to be restarted, alone
     stalled: bool = False  # whether its process is being killed for making no progress
+    registration: Registration = Registration.NONE  # of its last process
+    awaited: bool = False  # whether it was present at the last master, and this one has not heard of it
     token: str = ""  # KARVAN_PROCESS of its last process
     generation: int = 0  # of its last process
     wanted: bool = True  # whether it is to run; false for trainers that a job has no use for at present
@@ -29,6 +40,18 @@ class ManagedProcess:
     def name(self) -> str:
         """Its name in logs."""
         return name_of(self.role, self.index)
+
+    def note_health(self, healthy: bool | None) -> None:
+        """Note what the registry says of the process, which runs; None: it does not know it."""
+        if healthy is not None:
+            self.registration, self.awaited = Registration.PRESENT, False
+        elif self.registration is Registration.PRESENT and not self.awaited:
+            self.registration = Registration.LEFT
+
+    @property
+    def starting(self) -> bool:
+        """Whether its process runs and has not connected yet."""
+        return self.running and self.registration is Registration.NONE
 
     @property
     def running(self) -> bool:

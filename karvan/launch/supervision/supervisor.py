@@ -50,7 +50,7 @@ from karvan.launch.supervision.crash_loop import CrashLoopDetector
 from karvan.launch.supervision.events import EventQueue, ProcessEnded, ScaleRequested, StopRequested
 from karvan.launch.supervision.health import HealthCheck
 from karvan.launch.supervision.job_state import JobState, MemberState
-from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, kill
+from karvan.launch.supervision.processes import ManagedProcess, ManagedProcesses, Registration, kill
 from karvan.launch.supervision.restarts import RestartBudget
 from karvan.launch.supervision.shutdown import Shutdown
 from karvan.launch.supervision.suspending import Suspension
@@ -84,6 +84,7 @@ class Timing:
     backoff: float = 0.5
     check: float = 1.0  # between checks of health
     settle: float = 60.0  # after its start, in which the health of a process is not checked
+    start: float = 60.0  # in which a process connects; as long as stall_timeout, if that is longer
     pause: float = 5.0  # of the master itself; longer ones are reported
     lost: float = (
         10.0  # without a heartbeat, after which a process counts as lost; trainers have six times as long
@@ -120,6 +121,8 @@ class Supervisor:
             self.logs,
             every=timing.check,
             settle=timing.settle,
+            return_within=max(timing.settle, timing.lost),
+            start_within=timing.start,
             stall_timeout=spec.stall_timeout,
         )
         self._restarts = RestartBudget(spec.max_restarts, spec.restart_window, timing.backoff)
@@ -151,6 +154,7 @@ class Supervisor:
             if self._outcome is None:
                 self._health.check()
                 self._check_work()
+                self._end_without_late()
                 self._start_due()
             trainers = self._members.of(Role.TRAINER)
             self.group.expect(sum(each.wanted and each.code != 0 for each in trainers))
@@ -299,6 +303,21 @@ class Supervisor:
         for lease in self.work.overdue(self.group.is_member):
             self.logs.say(f"{lease.holder} made no progress with {lease.task}, which others can lease now.")
 
+    def _end_without_late(self) -> None:
+        """End the job once trainers are done, without those that do not start: no work is left for them."""
+        if not self.spec.continues:
+            return
+        trainers = [each for each in self._members.of(Role.TRAINER) if each.wanted]
+        late = [each for each in trainers if each.code != 0]
+        connect = any(each.code == 0 and each.registration is not Registration.NONE for each in trainers)
+        settled = clock.now() - self.timing.settle
+        if not connect or not late or not all(each.starting and each.started <= settled for each in late):
+            return
+        if self.work.is_complete():
+            names = ", ".join(each.name for each in late)
+            self.logs.say(f"The job ends without {names}: not connected yet, and no work is left.")
+            self._outcome = JobOutcome(0)
+
     # Continuing the job of a master that died
 
     def _save(self) -> None:
@@ -314,6 +333,7 @@ class Supervisor:
                 each.code,
                 each.due is not None,
                 each.wanted,
+                each.registration,
             )
             for each in self._members
         }
@@ -332,7 +352,8 @@ class Supervisor:
         for member in self._members:
             known = state.members.get(member.name, MemberState())
             member.token, member.generation, member.code = known.process, known.generation, known.code
-            member.wanted = known.wanted
+            member.wanted, member.registration = known.wanted, Registration(known.registration)
+            member.awaited = member.registration is Registration.PRESENT
             waits = known.waits or not known.process
             member.due = now if waits and member.wanted else None
             if known.process and known.code is None:
@@ -398,6 +419,7 @@ class Supervisor:
         member.token, member.generation = secrets.token_hex(8), self.generation
         member.process, member.handle = self._process_of(member), None
         member.code, member.due, member.started, member.stalled = None, None, clock.now(), False
+        member.registration, member.awaited = Registration.NONE, False
         self._save()  # a master that is killed now leaves a process that the next one can find
         self.logs.begin(member.name)
         try:

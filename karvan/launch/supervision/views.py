@@ -33,6 +33,9 @@ class WorkView(Protocol):
     def release_predictions(self, process_holder: str) -> bool:
         """A process has died: its prediction tasks wait. Returns whether others predict, who continue."""
 
+    def is_complete(self) -> bool:
+        """Whether no work is left."""
+
     def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
         """End leases of which nothing was heard for too long; returns them."""
 
@@ -82,6 +85,10 @@ class NoWork:
     def release_predictions(self, process_holder: str) -> bool:
         """Nobody predicts."""
         return False
+
+    def is_complete(self) -> bool:
+        """There is none."""
+        return True
 
     def overdue(self, spared: Callable[[str], bool]) -> list[TaskLease]:
         """Nothing is late."""

@@ -31,6 +31,7 @@ class Known:
 
     def __init__(self):
         self.sick = set()
+        self.present = set()
         self.reports = {}
         self.generations = []
 
@@ -44,7 +45,8 @@ class Known:
         return self.reports
 
     def healthy(self, role, index):
-        return False if f"{role}-{index}" in self.sick else None
+        name = f"{role}-{index}"
+        return False if name in self.sick else True if name in self.present else None
 
 
 def small_commands(folder):
