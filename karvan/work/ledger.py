@@ -134,8 +134,9 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether all tasks were issued, and none is open."""
-        return not self._open() and self._next_position().issued >= len(self._plan)
+        """Whether all tasks were issued, also that of the export if there is one, and none is open."""
+        exported = not self.spec.export or bool(self._position.exported)
+        return exported and not self._open() and self._next_position().issued >= len(self._plan)
 
     # Leasing
 

@@ -244,6 +244,22 @@ def test_the_last_task_is_one_export(open_ledger):
     assert lease_of(ledger, "a") is NoTask.DONE
 
 
+@pytest.mark.parametrize("export", [True, False])
+def test_a_ledger_is_complete_when_nobody_gets_a_task_any_more(open_ledger, export):
+    ledger = open_ledger(size=10, epochs=2, export=export)
+    while not isinstance(lease := lease_of(ledger), NoTask):
+        assert not ledger.complete
+        finish(ledger, lease)
+    assert lease is NoTask.DONE
+    assert ledger.complete
+    ledger.begin_prediction(1, PARTS, 20)
+    assert not ledger.complete
+    for lease in ledger.lease("a", {TaskKind.PREDICT}, most=2, epoch=1):
+        assert not ledger.complete
+        finish(ledger, lease)
+    assert ledger.complete
+
+
 def test_trainers_ask_for_the_export_and_what_is_trained_after_it_needs_another(open_ledger):
     ledger = open_ledger(size=10, epochs=None)
     finish(ledger, lease_of(ledger, "a"))
