@@ -22,6 +22,16 @@ def test_a_launched_job_restarts_a_killed_loader_and_nobody_goes_back(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["hybrid", "sync", "async"])
+def test_a_job_whose_only_trainer_is_preempted_is_not_done(tmp_path, mode):
+    with ElasticLaunch(tmp_path, mode=mode, trainers="{replicas: 1}", servers=1) as job:
+        job.wait_for_world(1)
+        os.kill(*job.pids("trainer"), signal.SIGTERM)
+        text = job.finish()
+    assert "trainer-0 has left; it is restarted." in text
+
+
+@pytest.mark.slow
 def test_a_launched_job_replaces_a_trainer_and_nobody_goes_back(tmp_path):
     with ElasticLaunch(tmp_path, records=3000) as job:
         job.wait_for_world(2)

@@ -1,11 +1,17 @@
 """What a job does when its processes end, die or hang."""
 
 import signal
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
-from launch_helpers import Running, is_alive, wait_until
+from launch_helpers import QUICK, Running, is_alive, wait_until
 
+from karvan.discovery.registry import Registry
+from karvan.distributed.elastic.group_client import GroupClient
 from karvan.launch.supervision.supervisor import Timing
+from karvan.work.holders import holder_of
+from karvan.work.trainer_group import TrainerGroup
 
 ALL = {"trainers": 2, "parameter_servers": 2, "embedding_workers": 1, "loaders": 1}
 COUNT = 6
@@ -169,6 +175,34 @@ def test_a_trainer_that_fails_but_has_saved_is_started_again(tmp_path):
         job.wait_for("start", "trainer", 6)
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
+
+
+def test_trainers_that_wait_for_their_restart_start_after_a_rollback_and_not_before(tmp_path):
+    group = TrainerGroup(least=2)
+    timing = replace(QUICK, backoff=1.0)
+    more = {"sharding": "dynamic", "checkpoints": str(tmp_path / "checkpoints")}
+    with (
+        closing(Registry(beside=[group])) as registry,
+        Running(tmp_path, {"trainers": 2}, timing, group=group, **more) as job,
+    ):
+        job.wait_for("start", "", 3)
+        trainers = job.job.members.of("trainer")
+        names = [holder_of(each.role, each.index, each.token) for each in trainers]
+        with ExitStack() as stack:
+            clients = [stack.enter_context(closing(GroupClient(registry.address, name))) for name in names]
+            wait_until(
+                lambda: len([each for each in clients if each.join(0)]) == 2, "a round of both trainers"
+            )
+        job.kill("trainer-1")
+        wait_until(lambda: trainers[1].due is not None, "its restart to be planned")
+        job.kill("parameter-server-0")
+        job.wait_for("start", "trainer", 4)
+        job.order("end-trainer", 0)
+        assert job.outcome().code == 0
+    began = job.lines.index("launcher | Generation 1 begins.")
+    died = next(number for number, line in enumerate(job.lines) if "parameter-server-0 was killed" in line)
+    assert not [line for line in job.lines[died:began] if "Started" in line]
+    assert len(job.events("start", "trainer")) == 4
 
 
 def test_a_rollback_says_where_trainers_continue(tmp_path):

@@ -84,6 +84,8 @@ def test_all_trainers_are_terminated_and_save(job):
     for trainer in (one, two):
         trainer.send_signal(signal.SIGTERM)
     assert [one.wait(30), two.wait(30)] == [0, 0]
+    assert job.group.has_left(one.name)  # they have ended, but are not done
+    assert job.group.has_left(two.name)
     stopped = max(job.step(one)[0], job.step(two)[0])
     job.hurry()
     job.start()

@@ -194,14 +194,14 @@ class Supervisor:
             predict = self.work.release_predictions(name)  # those of training wait until others have settled
             others = self.group.remove(name) or predict
             if self._rollback is None and self.spec.continues and (others or left):
-                self._replace_trainer(member, code, left)
+                self._replace_trainer(member, code, left, others)
                 return
         else:
             self._release_work(member)
         self._judge(member, code)
 
-    def _replace_trainer(self, member: ManagedProcess, code: int, left: bool) -> None:
-        """A trainer is gone, and the others continue: start it again, to join them."""
+    def _replace_trainer(self, member: ManagedProcess, code: int, left: bool, others: bool) -> None:
+        """A trainer is gone, and the others continue, if there are any: start it again, to join them."""
         if not member.wanted:
             self.logs.say(f"{member.name} {end_text(code)}: the job continues with fewer trainers.")
         elif code == 0 and not left:
@@ -213,7 +213,8 @@ class Supervisor:
             self._fail(member, failed, f"{member.name} {end_text(code)}, after {self._restarts}.")
         else:
             how = "has left" if left else end_text(code)
-            self.logs.say(f"{member.name} {how}; the others continue, and it is restarted.")
+            continues = "the others continue, and it is" if others else "it is"
+            self.logs.say(f"{member.name} {how}; {continues} restarted.")
             member.due = self._restarts.due()
 
     def _judge(self, member: ManagedProcess, code: int) -> None:
@@ -243,12 +244,18 @@ class Supervisor:
             member.role == Role.PARAMETER_SERVER and self.spec.on_server_loss is ServerLoss.ROLLBACK
         ):
             self.logs.say(f"{member.name} {end_text(code)}; all trainers {self._crash_loop.next_start}.")
-            kill(self._members.of(Role.TRAINER))
+            self._stop_for_rollback()
             self._rollback = self._restarts.due()
             self._verdict.clear()
         else:
             self.logs.say(f"{member.name} {end_text(code)}; it is restarted.")
             member.due = self._restarts.due()
+
+    def _stop_for_rollback(self) -> None:
+        """Kill all trainers; those that were about to start alone start with the others."""
+        kill(self._members.of(Role.TRAINER))
+        for member in [*self._members.of(Role.TRAINER), *self._members.of(Role.PARAMETER_SERVER)]:
+            member.due = None
 
     def _is_crash_loop(self, member: ManagedProcess, code: int) -> bool:
         if not 0 < code < _OF_SIGNALS and not member.stalled:
@@ -362,6 +369,8 @@ class Supervisor:
                 member.handle.resume()  # the last master may have died while the job was suspended
                 adopted.append(member.name)
         self.logs.say(f"The master was restarted: generation {self.generation}, {len(adopted)} processes.")
+        if self._rollback is not None:
+            self._stop_for_rollback()
         for member in self._members:
             pending = member.code is not None and member.due is None and self._rollback is None
             if pending and member.code is not None and self._outcome is None:

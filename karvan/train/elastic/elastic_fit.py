@@ -478,6 +478,8 @@ class ElasticFit(Fit):
         parts.callbacks.on_fit_end(self._trainer, made)
         if self._first:
             self._reporter.end(made, self._skips.count)
+        if made.stopped == "terminate":
+            self._group.leave()  # for the master, the job is not done
 
     def _trained_state(self) -> dict[str, Any]:
         """What a checkpoint has of training."""
