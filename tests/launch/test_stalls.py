@@ -1,13 +1,20 @@
 """Processes that live but make no progress: who is the culprit, what is said, and what happens to it."""
 
+import io
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
-from launch_helpers import QUICK, Launched, Running, is_alive, wait_until
+from launch_helpers import QUICK, Known, Launched, Running, is_alive, wait_until
 
 from karvan.activity import ActivityReport
+from karvan.clock import clock
+from karvan.job.roles import Role
+from karvan.launch.merged_logs import MergedLogs
+from karvan.launch.supervision.health import HealthCheck
+from karvan.launch.supervision.processes import ManagedProcesses
 from karvan.launch.supervision.stalls import SERVICE_TIMEOUT, find_stalls
 from karvan.launch.supervision.supervisor import Timing
 
@@ -129,6 +136,31 @@ def test_a_trainer_that_does_not_connect_as_others_do_is_replaced(tmp_path):
         job.order("end-trainer", 0)
         assert job.outcome().code == 0
     assert "trainer-1 has not connected 1 s after its start" in "\n".join(job.lines)
+
+
+class NoRoom:
+    """The handle of a process for which its engine has no place; `pid` is set when it has one."""
+
+    pid = None
+    killed = False
+
+    def kill(self):
+        self.killed = True
+
+
+def test_the_start_of_a_process_begins_when_there_is_room_for_it():
+    members = ManagedProcesses({Role.TRAINER: 1, Role.LOADER: 1})
+    options = {"every": 0.0, "settle": 0.0, "return_within": 0.0, "start_within": 0.2, "stall_timeout": 0.1}
+    check = HealthCheck(members, Known(), MergedLogs(stream=io.StringIO()), **options)
+    [loader] = members.of(Role.LOADER)
+    loader.handle, loader.started = NoRoom(), clock.now() - 100.0
+    check.check()
+    loader.handle.pid = 1
+    check.check()
+    assert not loader.handle.killed
+    time.sleep(0.3)
+    check.check()
+    assert loader.handle.killed
 
 
 def test_an_elastic_job_ends_without_a_trainer_that_does_not_start(tmp_path):

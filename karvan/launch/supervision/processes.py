@@ -54,6 +54,11 @@ class ManagedProcess:
         return self.running and self.registration is Registration.NONE
 
     @property
+    def waits_for_room(self) -> bool:
+        """Whether the engine has no place for its process yet."""
+        return self.running and self.handle is not None and self.handle.pid is None
+
+    @property
     def running(self) -> bool:
         """Whether a process was started and has not ended."""
         return self.handle is not None and self.code is None

@@ -318,9 +318,8 @@ class Supervisor:
         late = [each for each in trainers if each.code != 0]
         connect = any(each.code == 0 and each.registration is not Registration.NONE for each in trainers)
         settled = clock.now() - self.timing.settle
-        if not connect or not late or not all(each.starting and each.started <= settled for each in late):
-            return
-        if self.work.is_complete():
+        absent = [each for each in late if each.starting and (each.waits_for_room or each.started <= settled)]
+        if connect and late and len(absent) == len(late) and self.work.is_complete():
             names = ", ".join(each.name for each in late)
             self.logs.say(f"The job ends without {names}: not connected yet, and no work is left.")
             self._outcome = JobOutcome(0)
