@@ -115,7 +115,6 @@ class ElasticFit(Fit):
             self._transforms.use(self._data, self._goal.eval_data)
             self._steps = self._make_steps()
             stack.callback(self._close)
-            self._reporter = Reporter(parts)
             try:
                 while self._result is None:
                     self._go_on()
@@ -240,6 +239,7 @@ class ElasticFit(Fit):
         parts = self._parts
         parts.model.train()
         parts.saver.begin()
+        self._reporter = Reporter(parts)  # counts from here on, not from the start of the run
         self.begun = True
         parts.callbacks.on_fit_begin(self._trainer)
 
