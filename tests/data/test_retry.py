@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,9 @@ from pyarrow import csv, feather
 
 import karvan as kv
 from karvan.data.errors import DataError
+from karvan.data.formats.paths import find
 from karvan.data.retry import patience
+from karvan.data.retry.file_outages import FileOutages
 
 ROWS = 400
 FORMATS = ["parquet", "csv", "arrow", "orc", "tfrecord", "tfrecord.gz", "recordio"]
@@ -189,6 +192,16 @@ def test_a_folder_that_is_not_there_is_an_error_at_once(tmp_path, caplog):
 
 def run(*command):
     return subprocess.run([*map(os.fspath, command)], capture_output=True, text=True, check=False)
+
+
+def test_a_file_that_is_there_again_when_its_error_is_examined_was_away(tmp_path):
+    there, other = str(tmp_path / "there"), str(tmp_path / "other")
+    Path(there).touch()
+    outages = FileOutages(find(there))
+    assert outages.is_outage(FileNotFoundError(2, f"Failed to open local file '{there}'"), there)
+    assert not outages.is_outage(FileNotFoundError(2, f"Failed to open local file '{other}'"), there)
+    Path(there).unlink()
+    assert not outages.is_outage(FileNotFoundError(2, f"Failed to open local file '{there}'"), there)
 
 
 def test_a_file_system_that_is_unmounted_for_a_moment_is_waited_for(tmp_path, caplog):

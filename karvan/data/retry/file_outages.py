@@ -57,7 +57,7 @@ class FileOutages:
         if is_outage(error):
             return True
         if self._local:
-            return _is_missing(error) and self._is_unmounted(path)
+            return _is_missing(error) and (self._is_unmounted(path) or _is_back(error, path))
         if any(_is_plain(each) or _is_of_client(each) for each in _causes(error)):
             return None if self._can_be_read(path) else True
         return False
@@ -82,6 +82,12 @@ class FileOutages:
             except OSError as error:
                 return is_temporary(error)
         return False
+
+
+def _is_back(error: BaseException, path: str) -> bool:
+    """Whether a file that could not be found is there again: its disk was mounted meanwhile."""
+    missing = any(isinstance(each, FileNotFoundError) and path in str(each) for each in _causes(error))
+    return missing and os.path.exists(path)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
