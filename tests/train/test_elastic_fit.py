@@ -1,5 +1,6 @@
 """Trainers that come and go train every record exactly once in every epoch, without going back."""
 
+import json
 import os
 import signal
 from collections import Counter
@@ -87,11 +88,15 @@ def test_all_trainers_are_terminated_and_save(job):
     assert job.group.has_left(one.name)  # they have ended, but are not done
     assert job.group.has_left(two.name)
     stopped = max(job.step(one)[0], job.step(two)[0])
+    resumed = job.start()
+    job.wait(lambda: job.step(resumed)[0] > 20)
     job.hurry()
-    job.start()
     (result,) = job.results(1)
     check(job, [result])
     assert result["step"] - result["trained"] == stopped
+    history = [json.loads(line) for line in (job.checkpoints / "history.jsonl").read_text().splitlines()]
+    first = next(each for each in history if each["kind"] == "train" and each["step"] > stopped)
+    assert first["samples_per_second"] <= 40  # 8 in 0.2 s at most: without those before the resume
 
 
 def test_a_master_that_is_restarted_is_found_again(job):
