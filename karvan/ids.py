@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan import _native
+from karvan.native import _native
 
 # Not Sequence: a str is one as well, and would be hashed letter by letter.
 Strings = list[bytes] | list[str] | tuple[bytes | str, ...]

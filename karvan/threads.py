@@ -3,7 +3,7 @@
 import os
 from functools import cache
 
-from karvan import _native
+from karvan.native import _native, is_built
 
 
 def set_num_threads(count: int) -> None:
@@ -33,8 +33,11 @@ def share_torch_threads() -> bool:
 
     After an operation torch's threads spin for some milliseconds until the next one. Threads of our own would
     compete for cores with threads that only wait. While the two numbers of threads differ
-    (`set_num_threads`, `torch.set_num_threads`), the native core uses its own threads.
+    (`set_num_threads`, `torch.set_num_threads`), the native core uses its own threads. Where it is not built,
+    there is nothing to share.
     """
+    if not is_built():
+        return False
     from karvan.torch_internals import openmp_addresses  # imports torch, which takes long
 
     addresses = openmp_addresses()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from karvan import _native
+from karvan.native import _native
 
 
 def owner_of_parameter(name: str, servers: int) -> int:

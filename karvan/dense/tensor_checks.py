@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from karvan import _native
+from karvan.native import _native
 
 Array: TypeAlias = Tensor | NDArray[Any]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from karvan import _native
 from karvan.activity import TRAINERS, activity
 from karvan.distributed.errors import RankError
+from karvan.native import _native
 
 _POLL = timedelta(seconds=0.1)  # between two checks whether this rank leaves
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from karvan import _native
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
@@ -28,6 +27,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.job.server_loss import ServerLoss
 from karvan.job.sync_modes import SYNC, DenseSettings, SyncMode, choose_dense, choose_mode
+from karvan.native import NativeCoreError, _native, require
 from karvan.system_limits import require_limits
 from karvan.torch_internals import PrefixStore, Store, default_group, default_store
 
@@ -265,7 +265,8 @@ class SharedConnection(Connection):
                 self.channels[name] = GlooChannel(name, group, self._explain)
         if settings.transport == "memory" and boards is None:
             raise RuntimeError(
-                "transport 'memory' expects ranks on one machine that see each other's memory."
+                "transport 'memory' expects ranks on one machine that see each other's memory, with Karvan's "
+                "native core."
             )
 
     def _boards(self, first: CollectiveChannel) -> dict[str, _native.Board] | None:
@@ -274,7 +275,7 @@ class SharedConnection(Connection):
         error = ""
         try:
             boards = {name: _native.Board(self.rank, self.world_size) for name in _CHANNELS}
-        except (RuntimeError, OSError) as reason:
+        except (RuntimeError, OSError, NativeCoreError) as reason:
             error = str(reason)
         here = {"machine": machine_id(), "places": {name: board.place for name, board in boards.items()}}
         ranks = first.gather_json(here)
@@ -394,6 +395,7 @@ def connect(
         )
     settings = ConnectionSettings(kind, wire, grad_reduce, timeout, transport)
     if kind == "remote":
+        require()  # before a connection is closed, and addresses are asked for
         chosen, staleness = choose_mode(mode, staleness)
         settings = replace(
             settings,

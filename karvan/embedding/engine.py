@@ -122,7 +122,7 @@ class EmbeddingEngine(nn.Module):
         """
         try:
             inputs = self._inputs(batch)
-            lookup_inputs = inputs.for_store()
+            lookup_inputs = inputs.for_store(self.store)
             step = 0
             if training:
                 step = self._prepared_step = max(self._prepared_step, self.step) + 1
@@ -185,7 +185,7 @@ class EmbeddingEngine(nn.Module):
     def _run(self, inputs: Inputs, prepared: Prepared | None, training: bool) -> LookupPlan:
         plan = self.store.forward(
             self.program,
-            inputs.for_store() if prepared is None else prepared,
+            inputs.for_store(self.store) if prepared is None else prepared,
             training=training,
             step=self.step + 1,
             now=self._clock(),
@@ -307,9 +307,8 @@ class _Lookup(torch.autograd.Function):
 
 # torch declares `apply` without types.
 _lookup = cast(
-    Callable[
-        [Tensor, EmbeddingEngine, Inputs, Prepared | None, ReplayableForward | None], tuple[Tensor, ...]
-    ],
+    "Callable[[Tensor, EmbeddingEngine, Inputs, Prepared | None, ReplayableForward | None], "
+    "tuple[Tensor, ...]]",
     _Lookup.apply,
 )
 

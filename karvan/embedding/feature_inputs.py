@@ -1,6 +1,6 @@
-"""One feature of a batch as input of the native core: checked, contiguous, with its output allocated.
+"""One feature of a batch as input of a store: checked and contiguous, with memory for its output.
 
-Where the ids are remote, only the output.
+Where the ids are remote, only the output. A store that takes tensors makes the output itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from karvan import ids, output_buffers
-from karvan._native import FeatureArrays
+from karvan import ids
 from karvan.embedding.table import POOLED, Table
+from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference, NestedRagged, Padded, Ragged
-from karvan.store.program import LookupInputs, RemoteLookup
+from karvan.store.base import Store
+from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 
 
@@ -37,7 +38,7 @@ class Output:
         self._out: Tensor | None = None
 
     def fill(self, out: Tensor, layout: OutputLayout) -> None:
-        """Take the output that a remote lookup has returned."""
+        """Take the output that a lookup has returned."""
         self.samples, self.cells, self.length, self.offsets = layout
         self._out = out
 
@@ -68,7 +69,7 @@ class Output:
 
 
 class FeatureInput(Output):
-    """A feature's ids, and the memory for its vectors. Holds all that the native core points to."""
+    """A feature's ids, and the vectors. Holds all that the native core points to."""
 
     __slots__ = ("values", "weights")
 
@@ -115,7 +116,6 @@ class FeatureInput(Output):
         self.values = values
         if table.hash_stack is not None:
             self.values = ids.hash_stack(values, table.hash_stack.rounds, table.hash_stack.size).reshape(-1)
-        self._out = output_buffers.empty(self._cells_out(), table.dim)
 
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
@@ -130,10 +130,10 @@ class FeatureInput(Output):
             return self.samples
         return self.cells if self.table.combiner == "ragged" else self.samples * self.length
 
-    def arrays(self) -> FeatureArrays:
-        """What the native call reads and writes, by address."""
-        assert self._out is not None
-        return FeatureArrays(
+    def arrays(self) -> _native.FeatureArrays:
+        """What the native call reads and writes, by address; allocates the output."""
+        self._out = output_buffers.empty(self._cells_out(), self.table.dim)
+        return _native.FeatureArrays(
             values=self.values.data_ptr(),
             cells=self.cells,
             samples=self.samples,
@@ -143,6 +143,10 @@ class FeatureInput(Output):
             length=self.length,
         )
 
+    def tensors(self) -> FeatureTensors:
+        """What a store reads that makes the output itself."""
+        return FeatureTensors(self.values, self.weights, self.layout())
+
 
 class Inputs:
     """All features of a batch: their ids, or a reference to remote ids."""
@@ -151,14 +155,17 @@ class Inputs:
         self.each = each
         self._reference = reference
 
-    def for_store(self) -> LookupInputs:
-        """The inputs of a store's `prepare` and `forward`."""
+    def for_store(self, store: Store) -> LookupInputs:
+        """The inputs of the store's `prepare` and `forward`."""
         if self._reference is not None:
             return self._reference
-        return [one.arrays() for one in self.each if isinstance(one, FeatureInput)]
+        features = (one for one in self.each if isinstance(one, FeatureInput))
+        if store.takes_tensors:
+            return tuple(one.tensors() for one in features)
+        return [one.arrays() for one in features]
 
     def fill(self, lookup: RemoteLookup) -> None:
-        """Take the outputs that a remote lookup has returned."""
+        """Take the outputs that a lookup has returned."""
         for one, (out, layout) in zip(self.each, lookup.take(), strict=True):
             one.fill(out, layout)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from karvan._native import FeatureSpec
 from karvan.embedding.feature_inputs import mode_of
 from karvan.embedding.table import POOLED, HashStack, Table
 from karvan.store import LookupProgram
+from karvan.store.types import FeatureSpec
 
 
 def make_program(features: Mapping[str, Table]) -> LookupProgram:

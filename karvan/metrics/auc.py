@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from karvan import _native
 from karvan.metrics.base import Metric, State, check_state
 from karvan.metrics.ranking import Ranking, Samples, auc_of_groups
+from karvan.native import _native
 
 _LIMIT = 20.0  # logits beyond it share the outermost bins
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from karvan import _native, output_buffers
+from karvan.native import _native, output_buffers
 
 
 def pairwise_dots(vectors: Tensor | Sequence[Tensor], first: Tensor | None = None) -> Tensor:

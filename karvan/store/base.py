@@ -19,7 +19,7 @@ from typing import Any
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native
+from karvan.native import _native
 from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
 from karvan.store.types import Counts, Found, Gradients, Keys, Push, Rows, Rule, StalenessStats, TableSpec
@@ -128,6 +128,14 @@ class Store(ABC):
         return False
 
     @property
+    def takes_tensors(self) -> bool:
+        """Whether it takes ids as tensors (`FeatureTensors`), and groups and pools them itself.
+
+        Such a store overrides `prepare`, `forward`, whose plan has a `RemoteLookup`, `hold` and `update`.
+        """
+        return False
+
+    @property
     def staleness(self) -> StalenessStats:
         """How far lookups have run ahead of gradients: not at all, unless a store overrides this."""
         return StalenessStats()
@@ -148,7 +156,8 @@ class Store(ABC):
     ) -> Prepared:
         """Group a batch's keys before its `forward`; may run on another thread, at the same time as anything.
 
-        inputs: the arrays of each feature, or a reference to ids that are remote.
+        inputs: the arrays of each feature, or its tensors if the store takes these, or a reference to ids
+        that are remote.
         training, step, now: the arguments of the forward, if they are known.
         """
         assert isinstance(inputs, list)
@@ -186,8 +195,8 @@ class Store(ABC):
         return plan.native.reduce(list(addresses), list(strides))
 
     def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Take the gradients of a plan's outputs whose ids are remote; for stores that take references."""
-        raise TypeError(f"{type(self).__name__} takes no batches whose ids are remote.")
+        """Take the gradients of outputs of a `RemoteLookup`; for stores that take references or tensors."""
+        raise TypeError(f"{type(self).__name__} takes no gradients of outputs that it has not made.")
 
     def update(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan import _native
+from karvan.native import _native
 from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
@@ -61,7 +61,7 @@ class MemoryStore(Store):
     ) -> None:
         """See `Store.apply`."""
         for name, its_pushes in pushes.items():
-            self._tables[name].apply(list(its_pushes), rules[name], steps[name])
+            self._tables[name].apply(list(its_pushes), rules[name].native(), steps[name])
 
     def skip(self, table: str) -> None:
         """See `Store.skip`."""
@@ -171,8 +171,10 @@ class MemoryStore(Store):
         """See `Store.update`: the rows are found by their addresses from the lookup, not by their keys."""
         passes = [g for _, g in gradients]
         total = passes[0] if len(passes) == 1 else _native.Gradients.merge(passes)
+        made = {id(rule): rule.native() for rule in rules.values()}  # many tables share one
         total.apply(
-            [rules.get(name) for name in program.tables], [steps.get(name, 0) for name in program.tables]
+            [made[id(rules[name])] if name in rules else None for name in program.tables],
+            [steps.get(name, 0) for name in program.tables],
         )
 
 

@@ -5,23 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
-from karvan import _native
+from karvan.native import _native
 from karvan.ragged import IdsReference
 from karvan.store.remote.output_layout import OutputLayout
 from karvan.store.types import FeatureSpec
 
-LookupInputs: TypeAlias = list[_native.FeatureArrays] | IdsReference
+
+class FeatureTensors(NamedTuple):
+    """A feature's ids in one batch, for stores that take tensors.
+
+    keys: int64, `FeatureSpec.stack` for each id. weights: float32, of ids. layout: of the output. Its offsets
+    are those of the batch, int64, which nobody has checked yet.
+    """
+
+    keys: Tensor
+    weights: Tensor | None
+    layout: OutputLayout
+
+
+# A batch: arrays for the native core, tensors for a store that takes them, or a reference to remote ids.
+LookupInputs: TypeAlias = "list[_native.FeatureArrays] | tuple[FeatureTensors, ...] | IdsReference"
 
 
 class LookupProgram:
-    """The features of an engine in the form the native core needs, made once.
+    """The features of an engine in the form a store needs, made once.
 
-    A table's slot is its index in `tables`. features_json: the features as JSON, for embedding workers, which
-    embed in place of the engine.
+    A table's slot is its index in `tables`, which are in the order in which features first name them.
+    features_json: the features as JSON, for embedding workers, which embed in place of the engine.
     """
 
     def __init__(
@@ -30,34 +45,45 @@ class LookupProgram:
         self.features = list(features)
         self.features_json = dict(features_json or {})
         self.name = hashlib.sha256(json.dumps(self.features_json).encode()).hexdigest()[:16]
-        self.native = _native.Program(self.features)
-        self.tables = self.native.tables
+        dims: dict[str, int] = {}
+        for feature in self.features:
+            if feature.dim != dims.setdefault(feature.table, feature.dim):
+                raise ValueError(
+                    f"{feature.title} expected dim {dims[feature.table]} like the features of that table "
+                    f"before it, got {feature.dim}."
+                )
+        self.tables = list(dims)
+
+    @cached_property
+    def native(self) -> _native.Program:
+        """The program of the native core, made when a store first asks for it."""
+        return _native.Program([feature.native() for feature in self.features])
 
 
 class LookupState(Protocol):
-    """What a store with remote rows remembers of a batch, from `prepare` until its gradients are sent."""
+    """What a store remembers of a batch, from `prepare` until its gradients are sent or held."""
 
     @property
     def plan(self) -> _native.Plan | None:
-        """The batch, grouped by key; None where its ids are remote as well."""
+        """The batch, grouped by key by the native core; None where the core is not used."""
 
 
 @runtime_checkable
 class RemoteLookup(LookupState, Protocol):
-    """A batch whose ids are remote."""
+    """A batch whose outputs the store makes: its ids are remote, or the store takes them as tensors."""
 
     def take(self) -> list[tuple[Tensor, OutputLayout]]:
         """Hand over the outputs of all features; the lookup does not hold them afterwards."""
 
 
-Prepared: TypeAlias = _native.Plan | LookupState  # what a store's `prepare` gives to its own `forward`
+Prepared: TypeAlias = "_native.Plan | LookupState"  # what a store's `prepare` gives to its own `forward`
 
 
 class LookupPlan(NamedTuple):
     """A batch between lookup and gradients: the native plan, and the tables' versions at the lookup.
 
-    remote: what a store with remote rows must remember. Where the ids are remote as well, there is no native
-    plan; `remote` is a `RemoteLookup` then.
+    remote: what a store with remote rows must remember. Where the ids are remote as well, or the store takes
+    tensors, there is no native plan; `remote` is a `RemoteLookup` then.
     """
 
     native: _native.Plan | None

@@ -20,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native, distributed, output_buffers
+from karvan import distributed
 from karvan.distributed.connection import WIRES
+from karvan.native import _native, output_buffers
 from karvan.store.base import Store
 from karvan.store.capture import Capture
 from karvan.store.exchange import partial_gradients
@@ -30,7 +31,18 @@ from karvan.store.exchange.message_layout import Routed, cut, floats, words
 from karvan.store.exchange.row_owner import Answered, Owner, Summed
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
-from karvan.store.types import Counts, Found, GradientFlags, Keys, Push, Rows, Rule, TableSpec, Vectors
+from karvan.store.types import (
+    Counts,
+    FeatureSpec,
+    Found,
+    GradientFlags,
+    Keys,
+    Push,
+    Rows,
+    Rule,
+    TableSpec,
+    Vectors,
+)
 
 
 class OwnerGradients(GradientFlags):
@@ -165,7 +177,7 @@ class ShardedStore(Store):
     ) -> dict[str, Found]:
         """See `Store.lookup`; a collective."""
         program = LookupProgram(
-            [_native.FeatureSpec(table, table, dim=self._local.dim(table), mode="cells") for table in keys]
+            [FeatureSpec(table, table, dim=self._local.dim(table), mode="cells") for table in keys]
         )
         outs = {
             table: np.empty((len(k), self._local.dim(table)), np.float32) for table, (k, _) in keys.items()

@@ -1,20 +1,21 @@
-"""Types of the store protocol: tables, keys, rows, lookups and gradients of distinct keys."""
+"""Types of the store protocol: tables, features, rules, rows, lookups and gradients of distinct keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan import _native
+from karvan.native import _native
 
 Keys: TypeAlias = NDArray[np.int64]
 Vectors: TypeAlias = NDArray[np.float32]
 Counts: TypeAlias = NDArray[np.uint32]
-Rule: TypeAlias = _native.Rule
-FeatureSpec: TypeAlias = _native.FeatureSpec
+RULES = ("sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw", "ftrl")
+_MODES = ("pooled", "padded", "cells")
+_COMBINERS = ("sum", "mean", "sqrtn")
 _LIMITED = ("lru", "lfu")  # policies whose number is a number of rows
 
 
@@ -44,6 +45,84 @@ class TableSpec:
         vectors = np.empty((len(keys), self.dim), dtype=np.float32)
         _native.initialise(*self.init, self.seed, self.name, np.ascontiguousarray(keys), vectors)
         return vectors
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """A feature, as the model declares it.
+
+    mode: "pooled", a vector for each sample; "padded", equally many for each; "cells", a vector for each id.
+    combiner: of a pooled feature, "sum", "mean" or "sqrtn". stack: how many keys an id has.
+    """
+
+    name: str
+    table: str
+    _: KW_ONLY
+    dim: int
+    mode: str = "pooled"
+    combiner: str = "sum"
+    stack: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ValueError(f"{self.title} expected a mode of {', '.join(_MODES)}, got '{self.mode}'.")
+        if self.combiner not in _COMBINERS:
+            raise ValueError(
+                f"{self.title} expected a combiner of {', '.join(_COMBINERS)}, got '{self.combiner}'."
+            )
+        if self.dim < 1 or self.stack < 1:
+            raise ValueError(
+                f"{self.title} expected a dim and a stack of at least 1, "
+                f"got dim {self.dim} and stack {self.stack}."
+            )
+
+    @property
+    def title(self) -> str:
+        """How errors begin."""
+        return f"Feature '{self.name}' of table '{self.table}':"
+
+    def native(self) -> _native.FeatureSpec:
+        """The same for the native core."""
+        return _native.FeatureSpec(
+            self.name, self.table, dim=self.dim, mode=self.mode, combiner=self.combiner, stack=self.stack
+        )
+
+
+@dataclass(slots=True)
+class Rule:
+    """An optimizer's rule and its numbers for one step; docs/extending/optimizer.md has the formulas.
+
+    kind: "sgd", "momentum", "adagrad", "adagrad_row", "adam", "adamw" or "ftrl".
+    """
+
+    kind: str
+    lr: float = 0.01
+    beta1: float = 0.0  # momentum, adam: the factor; adagrad: decay of the accumulator; ftrl: beta
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0  # times the vector is added to the gradient
+    shrink: float = 1.0  # adamw: the vector is multiplied by this first
+    alpha: float = 0.0  # adam: the learning rate, corrected for the bias of the moments
+    l1: float = 0.0
+    l2: float = 0.0
+    accumulate_last: bool = False
+    clip_value: float = 0.0  # 0: none, as for the next two
+    clip_norm: float = 0.0
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in RULES:
+            raise ValueError(f"Unknown rule '{self.kind}': expected one of {', '.join(RULES)}.")
+
+    def native(self) -> _native.Rule:
+        """The same for the native core, which computes with float32."""
+        made = _native.Rule(self.kind)
+        for name in RULE_NUMBERS:
+            setattr(made, name, getattr(self, name))
+        return made
+
+
+RULE_NUMBERS = tuple(field.name for field in fields(Rule) if field.name != "kind")
 
 
 class Rows(NamedTuple):

@@ -10,6 +10,7 @@ from malformed_calls import KEYS, SUBJECTS, ElasticServerSubject, ServerSubject
 
 import karvan as kv
 from karvan.protocol.values import TRAINER_OPTIONS
+from karvan.store.types import FeatureSpec
 from karvan.wire import RefusedError
 
 WRONG = {"surely": "wrong"}  # for whatever is expected
@@ -207,7 +208,7 @@ def test_trainers_of_a_run_agree_on_what_it_is(server):
 
 
 def test_native_entry_points_check_the_sizes_that_they_index_by():
-    spec = kv._native.FeatureSpec
+    spec = FeatureSpec
     program = kv.store.LookupProgram([spec("a", "a", dim=2)])
     ids, out = torch.arange(3), torch.zeros(3, 2)
     arrays = kv._native.FeatureArrays(values=ids.data_ptr(), cells=3, samples=3, out=out.data_ptr())
@@ -230,7 +231,7 @@ def test_native_entry_points_check_the_sizes_that_they_index_by():
         lambda: kv._native.forward(program.native, [table], [], True, 1, 0.0),
         lambda: spec("a", "a", dim=0),
         lambda: spec("a", "a", dim=2, stack=0),
-        lambda: kv._native.Program([spec("a", "a", dim=2), spec("b", "a", dim=3)]),
+        lambda: kv.store.LookupProgram([spec("a", "a", dim=2), spec("b", "a", dim=3)]),
         lambda: kv._native.Gradients.merge([]),
     ):
         with pytest.raises((ValueError, IndexError), match=r"[Ee]xpected"):

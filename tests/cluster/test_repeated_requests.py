@@ -42,7 +42,7 @@ def pull(peer, keys, batch=1, done=()):
 
 
 def push(peer, gradients, batches=(1,), sequence=1, **more):
-    rule = kv._native.Rule("sgd")
+    rule = kv.store.Rule("sgd")
     rule.lr = 1.0
     head = {"store": 1, "sequence": sequence, "batches": list(batches), "rules": {"t": rule_to_json(rule)}}
     head |= {"steps": {"t": sequence}, "skipped": [], "complete": True, "wire": "float32", "done": []}

@@ -12,8 +12,7 @@ from reference import SGD, ReferenceTable, check_table, mix
 from test_message_layout import as_message
 
 import karvan as kv
-from karvan import _native
-from karvan.store import MemoryStore, Push, Rows
+from karvan.store import MemoryStore, Push, Rows, Rule
 from karvan.store.exchange.row_owner import Owner
 
 DIM = 2
@@ -23,7 +22,7 @@ KEYS = st.lists(st.integers(-6, 6), unique=True, min_size=1, max_size=6)
 
 
 def rule():
-    made = _native.Rule("sgd")
+    made = Rule("sgd")
     made.lr = LR
     return made
 

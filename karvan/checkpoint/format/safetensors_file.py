@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan._native import crc32
 from karvan.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from karvan.checkpoint.io.throttle import Throttle
 from karvan.checkpoint.object_store import objects
 from karvan.checkpoint.object_store.files import opened
 from karvan.job.checkpoint_url import url_of
+from karvan.native import _native
 from karvan.outages import is_temporary
 
 Bytes = NDArray[np.uint8]
@@ -112,7 +112,7 @@ def write_file(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> tup
         for pieces in _groups(buffers):
             with pace.turn():
                 for piece in pieces:
-                    crc = crc32(piece, crc)
+                    crc = _native.crc32(piece, crc)
                     size += len(piece)
                 _write_all(file, pieces)
         os.fsync(file)
@@ -129,7 +129,7 @@ def _write_object(path: Path, buffers: Iterable[memoryview], pace: Throttle) -> 
         for pieces in _groups(buffers):
             with pace.turn():
                 for piece in pieces:
-                    crc = crc32(piece, crc)
+                    crc = _native.crc32(piece, crc)
                     size += len(piece)
             yield pieces
 
@@ -182,7 +182,7 @@ def problem_of(folder: Path, entry: FileEntry) -> FileProblem | None:
             crc = 0
             buffer = memoryview(bytearray(min(_PIECE, size)))
             while count := file.readinto(buffer):
-                crc = crc32(buffer[:count], crc)
+                crc = _native.crc32(buffer[:count], crc)
     except OSError as error:
         text = f"expected a file of {entry.bytes} bytes, got {error.strerror or error}"
         return FileProblem(text, error.errno not in _LOST, is_temporary(error))
@@ -256,10 +256,10 @@ def read_arrays(folder: Path, entry: FileEntry) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     try:
         with opened(path) as (file, size):
-            crc = crc32(_read_bytes(path, file, positions[0][1].begin if positions else size), 0)
+            crc = _native.crc32(_read_bytes(path, file, positions[0][1].begin if positions else size), 0)
             for name, position in positions:
                 data = _read_bytes(path, file, position.size)
-                crc = crc32(data, crc)
+                crc = _native.crc32(data, crc)
                 found[name] = Stored(position.dtype, position.shape, data)
     except OSError as error:
         raise unread_error(path, error) from error

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from karvan import _native
 from karvan.clock import clock
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.embedding.feature_inputs import FeatureInput
 from karvan.embedding.feature_program import features_from_json, make_program
+from karvan.native import _native
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.remote.server_lookup import ServerLookup, begin_pull
 from karvan.wire import Array, RefusedError, Reply

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from karvan import _native
 from karvan.checkpoint import Checkpoint
 from karvan.checkpoint.checkpoint import with_state
 from karvan.checkpoint.format.hash_ranges import share_of
@@ -28,6 +27,7 @@ from karvan.checkpoint.io.table_share import ShareSource, put_table
 from karvan.checkpoint.io.throttle import Throttle
 from karvan.cluster.parameter_server.saved_share import Restored, SavedShare
 from karvan.job.checkpoint_url import url_of
+from karvan.native import _native
 from karvan.store import Capture, MemoryStore, TableSpec
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from karvan import _native
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.saved_share import Restored
 from karvan.cluster.parameter_server.server_tables import ServerTables
@@ -17,6 +16,7 @@ from karvan.cluster.parameter_server.single_flight import SingleFlight
 from karvan.cluster.parameter_server.trainer_barrier import TrainerBarrier
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
+from karvan.native import _native
 from karvan.protocol.parameter_server import passes_of
 from karvan.protocol.step_commits import COMMIT_CALLS
 from karvan.store.exchange.message_layout import floats

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from karvan import _native
 from karvan.activity import TRAINERS, activity
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.elastic.group_client import GroupClient, GroupRound
@@ -28,6 +27,7 @@ from karvan.distributed.elastic.program_calls import ProgramCalls
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
 from karvan.distributed.machine import machine_id
+from karvan.native import NativeCoreError, _native
 from karvan.torch_internals import PrefixStore, Store
 from karvan.wire.errors import RefusedError
 
@@ -165,7 +165,7 @@ class ElasticGroup:
         if self._transport != "network":
             try:
                 board = _native.Board(rank, world)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, NativeCoreError) as error:
                 _log.info("Trainers communicate over the network: %s.", error)
         here = {"machine": machine_id(), "place": None if board is None else board.place}
         ranks = self._share(found, "places", here)

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from karvan import _native
 from karvan.batch_slicing import values_of
 from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, in_type_of
 from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.layout import describe, flat_values, with_values
 from karvan.features.running_moments import Moments, RunningStatistics
+from karvan.native import _native
 from karvan.ragged import Entry, OptionalRagged, Ragged
 
 _WORTH_POOLING = 32_768  # values; from this size on, an allocator fetches memory from the system each time

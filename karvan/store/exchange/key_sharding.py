@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from karvan import _native
+from karvan.native import _native
 from karvan.store.types import Keys
 
 Hashes: TypeAlias = NDArray[np.uint64]

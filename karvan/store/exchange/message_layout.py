@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native
+from karvan.native import _native
 from karvan.store.types import Keys
 
 Numbers: TypeAlias = list[list[int]]  # of keys, by rank and slot

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan import _native
+from karvan.native import _native
 from karvan.store.exchange.message_layout import Numbers, by_slot, floats, keys_of, starts_of
 from karvan.store.types import Keys, Vectors
 

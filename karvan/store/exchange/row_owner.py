@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native, output_buffers
+from karvan.native import _native, output_buffers
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import Numbers, features, floats, words
 from karvan.store.memory import MemoryStore
 from karvan.store.program import LookupPlan, LookupProgram
-from karvan.store.types import Keys, Push, Rule, Vectors
+from karvan.store.types import FeatureSpec, Keys, Push, Rule, Vectors
 
-Summed: TypeAlias = _native.Gradients | dict[str, Push]
+Summed: TypeAlias = "_native.Gradients | dict[str, Push]"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Owner:
         if ranks not in known:
             known[ranks] = LookupProgram(
                 [
-                    _native.FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
+                    FeatureSpec(f"{table} for rank {rank}", table, dim=dim, mode="cells")
                     for rank in range(ranks)
                     for table, dim in zip(tables, dims, strict=True)
                 ]

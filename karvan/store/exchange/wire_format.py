@@ -11,14 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native
 from karvan.distributed.connection import WIRES
-from karvan.store.types import Rule, TableSpec, Vectors
-
-_NUMBERS = (
-    *("lr", "beta1", "beta2", "eps", "weight_decay", "shrink", "alpha", "l1", "l2", "accumulate_last"),
-    *("clip_value", "clip_norm", "bound"),
-)
+from karvan.store.types import RULE_NUMBERS, Rule, TableSpec, Vectors
 
 
 def spec_to_json(spec: TableSpec) -> dict[str, Any]:
@@ -36,14 +30,14 @@ def spec_from_json(spec: Mapping[str, Any]) -> TableSpec:
 
 def rule_to_json(rule: Rule) -> dict[str, Any]:
     """A rule, as `rule_from_json` reads it."""
-    return {"kind": rule.kind, **{name: getattr(rule, name) for name in _NUMBERS}}
+    numbers = {name: float(getattr(rule, name)) for name in RULE_NUMBERS}
+    return {"kind": rule.kind, **numbers, "accumulate_last": rule.accumulate_last}
 
 
 def rule_from_json(fields: Mapping[str, Any]) -> Rule:
-    """The rule that `rule_to_json` has written."""
-    rule = _native.Rule(fields["kind"])
-    for name in _NUMBERS:
-        setattr(rule, name, fields[name])
+    """The rule that `rule_to_json` has written; anything else is an error now, before a row changes."""
+    rule = Rule(fields["kind"], **{name: fields[name] for name in RULE_NUMBERS})
+    rule.native()
     return rule
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from karvan import _native
 from karvan.distributed import Connection
 from karvan.distributed.clients.parameter_servers import Servers
 from karvan.distributed.clients.step_commits import StepCommits
+from karvan.native import _native
 from karvan.ragged import IdsReference
 from karvan.store.exchange.wire_format import rule_to_json
 from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from karvan import _native
 from karvan.distributed.clients.parameter_servers import Servers
+from karvan.native import _native
 from karvan.store.exchange.wire_format import to_wire
 from karvan.store.program import LookupProgram
 from karvan.store.remote.lookups_in_flight import LookupsInFlight

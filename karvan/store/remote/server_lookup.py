@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from karvan import _native, output_buffers
 from karvan.distributed.clients.parameter_servers import Servers
+from karvan.native import _native, output_buffers
 from karvan.store.exchange import partial_gradients
 from karvan.store.exchange.message_layout import cut, floats, words
 from karvan.store.exchange.wire_format import from_wire

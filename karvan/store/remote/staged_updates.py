@@ -11,8 +11,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from karvan import _native
 from karvan.distributed.clients.step_commits import StepCommits
+from karvan.native import _native
 from karvan.store.remote.lookups_in_flight import LookupsInFlight
 from karvan.store.remote.server_batches import ServerBatches
 from karvan.store.remote.server_lookup import ServerLookup

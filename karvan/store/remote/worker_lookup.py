@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from karvan import _native, output_buffers
+from karvan.native import _native, output_buffers
 from karvan.ragged import IdsReference
 from karvan.store.exchange.wire_format import from_wire, to_wire
 from karvan.store.program import LookupProgram

@@ -24,7 +24,7 @@ def spec_of(name, **options):
 
 def rule_of(kind="momentum", lr=0.5, beta=0.5):
     """Factors are powers of two, so that there is one way to round."""
-    rule = kv._native.Rule(kind)
+    rule = kv.store.Rule(kind)
     rule.lr = lr
     if kind == "momentum":
         rule.beta1 = beta

@@ -535,6 +535,6 @@ def _spec(name):
 
 
 def _rule(kind):
-    rule = kv._native.Rule(kind)
+    rule = kv.store.Rule(kind)
     rule.lr = 0.1
     return rule_to_json(rule)

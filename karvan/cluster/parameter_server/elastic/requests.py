@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from karvan import _native
 from karvan.cluster.parameter_server.answer_window import AnswerWindow
 from karvan.cluster.parameter_server.elastic.members import Members
 from karvan.cluster.parameter_server.elastic.row_updates import JointUpdates, RowUpdates, SingleUpdates
@@ -38,6 +37,7 @@ from karvan.cluster.parameter_server.server_tables import ServerTables
 from karvan.cluster.parameter_server.training_requests import expect_same_keys, settings_of_run
 from karvan.cluster.parameter_server.update_counts import UpdateCounts
 from karvan.job.sync_modes import MODES, SYNC
+from karvan.native import _native
 from karvan.protocol.parameter_server import passes_of
 from karvan.store.exchange.message_layout import floats
 from karvan.store.exchange.row_owner import Owner

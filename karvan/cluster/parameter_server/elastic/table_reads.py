@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from karvan import _native
 from karvan.cluster.parameter_server.server_tables import ServerTables
+from karvan.native import _native
 from karvan.store import TableSpec
 from karvan.store.exchange.row_owner import Owner
 from karvan.store.types import Keys, Vectors

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from karvan import _native
+from karvan.native import _native
 
 _TYPES = (pa.int64(), pa.float32(), pa.float64())
 _DELIMITERS = ("\t", ",", ";", "|")

@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, types
 
-from karvan import _native
 from karvan.data.columns.declarations import is_text
 from karvan.data.columns.type_names import type_of
 from karvan.data.errors import DataError, located
@@ -29,6 +28,7 @@ from karvan.data.formats.base import FileSource, Layout
 from karvan.data.formats.csv.integer_tables import IntegerTable
 from karvan.data.formats.csv.list_cells import are_digits, from_digits, from_hex, from_text
 from karvan.data.formats.paths import Files
+from karvan.native import _native
 
 _SPAN = 8 << 20
 _BLOCK = 1 << 20

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan import _native
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
 from karvan.data.formats.records.inflate import ByteStream
@@ -30,6 +29,7 @@ from karvan.data.formats.records.snappy_frames import frame, unframe
 from karvan.data.formats.records.source import RUN, Index, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
 from karvan.data.formats.records.writer import RecordFileWriter
+from karvan.native import _native
 
 _MAGIC = b"\x04\x03\x02\x01"
 _HEAD = struct.Struct("<4sIIII")

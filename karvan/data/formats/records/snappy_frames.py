@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from karvan._native import masked_crc32c
+from karvan.native import _native
 
 _START = b"\xff\x06\0\0sNaPpY"
 _BLOCK, _PLAIN, _SKIPPED_FROM = 0x00, 0x01, 0x80
@@ -34,7 +34,7 @@ def unframe(data: bytes) -> bytes:
             if size < 4:
                 raise ValueError("A frame of Snappy is too short for its checksum.")
             plain = content if kind == _PLAIN else _decompress(codec, content)
-            if len(plain) > _MOST or masked_crc32c(plain) != int.from_bytes(
+            if len(plain) > _MOST or _native.masked_crc32c(plain) != int.from_bytes(
                 data[begin : begin + 4], "little"
             ):
                 raise ValueError("A frame of Snappy does not match its checksum.")
@@ -53,7 +53,7 @@ def frame(data: bytes) -> bytes:
         block = codec.compress(plain, asbytes=True)
         kind, content = (_BLOCK, block) if len(block) < len(plain) - len(plain) // 8 else (_PLAIN, plain)
         pieces.append(bytes([kind]) + (len(content) + 4).to_bytes(3, "little"))
-        pieces.append(masked_crc32c(plain).to_bytes(4, "little"))
+        pieces.append(_native.masked_crc32c(plain).to_bytes(4, "little"))
         pieces.append(content)
     return b"".join(pieces)
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import types
 
-from karvan import _native
 from karvan.data.columns.declarations import is_text
 from karvan.data.errors import DataError, located
+from karvan.native import _native
 
 _LISTS = {"bytes": "bytes_list", "floats": "float_list", "integers": "int64_list"}
 _LEAVES = {"bytes": pa.binary(), "floats": pa.float32(), "integers": pa.int64()}

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import fs
 
-from karvan import _native
 from karvan.data.errors import DataError
 from karvan.data.formats.paths import PathLike
 from karvan.data.formats.records.inflate import ByteStream
 from karvan.data.formats.records.source import RUN, Index, RecordSource
 from karvan.data.formats.records.tf_example import Bytes, Payloads, Places
 from karvan.data.formats.records.writer import RecordFileWriter
+from karvan.native import _native
 
 _HEAD = 12
 _CUT_OFF = "The record is cut off: the file ends before it does."
