@@ -20,7 +20,8 @@ class FeatureTensors(NamedTuple):
     """A feature's ids in one batch, for stores that take tensors.
 
     keys: int64, `FeatureSpec.stack` for each id. weights: float32, of ids. layout: of the output. Its offsets
-    are those of the batch, int64, which nobody has checked yet.
+    are those of the batch, int64, which nobody has checked yet. Of a padded sample, ids beyond the layout's
+    length are not looked up.
     """
 
     keys: Tensor

@@ -1,0 +1,271 @@
+"""A store in plain torch: rows in dicts, ids as tensors, autograd for pooling; nothing of the native core."""
+
+import numpy as np
+import torch
+
+from karvan.store.base import Store
+from karvan.store.capture import Capture
+from karvan.store.program import LookupPlan
+from karvan.store.types import Found, GradientFlags, Push, Rows
+
+COUNTERS = ("inserted", "evicted", "rejected", "dropped_gradients", "skipped_updates", "moved")
+
+
+class _Row:
+    def __init__(self, vector, state):
+        self.vector, self.state, self.count, self.last = vector, state, 0, 0
+
+
+class DictStore(Store):
+    """Tables of float32 rows that start constant, without policies, for SGD and Adam."""
+
+    def __init__(self):
+        self._specs, self._rows, self._initial, self._versions, self._counters = {}, {}, {}, {}, {}
+        self._removed = {}  # table → key → the version at which its row was removed
+
+    @property
+    def takes_tensors(self):
+        return True
+
+    def add_table(self, spec):
+        known = self._specs.setdefault(spec.name, spec)
+        expected = ("float32", "constant", "always", "never")
+        if known != spec or (spec.dtype, spec.init[0], spec.admit[0], spec.evict[0]) != expected:
+            raise ValueError(
+                f"DictStore expects one table '{spec.name}' of {expected}, got {known} and {spec}."
+            )
+        self._rows[spec.name], self._removed[spec.name] = {}, {}
+        self._initial[spec.name], self._versions[spec.name] = torch.empty(0), 0
+        self._counters[spec.name] = dict.fromkeys(COUNTERS, 0)
+
+    def set_state(self, table, initial, fresh):
+        self._initial[table] = torch.tensor(initial, dtype=torch.float32)
+        for row in self._rows[table].values():
+            if fresh or len(row.state) != len(initial):
+                row.state = self._initial[table].clone()
+
+    def lookup(self, keys, *, training, step, now):
+        return {
+            table: self._lookup(table, each.tolist(), counts.tolist(), step if training else None)
+            for table, (each, counts) in keys.items()
+        }
+
+    def _lookup(self, table, keys, counts, step):
+        spec, rows = self._specs[table], self._rows[table]
+        vectors = np.zeros((len(keys), spec.dim), np.float32)
+        for at, (key, count) in enumerate(zip(keys, counts, strict=True)):
+            if step is not None:
+                if key not in rows:
+                    rows[key] = _Row(torch.full((spec.dim,), spec.init[1]), self._initial[table].clone())
+                    self._counters[table]["inserted"] += 1
+                rows[key].count += count
+                rows[key].last = step
+            if key in rows:
+                vectors[at] = rows[key].vector.numpy()
+        self._versions[table] += step is not None
+        return Found(vectors, self._versions[table])
+
+    def prepare(self, program, inputs, *, training=None, step=0, now=0.0):
+        return DictLookup(program, inputs)
+
+    def forward(self, program, inputs, *, training, step, now):
+        lookup = inputs if isinstance(inputs, DictLookup) else DictLookup(program, inputs)
+        found = self.lookup(lookup.keys, training=training, step=step, now=now)
+        lookup.pool({table: torch.from_numpy(each.vectors) for table, each in found.items()})
+        return LookupPlan(None, {table: each.version for table, each in found.items()}, lookup)
+
+    def hold(self, plan, gradients):
+        return plan.remote.gradients(gradients)
+
+    def update(self, program, gradients, rules, steps):
+        pushes = {}
+        for slot, table in enumerate(program.tables):
+            if table not in rules:
+                continue
+            if not all(one.finite()[slot] for _, one in gradients):
+                self.skip(table)
+                continue
+            pushes[table] = [
+                Push(*one.sums[table], plan.versions[table]) for plan, one in gradients if table in one.sums
+            ]
+        self.apply(pushes, rules, steps)
+
+    def apply(self, pushes, rules, steps):
+        for table, listed in pushes.items():
+            total = {}
+            for push in listed:
+                for key, gradient in zip(push.keys.tolist(), torch.from_numpy(push.gradients), strict=True):
+                    if self._removed[table].get(key, -1) > push.version:
+                        self._counters[table]["dropped_gradients"] += 1
+                    else:
+                        total[key] = total.get(key, 0) + gradient
+            for key, gradient in total.items():
+                _step(rules[table], self._rows[table][key], gradient)
+            self._versions[table] += 1
+
+    def skip(self, table):
+        self._counters[table]["skipped_updates"] += 1
+
+    def evict(self, table, *, step, now):
+        return 0
+
+    def erase(self, table, keys):
+        gone = [key for key in keys.tolist() if self._rows[table].pop(key, None) is not None]
+        self._versions[table] += 1
+        self._removed[table].update(dict.fromkeys(gone, self._versions[table]))
+        self._counters[table]["evicted"] += len(gone)
+        return len(gone)
+
+    def clear(self, table):
+        self.erase(table, np.array(list(self._rows[table]), np.int64))
+
+    def version(self, table):
+        return self._versions[table]
+
+    def evicted_since(self, table, version):
+        return np.array([key for key, at in self._removed[table].items() if at > version], np.int64)
+
+    def snapshot(self, table, part=0, parts=1):
+        if parts != 1:
+            raise ValueError(f"DictStore expects snapshots in one part, got {parts}.")
+        rows = sorted(self._rows[table].items())
+        widths = self._specs[table].dim, len(self._initial[table])
+        vectors, state = (
+            np.array([getattr(row, name).numpy() for _, row in rows], np.float32).reshape(len(rows), width)
+            for name, width in zip(("vector", "state"), widths, strict=True)
+        )
+        counts, last = (
+            np.array([getattr(row, name) for _, row in rows], np.uint32) for name in ("count", "last")
+        )
+        return Rows(np.array([key for key, _ in rows], np.int64), vectors, state, counts, last)
+
+    def load(self, table, rows):
+        for key, vector, state, count, last in zip(*rows, strict=True):
+            row = _Row(torch.from_numpy(vector.copy()), torch.from_numpy(state.copy()))
+            row.count, row.last = int(count), int(last)
+            self._rows[table][int(key)] = row
+        self._versions[table] += 1
+
+    def capture(self, tables, parts, since=None, *, track=False):
+        if since is not None:
+            raise ValueError("DictStore does not know what has changed since a capture.")
+        return DictCapture({table: self.snapshot(table, 0, parts[table]) for table in tables}, self._versions)
+
+    def extra(self, table):
+        return {}
+
+    def load_extra(self, table, extra):
+        assert not extra
+
+    def stats(self, table):
+        rows = self._rows[table]
+        size = 4 * sum(len(row.vector) + len(row.state) for row in rows.values())
+        return {"rows": len(rows), "bytes": size, **self._counters[table]}
+
+
+class DictCapture(Capture):
+    """A copy of all rows."""
+
+    def __init__(self, rows, versions):
+        self._rows, self.versions = rows, {table: versions[table] for table in rows}
+
+    def part(self, table, part):
+        return self._rows.pop(table)
+
+    def erased(self, table):
+        return np.empty(0, np.int64)
+
+    def close(self):
+        self._rows.clear()
+
+
+class DictGradients(GradientFlags):
+    """Distinct keys and their gradients, for tables that have any."""
+
+    def __init__(self, tables, sums):
+        finite = [table not in sums or bool(np.isfinite(sums[table][1]).all()) for table in tables]
+        super().__init__(finite, [table in sums for table in tables])
+        self.sums = sums
+
+
+class DictLookup:
+    """A batch: its distinct keys, then its outputs, which depend on the vectors of these by autograd."""
+
+    plan = None
+
+    def __init__(self, program, inputs):
+        self._program, self._inputs = program, inputs
+        self._places = [_Places(*pair) for pair in zip(program.features, inputs, strict=True)]
+        self.keys, self._inverse = {}, {}
+        for table in program.tables:
+            users = [i for i, feature in enumerate(program.features) if feature.table == table]
+            keys = [self._places[i].keys for i in users]
+            unique, inverse, counts = torch.cat(keys).unique(return_inverse=True, return_counts=True)
+            self.keys[table] = unique.numpy(), counts.numpy().astype(np.uint32)
+            self._inverse.update(zip(users, inverse.split([len(each) for each in keys]), strict=True))
+
+    def pool(self, vectors):
+        with torch.enable_grad():
+            self._leaves = {table: each.requires_grad_() for table, each in vectors.items()}
+            self._outs = [self._pooled(i) for i in range(len(self._inputs))]
+
+    def _pooled(self, i):
+        feature, at = self._program.features[i], self._places[i]
+        vectors = self._leaves[feature.table][self._inverse[i]].view(len(at.out), feature.stack, feature.dim)
+        cells = vectors.sum(1) * at.weights[:, None]
+        total = torch.zeros(at.outputs, feature.dim).index_add(0, at.out, cells)
+        if feature.mode != "pooled" or feature.combiner == "sum":
+            return total
+        power = 1 if feature.combiner == "mean" else 2
+        sums = torch.zeros(at.outputs).index_add(0, at.out, at.weights**power) ** (1 / power)
+        return total / torch.where(sums > 0, sums, 1.0)[:, None]
+
+    def take(self):
+        return [(out.detach().clone(), one.layout) for out, one in zip(self._outs, self._inputs, strict=True)]
+
+    def gradients(self, gradients):
+        given = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        touched = {self._program.features[i].table for i in given}
+        leaves = {table: leaf for table, leaf in self._leaves.items() if table in touched}
+        sums = torch.autograd.grad(
+            [self._outs[i] for i in given], list(leaves.values()), [gradients[i] for i in given]
+        )
+        made = {}
+        for table, values in zip(leaves, sums, strict=True):
+            having = [self._inverse[i] for i in given if self._program.features[i].table == table]
+            positions = torch.cat(having).unique().numpy()
+            made[table] = self.keys[table][0][positions], values.numpy()[positions]
+        return DictGradients(self._program.tables, made)
+
+
+class _Places:
+    """The ids of a feature that are looked up, their weights, and which vector of the output each adds to."""
+
+    def __init__(self, feature, tensors):
+        keys, weights, layout = tensors
+        weights = torch.ones(layout.ids) if weights is None else weights
+        lengths = layout.lengths()
+        sample = torch.repeat_interleave(torch.arange(layout.samples), lengths)
+        at = torch.arange(layout.ids) - (lengths.cumsum(0) - lengths)[sample]
+        kept = at < layout.length if feature.mode == "padded" else torch.ones(layout.ids, dtype=torch.bool)
+        self.keys = keys.view(layout.ids, feature.stack)[kept].reshape(-1)
+        self.weights = weights[kept]
+        self.outputs, self.out = {
+            "pooled": (layout.samples, sample),
+            "padded": (layout.samples * layout.length, (sample * layout.length + at)[kept]),
+            "cells": (layout.ids, torch.arange(layout.ids)),
+        }[feature.mode]
+
+
+def _step(rule, row, gradient):
+    gradient = gradient + rule.weight_decay * row.vector
+    if rule.kind == "sgd":
+        row.vector = row.vector - rule.lr * gradient
+    elif rule.kind == "adam":
+        first, second = row.state.chunk(2)
+        first = rule.beta1 * first + (1 - rule.beta1) * gradient
+        second = rule.beta2 * second + (1 - rule.beta2) * gradient**2
+        row.state = torch.cat([first, second])
+        row.vector = row.vector - rule.alpha * first / (second.sqrt() + rule.eps)
+    else:
+        raise ValueError(f"DictStore knows the rules sgd and adam, got {rule.kind}.")
