@@ -3,6 +3,9 @@
 An id is a 64-bit pattern. torch has no unsigned 64-bit arithmetic, so ids travel as int64 tensors, and every
 function here reads them as unsigned: -1 is 2**64 - 1. The results equal those of the named systems, bit for
 bit, because a trained row can only be found under the id it was trained with.
+
+The native core computes with tensors on a CPU, the kernels of `karvan.kernels` with those on a GPU: the same
+bits, and nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from karvan import kernels
 from karvan.native import _native
 
 # Not Sequence: a str is one as well, and would be hashed letter by letter.
@@ -42,7 +46,7 @@ def farm(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
     """
     if isinstance(data, bytes | str):
         return _native.farm64(_encode(data))
-    return _hash_rows("farm", data)
+    return _hash_rows("farm", data, None)
 
 
 @overload
@@ -53,7 +57,7 @@ def murmur(data: bytes | str | Strings | ByteRagged) -> int | Tensor:
     """MurmurHash64A with seed 0 (RecIS `Hash("murmur")`), for the same kinds of data as `farm`."""
     if isinstance(data, bytes | str):
         return _native.murmur64a(_encode(data), 0)
-    return _hash_rows("murmur", data)
+    return _hash_rows("murmur", data, None)
 
 
 HASHES = ("farm", "murmur", "farm63", "murmur63")
@@ -66,10 +70,9 @@ def hash_strings(data: Strings | ByteRagged, kind: str, size: int | None = None)
     `Varlen(hash=…, bucket=…)` and `Feature.hash` give a string the same id.
     """
     check_hash(kind, size)
-    hashes = farm(data) if kind.startswith("farm") else murmur(data)
     if kind.endswith("63"):
         size = 0
-    return hashes if size is None else bucket(hashes, size)
+    return _hash_rows(kind.removesuffix("63"), data, size)
 
 
 def check_hash(kind: str, size: int | None) -> None:
@@ -97,10 +100,14 @@ def mod(ids: Tensor, modulus: int | Tensor) -> Tensor:
 
     A tensor has a modulus for each id; its values are not checked.
     """
-    if isinstance(modulus, int) and not 1 <= modulus < 1 << 63:
-        raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
-    # Most ids are not negative. On a GPU this test alone would wait for all queued work.
-    if _ids(ids).is_cpu and (not ids.numel() or int(ids.amin()) >= 0):
+    if isinstance(modulus, int):
+        _check_modulus(modulus)
+    if kernels.on_gpu(_ids(ids)):
+        from karvan.kernels.id_arithmetic import remainders
+
+        return remainders(ids, modulus)
+    # Most ids are not negative. On other devices this test alone would wait for all queued work.
+    if ids.is_cpu and (not ids.numel() or int(ids.amin()) >= 0):
         return ids % modulus
     # Halved, an id fits into the 63 bits of a positive int64; doubling its remainder and adding the lost bit
     # gives the remainder of the full id.
@@ -134,10 +141,26 @@ def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
     The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
     `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.
     """
-    flat = _ids(ids).reshape(-1).cpu().contiguous()
-    out = torch.empty(flat.numel() * max(rounds, 0), dtype=torch.int64)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, but is {rounds}.")
+    if not 1 <= size <= ((1 << 63) - 1) // rounds:
+        raise ValueError(
+            f"size must be at least 1 and rounds * size below 2^63, "
+            f"but size is {size} and rounds is {rounds}."
+        )
+    if kernels.on_gpu(_ids(ids)):
+        from karvan.kernels.id_arithmetic import hash_stacks
+
+        return hash_stacks(ids, rounds, size)
+    flat = ids.reshape(-1).cpu().contiguous()
+    out = torch.empty(flat.numel() * rounds, dtype=torch.int64)
     _native.hash_stack(flat.numpy(), rounds, size, out.numpy())
     return out.reshape(*ids.shape, rounds).to(ids.device)
+
+
+def _check_modulus(modulus: int) -> None:
+    if not 1 <= modulus < 1 << 63:
+        raise ValueError(f"A modulus must be from 1 to 2**63 - 1, but is {modulus}.")
 
 
 def _encode(text: bytes | str) -> bytes:
@@ -152,7 +175,8 @@ def _ids(ids: Tensor) -> Tensor:
     return ids
 
 
-def _hash_rows(kind: str, data: Strings | ByteRagged) -> Tensor:
+def _hash_rows(kind: str, data: Strings | ByteRagged, size: int | None) -> Tensor:
+    """The hashes of strings; with a size, `bucket` of them."""
     if isinstance(data, list | tuple):
         rows = [_encode(row) for row in data]
         values = np.frombuffer(b"".join(rows), np.uint8)
@@ -163,10 +187,33 @@ def _hash_rows(kind: str, data: Strings | ByteRagged) -> Tensor:
         if data.values.dtype != torch.uint8 or data.values.dim() != 1:
             received = f"{data.values.dtype} of shape {tuple(data.values.shape)}"
             raise TypeError(f"Strings to hash must be 1-D torch.uint8 values, but are {received}.")
+        if kernels.on_gpu(data.values):
+            return _hash_on_gpu(kind, data.values, data.offsets, size)
         values = data.values.cpu().contiguous().numpy()
         starts = torch.arange(len(values) + 1) if data.offsets is None else data.offsets
         bounds = starts.cpu().contiguous().numpy()
         device = data.values.device
     out = torch.empty(max(len(bounds) - 1, 0), dtype=torch.int64)
     _native.hash_bytes(kind, values, bounds, out.numpy())
-    return out.to(device)
+    hashes = out.to(device)
+    return hashes if size is None else bucket(hashes, size)
+
+
+def _hash_on_gpu(kind: str, values: Tensor, offsets: Tensor | None, size: int | None) -> Tensor:
+    from karvan.kernels.farm import farm_rows
+    from karvan.kernels.murmur import murmur_rows
+    from karvan.kernels.rows import check_offsets
+
+    if size:
+        _check_modulus(size)
+    if offsets is not None:
+        if offsets.dtype != torch.int64 or offsets.dim() != 1 or not offsets.shape[0]:
+            received = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+            raise TypeError(f"Offsets must be 1-D torch.int64 with rows + 1 entries, but are {received}.")
+        if offsets.device != values.device:
+            raise ValueError(
+                f"Offsets must be on {values.device} like the values, but are on {offsets.device}."
+            )
+        check_offsets(offsets, values.shape[0], whole=False)
+    hash_rows = farm_rows if kind == "farm" else murmur_rows
+    return hash_rows(values, offsets, size=-1 if size is None else size)

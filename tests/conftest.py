@@ -18,6 +18,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import torch  # after that, as it reads the variable
+
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter, on CPU tensors. Triton reads this when it is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _tests = 0
 _SUPPORT = Path(__file__).parent / "support"
 

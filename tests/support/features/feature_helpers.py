@@ -72,6 +72,8 @@ def same(a, b):
 
 
 def bits(tensor):
+    if not tensor.numel():  # whose strides may be any
+        return b""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

@@ -1,0 +1,196 @@
+"""FarmHash Fingerprint64 of strings, one string a lane; see csrc/hash/farm.cpp for the same on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from karvan.kernels.jit import Bytes, Ids, Integer, Lanes, device_function, kernel, launch, tl
+from karvan.kernels.words import as_id, combined, first_word, fold, load_word, rotate, row_bounds, word_at
+
+_K0, _K1, _K2 = 0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F
+_MASK = (1 << 64) - 1
+_Y = (81 * _K1 + 113) & _MASK
+_Z = (_Y * _K2 + 113) & _MASK
+
+PRIME0 = tl.constexpr(_K0)
+PRIME1 = tl.constexpr(_K1)
+PRIME2 = tl.constexpr(_K2)
+# The state of long strings before their first block, with a seed of 81.
+START_X = tl.constexpr(81 * _K2 & _MASK)
+START_Y = tl.constexpr(_Y)
+START_Z = tl.constexpr((_Z ^ _Z >> 47) * _K2 & _MASK)
+
+_BLOCK = 128
+
+
+@device_function
+def join(u: Lanes, v: Lanes, by: Lanes) -> Lanes:
+    """Two words as one."""
+    inner = fold((u ^ v) * by)
+    return fold((v ^ inner) * by) * by
+
+
+@device_function
+def hash_to_16(first: Lanes, last: Lanes, size: Lanes) -> Lanes:
+    """The hash of strings of at most 16 bytes, from their first eight bytes and their last eight."""
+    by = PRIME2 + size * 2
+    # Up to 3 bytes: the first, the middle one and the last.
+    middle = (first >> (((size >> 1) * 8) & 63)) & 0xFF
+    end = (first >> (((size - 1) * 8) & 63)) & 0xFF
+    y = (first & 0xFF) + (middle << 8)
+    tiny = fold((y * PRIME2) ^ ((size + (end << 2)) * PRIME0)) * PRIME2
+    # From 4 to 7 bytes two words of 32 bits, from 8 on two of 64.
+    a = first + PRIME2
+    u = tl.where(size < 8, size + ((first & 0xFFFFFFFF) << 3), rotate(last, 37) * by + a)
+    v = tl.where(size < 8, (first >> (((size - 4) * 8) & 63)) & 0xFFFFFFFF, (rotate(a, 25) + last) * by)
+    return tl.where(size == 0, PRIME2, tl.where(size < 4, tiny, join(u, v, by)))
+
+
+@device_function
+def absorb32(w0: Lanes, w1: Lanes, w2: Lanes, w3: Lanes, a: Lanes, b: Lanes) -> Lanes:
+    """Four words mixed into a pair."""
+    start = a + w0
+    total = start + w1 + w2
+    return total + w3, rotate(b + start + w3, 21) + rotate(total, 44) + start
+
+
+@device_function
+def absorb64(
+    values: Bytes,
+    at: Lanes,
+    mask: Lanes,
+    x: Lanes,
+    y: Lanes,
+    z: Lanes,
+    v0: Lanes,
+    v1: Lanes,
+    w0: Lanes,
+    w1: Lanes,
+    by: Lanes,
+    scale: tl.constexpr,
+) -> Lanes:
+    """The state after a block of 64 bytes: x, y, z and two pairs."""
+    address = (values + at).to(tl.int64)
+    skipped = address & 7
+    address = address - skipped
+    shift = (skipped * 8).to(tl.uint64)
+    a0 = load_word(address, mask)
+    a1 = load_word(address + 8, mask)
+    a2 = load_word(address + 16, mask)
+    a3 = load_word(address + 24, mask)
+    a4 = load_word(address + 32, mask)
+    a5 = load_word(address + 40, mask)
+    a6 = load_word(address + 48, mask)
+    a7 = load_word(address + 56, mask)
+    a8 = load_word(address + 64, mask & (skipped > 0))
+    b0 = combined(a0, a1, shift)
+    b1 = combined(a1, a2, shift)
+    b2 = combined(a2, a3, shift)
+    b3 = combined(a3, a4, shift)
+    b4 = combined(a4, a5, shift)
+    b5 = combined(a5, a6, shift)
+    b6 = combined(a6, a7, shift)
+    b7 = combined(a7, a8, shift)
+    new_x = (rotate(x + y + v0 + b1, 37) * by) ^ (w1 * scale)
+    new_y = rotate(y + v1 + b6, 42) * by + v0 * scale + b5
+    new_z = rotate(z + w0, 33) * by
+    new_v0, new_v1 = absorb32(b0, b1, b2, b3, v1 * by, new_x + w0)
+    new_w0, new_w1 = absorb32(b4, b5, b6, b7, new_z + w1, new_y + b2)
+    return new_z, new_y, new_x, new_v0, new_v1, new_w0, new_w1
+
+
+@device_function
+def hash_long(values: Bytes, start: Lanes, length: Lanes, first: Lanes) -> Lanes:
+    """The hash of strings of more than 64 bytes; lanes with shorter ones are ignored."""
+    long = length > 64
+    zero = first & 0
+    x = first + START_X
+    y = zero + START_Y
+    z = zero + START_Z
+    v0 = zero
+    v1 = zero
+    w0 = zero
+    w1 = zero
+    by = zero + PRIME1
+    # The last block ends where the string ends: it overlaps the one before unless the length divides by 64.
+    blocks = tl.where(long, (length - 1) >> 6, 0)
+    most = tl.max(blocks, axis=0)
+    index = most & 0
+    while index < most:  # triton's interpreter has no range of numbers that a kernel computes
+        active = index < blocks
+        at = start + index * 64
+        nx, ny, nz, nv0, nv1, nw0, nw1 = absorb64(values, at, active, x, y, z, v0, v1, w0, w1, by, 1)
+        x = tl.where(active, nx, x)
+        y = tl.where(active, ny, y)
+        z = tl.where(active, nz, z)
+        v0 = tl.where(active, nv0, v0)
+        v1 = tl.where(active, nv1, v1)
+        w0 = tl.where(active, nw0, w0)
+        w1 = tl.where(active, nw1, w1)
+        index += 1
+    by = ((z & 0xFF) << 1) + PRIME1
+    w0 = w0 + ((length - 1) & 63).to(tl.uint64)
+    v0 = v0 + w0
+    w0 = w0 + v0
+    at = start + length - 64
+    x, y, z, v0, v1, w0, w1 = absorb64(values, at, long, x, y, z, v0, v1, w0, w1, by, 9)
+    return join(join(v0, w0, by) + fold(y) * PRIME0 + z, join(v1, w1, by) + x, by)
+
+
+@kernel
+def farm_kernel(
+    values: Bytes,
+    offsets: Ids,
+    total: Integer,
+    width: Integer,
+    size: Integer,
+    out: Ids,
+    rows: Integer,
+    ragged: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """The ids of `block` strings a program."""
+    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = row < rows
+    start, length = row_bounds(offsets, row, inside, total, width, ragged)
+    n = length.to(tl.uint64)
+    end = start + length
+    longest = tl.max(length, axis=0)
+    first = first_word(values, start, length)
+    last = word_at(values, end - 8, length >= 8)
+    hashes = hash_to_16(first, last, n)
+    if longest > 16:
+        by = PRIME2 + n * 2
+        more = length > 16
+        a = first * tl.where(length > 32, PRIME2, PRIME1)
+        b = word_at(values, start + 8, more)
+        c = last * by
+        y = rotate(a + b, 43) + rotate(c, 30) + word_at(values, end - 16, more) * PRIME2
+        z = join(y, a + rotate(b + PRIME2, 18) + c, by)
+        hashes = tl.where(more, z, hashes)
+        if longest > 32:
+            more = length > 32
+            e = word_at(values, start + 16, more) * by
+            f = word_at(values, start + 24, more)
+            g = (y + word_at(values, end - 32, more)) * by
+            h = (z + word_at(values, end - 24, more)) * by
+            u = rotate(e + f, 43) + rotate(g, 30) + h
+            hashes = tl.where(more, join(u, e + rotate(f + a, 18) + g, by), hashes)
+        if longest > 64:
+            hashes = tl.where(length > 64, hash_long(values, start, length, first), hashes)
+    tl.store(out + row, as_id(hashes, size), mask=inside)
+
+
+def farm_rows(values: Tensor, offsets: Tensor | None, width: int = 1, size: int = -1) -> Tensor:
+    """The ids of strings: rows of bytes by int64 offsets, or all of one width.
+
+    Size -1 means all 64 bits, 0 the lower 63, and a positive one buckets.
+    """
+    values = values.contiguous()
+    rows = values.shape[0] // width if offsets is None else offsets.shape[0] - 1
+    out = torch.empty(rows, dtype=torch.int64, device=values.device)
+    bounds = out if offsets is None else offsets.contiguous()
+    settings = (values.shape[0], width, size)
+    launch(farm_kernel, rows, _BLOCK, out, values, bounds, *settings, ragged=offsets is not None)
+    return out
