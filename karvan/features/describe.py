@@ -30,7 +30,7 @@ def describe_step(step: ChainStep) -> str:
         return f"{describe_step(step.clip)}.{describe_step(Log1p())}"
     settings: list[Any] = []
     if dataclasses.is_dataclass(step):
-        fields = dataclasses.fields(step)
+        fields = [field for field in dataclasses.fields(step) if not field.metadata.get("derived")]
         settings = [getattr(step, field.name) for field in fields]
         while settings and settings[-1] == fields[len(settings) - 1].default:
             settings.pop()

@@ -146,7 +146,7 @@ class Feature:
 
     def bucketize(self, boundaries: Sequence[float]) -> Feature:
         """How many boundaries are not above the value; NaN becomes no id."""
-        return self.then(Bucketize(tuple(boundaries)))
+        return self.then(Bucketize(tuple(boundaries), self._has_no_nan()))
 
     def log1p(self) -> Feature:
         """log(1 + x)."""
@@ -181,12 +181,17 @@ class Feature:
         without one. NaN becomes the default if there is one, else no id.
         """
         if buckets is not None:
-            return self.then(ToIds(buckets, default))
+            return self.then(ToIds(buckets, default, self._has_no_nan()))
         if default is not None:
             raise ValueError(
                 f"Feature '{self.name}', to_ids: expected buckets together with a default, but received none."
             )
         return self.then(ParseIds())
+
+    def _has_no_nan(self) -> bool:
+        """Whether the last step leaves no NaN, so that the next one need not look for it."""
+        last = self.ops[-1] if self.ops else None
+        return isinstance(last, FillMissing) and last.missing is None and not math.isnan(last.value)
 
     # Rows
 

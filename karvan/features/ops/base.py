@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from karvan import kernels
 from karvan.batch_slicing import join_rows, rows_of, split_rows, values_of
 from karvan.features.ops.layout import check_rows, describe, flat_values, is_text, kind_of, with_values
 from karvan.features.ops.missing_values import present, restored
@@ -25,6 +26,9 @@ _WORTH_JOINING = 16_384
 """From this many values per entry, separate calls cost less than copying the entries into one tensor."""
 
 Number = int | float
+
+DERIVED = {"derived": True}
+"""Metadata of a field that follows from the steps before: it does not belong to the description of a step."""
 
 
 class ChainStep(ABC):
@@ -38,6 +42,9 @@ class ChainStep(ABC):
 
     row_wise: ClassVar[bool] = True
     """Whether a row of the result depends on the same row of the entries alone."""
+
+    sized_by_shapes: ClassVar[bool] = False
+    """Whether the shapes of the entries alone say how large the result is: no GPU must be asked."""
 
     takes_missing: ClassVar[bool] = False
     """Whether the step sees which values are missing; others run on the present values."""
@@ -170,7 +177,15 @@ class GroupRowOp(Op):
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """Computes the rows of all entries as one entry, and splits the result."""
+        """Computes the rows of all entries as one entry, and splits the result.
+
+        To split ragged rows on a GPU is to wait for it, so ops that need not wait run one after the other.
+        """
+        if len(ops) > 1 and cls.sized_by_shapes and kernels.on_gpu(values_of(arguments[0][0])):
+            return [
+                cls.run_joined([op], list(entries), [rows_of(entries[0])])
+                for op, entries in zip(ops, arguments, strict=True)
+            ]
         joined = [join_rows(entries) for entries in zip(*arguments, strict=True)]
         counts = [rows_of(entries[0]) for entries in arguments]
         return split_rows(cls.run_joined(ops, joined, counts), counts)
@@ -207,11 +222,17 @@ def spread(settings: Sequence[tuple[Number, ...]], counts: Sequence[int], like: 
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.int64 if all(isinstance(number, int) for number in column) else wide
         constants = _constants(column[:1] if alike else column, dtype, like.device)
-        if not alike:
-            repeats = torch.tensor(counts, device=like.device)
-            constants = torch.repeat_interleave(constants, repeats, output_size=sum(counts))
-        tensors.append(constants)
+        tensors.append(constants if alike else repeated(constants, counts))
     return tensors
+
+
+def repeated(numbers: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each number as often as its count says."""
+    if kernels.on_gpu(numbers):  # a copy of the counts to a GPU would wait for it
+        parts = zip(torch.split(numbers, 1), counts, strict=True)
+        return torch.cat([number.expand(count) for number, count in parts])
+    repeats = torch.tensor(counts, device=numbers.device)
+    return torch.repeat_interleave(numbers, repeats, output_size=sum(counts))
 
 
 @functools.lru_cache(maxsize=1024)

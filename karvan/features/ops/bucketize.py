@@ -6,14 +6,14 @@ import bisect
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from karvan.features.ops.base import GroupElementOp, Number, Op, expect_numbers, floats
+from karvan.features.ops.base import DERIVED, GroupElementOp, Number, Op, expect_numbers, floats, repeated
 from karvan.features.ops.missing_values import without_nan
 from karvan.features.ops.numbers import INT64, NumberOp
 from karvan.ragged import Entry
@@ -23,11 +23,12 @@ from karvan.ragged import Entry
 class ToIds(NumberOp):
     """Numbers rounded to ids from 0 up to the number of buckets; a default for all others.
 
-    Without a default, which is 0 then, NaN has no id.
+    Without a default, which is 0 then, NaN has no id. `filled`: the step before leaves no NaN.
     """
 
     buckets: int
     default: int | None
+    filled: bool = field(default=False, metadata=DERIVED)
     name: ClassVar[str] = "to_ids"
 
     def __post_init__(self) -> None:
@@ -55,16 +56,20 @@ class ToIds(NumberOp):
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """NaN gets no id unless there is a default."""
-        results = super().run_group(ops, arguments)
-        assert isinstance(ops[0], ToIds)
-        return without_nan(results, [entry for (entry,) in arguments]) if ops[0].default is None else results
+        own = [op for op in ops if isinstance(op, ToIds)]
+        certain = [op.filled or op.default is not None for op in own]
+        return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments], certain)
 
 
 @dataclass(frozen=True)
 class Bucketize(GroupElementOp):
-    """How many boundaries are not above the value: bucket 0 lies below the first, NaN in none."""
+    """How many boundaries are not above the value: bucket 0 lies below the first, NaN in none.
+
+    `filled`: the step before leaves no NaN.
+    """
 
     boundaries: tuple[float, ...]
+    filled: bool = field(default=False, metadata=DERIVED)
     name: ClassVar[str] = "bucketize"
 
     def __post_init__(self) -> None:
@@ -78,16 +83,20 @@ class Bucketize(GroupElementOp):
 
     def settings(self) -> Hashable:
         """Boundaries may differ, unless there are so many that the table of all ops would be large."""
-        return None if len(self.boundaries) <= 128 else self
+        return None if len(self.boundaries) <= 128 else self.boundaries
 
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """NaN gets no id."""
-        return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments])
+        certain = [op.filled for op in ops if isinstance(op, Bucketize)]
+        return without_nan(super().run_group(ops, arguments), [entry for (entry,) in arguments], certain)
 
     @classmethod
     def compute_group(cls, ops: Sequence[Op], values: Tensor, counts: Sequence[int]) -> Tensor:
-        """One search among the boundaries of all ops; a table maps the result to the bucket of each op."""
+        """One search among the boundaries of all ops; a table maps the result to the bucket of each op.
+
+        torch's search and lookup suit a GPU as well: two passes over the values, and nothing waits.
+        """
         boundaries = tuple(op.boundaries for op in ops if isinstance(op, Bucketize))
         alike = all(row == boundaries[0] for row in boundaries)
         dtype = values.dtype if values.is_floating_point() else torch.int64
@@ -97,8 +106,7 @@ class Bucketize(GroupElementOp):
         if alike:
             return table[index]
         first = torch.arange(len(ops), device=values.device) * (union.shape[0] + 1)
-        repeats = torch.tensor(counts, device=values.device)
-        return table[index + torch.repeat_interleave(first, repeats, output_size=sum(counts))]
+        return table[index + repeated(first, counts)]
 
 
 def _whole(values: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from karvan import ids
+from karvan import ids, kernels
 from karvan.batch_slicing import as_offsets, offsets_from, rows_of, values_of
-from karvan.features.ops.base import RowOp, expect_ids
+from karvan.features.ops.base import Op, RowOp, expect_ids
 from karvan.features.ops.layout import as_ragged, check_rows, describe, keep, row_numbers
 from karvan.ragged import Entry, NestedRagged, OptionalRagged, Ragged
 
@@ -49,6 +50,20 @@ class Cross(RowOp):
             if isinstance(entry, Ragged) and entry.values.dim() != 1:
                 raise ValueError(f"expected plain ids, but received vectors, {describe(entry)}.")
 
+    @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """On a GPU each cross by itself: to split joined rows would wait for the GPU once more."""
+        columns = [
+            [as_ragged(e) for e in entries if not isinstance(e, NestedRagged)] for entries in arguments
+        ]
+        one_each = all(column.offsets is None for column in columns[0])
+        if one_each or not all(kernels.may_copy(c.values) for each in columns for c in each):
+            return super().run_group(ops, arguments)
+        return [
+            _kind_of_cross(entries)(*parts)
+            for entries, parts in zip(arguments, cross_by_kernels(columns), strict=True)
+        ]
+
     def run_rows(self, *entries: Entry) -> Entry:
         """A tensor if every column has exactly one id a row, as tensors do."""
         columns = [as_ragged(entry) for entry in entries if not isinstance(entry, NestedRagged)]
@@ -76,8 +91,11 @@ class Cross(RowOp):
             None if column.weights is None else column.weights[at]
             for column, at in zip(columns, index, strict=True)
         ]
-        kind = OptionalRagged if all(map(_at_most_one, entries)) else Ragged
-        return kind(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+        return _kind_of_cross(entries)(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+
+
+def _kind_of_cross(entries: tuple[Entry, ...]) -> type[Ragged]:
+    return OptionalRagged if all(map(_at_most_one, entries)) else Ragged
 
 
 def _at_most_one(entry: Entry) -> bool:
@@ -110,9 +128,67 @@ def _distinct(column: Ragged) -> Ragged:
     return keep(column, first)
 
 
+class _DistinctIds(NamedTuple):
+    """The distinct ids of each row at the start of its part of the values."""
+
+    values: Tensor
+    weights: Tensor | None
+    starts: Tensor
+    lengths: Tensor
+
+
+def _distinct_ids(column: Ragged) -> _DistinctIds:
+    """As `_distinct`, without waiting for a GPU: there is as much memory as if all ids were distinct."""
+    offsets, count = as_offsets(column), column.values.shape[0]
+    if column.offsets is None or not count:
+        return _DistinctIds(column.values, column.weights, offsets[:-1], offsets.diff())
+    row = row_numbers(offsets.diff(), count)
+    order = torch.argsort(column.values, stable=True)
+    order = order[torch.argsort(row[order], stable=True)]
+    values, row = column.values[order], row[order]
+    new = (values[1:] != values[:-1]) | (row[1:] != row[:-1])
+    first = torch.ones_like(order, dtype=torch.bool).index_put_((order[1:],), new)
+    before = offsets_from(first.to(torch.int64))
+    # Where each id goes that is the first of its kind; others go behind the end.
+    target = torch.where(first, before[:-1], count)
+    numbers = torch.arange(count, device=order.device)
+    index = order.new_zeros(count + 1).index_put_((target,), numbers)[:-1]
+    bounds = before[offsets]
+    weights = None if column.weights is None else column.weights[index]
+    return _DistinctIds(column.values[index], weights, bounds[:-1], bounds.diff())
+
+
+def cross_by_kernels(crosses: Sequence[Sequence[Ragged]]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Hashes, offsets and weights of each cross of columns, by kernels.
+
+    The number of combinations depends on the data: this waits for the GPU, once for all crosses.
+    """
+    from karvan.kernels.cross import combinations
+
+    distinct = [[_distinct_ids(column) for column in columns] for columns in crosses]
+    counts = [torch.stack([column.lengths for column in columns]).prod(0) for columns in distinct]
+    offsets = [offsets_from(each) for each in counts]
+    totals = torch.stack([each[-1] for each in offsets]).tolist()
+    results: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for columns, count, bounds, total in zip(distinct, counts, offsets, totals, strict=True):
+        row = row_numbers(count, total)
+        parts = [(column.values, column.starts, column.lengths) for column in columns]
+        hashes, indices = combinations(parts, row, bounds)
+        factors = [
+            None if column.weights is None else column.weights[index]
+            for column, index in zip(columns, indices, strict=True)
+        ]
+        results.append((hashes, bounds, _product(factors)))
+    return results
+
+
 def murmur_words(words: Tensor) -> Tensor:
-    """MurmurHash64A of each row of 64-bit words: native on a CPU, torch's arithmetic on other devices."""
+    """MurmurHash64A of each row of 64-bit words, by a kernel on a GPU, in torch's arithmetic elsewhere."""
     count, width = words.shape
+    if kernels.on_gpu(words):
+        from karvan.kernels.murmur import murmur_words as hash_words
+
+        return hash_words(words)
     if words.is_cpu:
         offsets = torch.arange(count + 1) * (8 * width)
         return ids.murmur(Ragged(words.contiguous().view(torch.uint8).reshape(-1), offsets))
@@ -143,6 +219,7 @@ class Concat(RowOp):
     offsets: tuple[int, ...] | None
     name: ClassVar[str] = "concat"
     joins: ClassVar[bool] = True
+    sized_by_shapes: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Columns of one type, and an offset for each."""

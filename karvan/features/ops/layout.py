@@ -11,6 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.ragged import Entry, NestedRagged, OptionalText, Ragged
 
@@ -72,8 +73,13 @@ def kind_of(entry: Entry) -> Hashable:
 
 
 def check_rows(entry: Entry) -> None:
-    """Refuse offsets that do not tile the values; reading along them would mix rows up silently."""
-    if isinstance(entry, Ragged):
+    """Refuse offsets that do not tile the values; reading along them would mix rows up silently.
+
+    On a GPU wrong offsets stop the device instead, so that right ones do not wait for it.
+    """
+    if not isinstance(entry, Tensor) and kernels.on_gpu(entry.values):
+        _check_on_gpu(entry)
+    elif isinstance(entry, Ragged):
         if entry.offsets is not None and _broken(entry.offsets, entry.values.shape[0]):
             entry.validate()
     elif isinstance(entry, NestedRagged):
@@ -82,6 +88,16 @@ def check_rows(entry: Entry) -> None:
         lists = entry.inner[1:]
         if _broken(entry.outer, lists.shape[0]):
             Ragged(lists, entry.outer).validate()
+
+
+def _check_on_gpu(entry: Ragged | NestedRagged) -> None:
+    from karvan.kernels.rows import check_offsets
+
+    if isinstance(entry, NestedRagged):
+        check_offsets(entry.inner, entry.values.shape[0], whole=True)
+        check_offsets(entry.outer, entry.inner.shape[0] - 1, whole=True)
+    elif entry.offsets is not None:
+        check_offsets(entry.offsets, entry.values.shape[0], whole=True)
 
 
 def _broken(offsets: Tensor, count: int) -> bool:
@@ -105,7 +121,10 @@ def row_numbers(lengths: Tensor, total: int) -> Tensor:
 
 
 def take(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the values of all slices, in order, and the offsets of the slices among them."""
+    """The indices of the values of all slices, in order, and the offsets of the slices among them.
+
+    On a GPU this waits for it: the size of the result depends on the lengths.
+    """
     offsets = offsets_from(lengths)
     total = int(offsets[-1])
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)

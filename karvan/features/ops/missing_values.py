@@ -46,10 +46,12 @@ def restored(output: Entry, entry: Entry) -> Entry:
     return kind(output.values, as_offsets(output)[rows], output.weights)
 
 
-def without_nan(outputs: Sequence[Entry], entries: Sequence[Entry]) -> list[Entry]:
-    """The results for the values of the entries, without those for NaN."""
+def without_nan(outputs: Sequence[Entry], entries: Sequence[Entry], certain: Sequence[bool]) -> list[Entry]:
+    """The results for the values of the entries, without those for NaN; `certain`: which have none."""
     results = list(outputs)
-    indices = [i for i, entry in enumerate(entries) if values_of(entry).is_floating_point()]
+    indices = [
+        i for i, entry in enumerate(entries) if values_of(entry).is_floating_point() and not certain[i]
+    ]
     if not indices:
         return results
     # One pass over the values, and one synchronization with a GPU. Sums of infinities may also be NaN.

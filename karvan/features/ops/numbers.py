@@ -10,7 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from karvan.batch_slicing import values_of
+from karvan import kernels
+from karvan.batch_slicing import as_offsets, values_of
 from karvan.features.ops.base import ElementOp, Number, Op, expect_numbers, floats, in_type_of
 from karvan.features.ops.fitted import FittedOp
 from karvan.features.ops.layout import describe, flat_values, with_values
@@ -279,6 +280,11 @@ class FillMissing(NumberOp):
         if not (isinstance(entry, OptionalRagged) or integers):
             return entry
         filled = entry.values.new_full((entry.rows, *entry.values.shape[1:]), self.value)
+        count = entry.values.shape[0]
+        if kernels.on_gpu(filled) and count:  # to write where a mask is set would wait for the GPU
+            index = as_offsets(entry)[:-1].clamp(max=count - 1)
+            present = (entry.lengths() > 0).reshape(-1, *[1] * (filled.dim() - 1))
+            return torch.where(present, entry.values[index], filled)
         filled[entry.lengths() > 0] = entry.values
         return filled
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from karvan import kernels
 from karvan.batch_slicing import as_offsets, offsets_from, values_of
 from karvan.features.ops.base import Number, RowOp
 from karvan.features.ops.layout import (
@@ -88,6 +89,10 @@ class ToDense(RowOp):
         (entry,) = entries
         assert isinstance(entry, Ragged)
         offsets, total = as_offsets(entry), entry.values.shape[0]
+        if kernels.may_copy(entry.values):  # which does not wait for the GPU, as the masks below do
+            from karvan.kernels.rows import dense_rows
+
+            return dense_rows(entry.values, offsets, self.length, self.fill)
         row = row_numbers(offsets.diff(), total)
         column = torch.arange(total, device=row.device) - offsets[row]
         fits = column < self.length
@@ -100,6 +105,7 @@ class Flatten(RowOp):
     """Lists of lists as one list a row; a row's strings become one string."""
 
     name: ClassVar[str] = "flatten"
+    sized_by_shapes: ClassVar[bool] = True
 
     def check(self, *entries: Entry) -> None:
         """Lists of lists."""

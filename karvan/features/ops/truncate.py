@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from karvan.batch_slicing import as_offsets
+from karvan import kernels
+from karvan.batch_slicing import as_offsets, offsets_from
 from karvan.features.ops.base import GroupRowOp, Op, spread
 from karvan.features.ops.layout import check_rows, describe, describe_for_lists, kind_of, take
 from karvan.ragged import Entry, NestedRagged, Ragged
@@ -50,6 +51,15 @@ class Truncate(GroupRowOp):
         return (self.side, self.level, length, kind_of(entries[0]))
 
     @classmethod
+    def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
+        """On a GPU each entry by itself: to split joined rows would wait for the GPU once more."""
+        entries = [entry for (entry,) in arguments if not isinstance(entry, Tensor)]
+        if entries and all(kernels.may_copy(entry.values) for entry in entries):
+            own = [op for op in ops if isinstance(op, Truncate)]
+            return list(truncate_by_kernels(own, entries))
+        return super().run_group(ops, arguments)
+
+    @classmethod
     def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
         """Cuts each row to its own op's length."""
         own = [op for op in ops if isinstance(op, Truncate)]
@@ -57,22 +67,16 @@ class Truncate(GroupRowOp):
         left = first.side == "left"
         if isinstance(entry, Tensor):
             return entry[:, -first.length :] if left else entry[:, : first.length]
-        if isinstance(entry, NestedRagged):
-            if first.level == "outer":
-                (limit,) = spread([(op.length,) for op in own], counts, entry.outer)
-                return _truncate_lists(entry, limit, left)
-            each = as_per_row([op.length for op in own], counts, entry.outer)
-            limit = torch.repeat_interleave(each, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
-            cut = _truncate(entry.lists(), limit, left)
-            return NestedRagged(cut.values, as_offsets(cut), entry.outer)
-        (limit,) = spread([(op.length,) for op in own], counts, as_offsets(entry))
-        return _truncate(entry, limit, left)
-
-
-def as_per_row(numbers: Sequence[int], counts: Sequence[int], like: Tensor) -> Tensor:
-    """Each number once for each of its rows."""
-    each = torch.tensor(numbers, device=like.device)
-    return torch.repeat_interleave(each, torch.tensor(counts, device=like.device), output_size=sum(counts))
+        offsets = entry.outer if isinstance(entry, NestedRagged) else as_offsets(entry)
+        (limit,) = spread([(op.length,) for op in own], counts, offsets)
+        if isinstance(entry, Ragged):
+            return _truncate(entry, limit, left)
+        if first.level == "outer":
+            return _truncate_lists(entry, limit, left)
+        each = limit.expand(entry.rows)
+        limit = torch.repeat_interleave(each, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
+        cut = _truncate(entry.lists(), limit, left)
+        return NestedRagged(cut.values, as_offsets(cut), entry.outer)
 
 
 def _limits(offsets: Tensor, limit: Tensor, left: bool) -> tuple[Tensor, Tensor] | None:
@@ -99,3 +103,60 @@ def _truncate_lists(entry: NestedRagged, limit: Tensor, left: bool) -> NestedRag
     lists, outer = take(*slices)
     index, inner = take(entry.inner[lists], entry.inner.diff()[lists])
     return NestedRagged(entry.values[index], inner, outer)
+
+
+class _Slices(NamedTuple):
+    """What remains of rows: the start of each, and the offsets of the result."""
+
+    starts: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, offsets: Tensor, limit: int, left: bool) -> _Slices:
+        counts = offsets.diff().clamp(max=limit)
+        return cls(offsets[1:] - counts if left else offsets[:-1], offsets_from(counts))
+
+    def within(self, inner: Tensor) -> _Slices:
+        """The same for the values of lists, where these slices are of lists."""
+        starts = inner[self.starts]
+        ends = inner[self.starts + self.offsets.diff()]
+        return _Slices(starts, offsets_from(ends - starts))
+
+
+def truncate_by_kernels(ops: Sequence[Truncate], entries: Sequence[Ragged | NestedRagged]) -> Sequence[Entry]:
+    """Each entry cut to its op's length, by kernels.
+
+    The sizes of the results depend on the data: this waits for the GPU, once for all entries.
+    """
+    plans: list[tuple[_Slices, ...]] = []
+    for op, entry in zip(ops, entries, strict=True):
+        left = op.side == "left"
+        if isinstance(entry, Ragged):
+            plans.append(() if entry.offsets is None else (_Slices.of(entry.offsets, op.length, left),))
+        elif op.level == "inner":
+            plans.append((_Slices.of(entry.inner, op.length, left),))
+        else:
+            lists = _Slices.of(entry.outer, op.length, left)
+            plans.append((lists, lists.within(entry.inner)))
+    ends = [slices.offsets[-1] for plan in plans for slices in plan]
+    totals = iter(torch.stack(ends).tolist() if ends else [])
+    return [
+        _cut(entry, plan, [next(totals) for _ in plan]) for entry, plan in zip(entries, plans, strict=True)
+    ]
+
+
+def _cut(entry: Ragged | NestedRagged, plan: tuple[_Slices, ...], totals: list[int]) -> Entry:
+    from karvan.kernels.rows import slices
+
+    if isinstance(entry, Ragged):
+        if not plan or totals[0] == entry.values.shape[0]:
+            return entry
+        ((starts, offsets),) = plan
+        weights = None if entry.weights is None else slices(entry.weights, starts, offsets, totals[0])
+        return Ragged(slices(entry.values, starts, offsets, totals[0]), offsets, weights)
+    starts, offsets = plan[-1]
+    values = slices(entry.values, starts, offsets, totals[-1])
+    if len(plan) == 1:
+        return NestedRagged(values, offsets, entry.outer)
+    first, outer = plan[0]
+    return NestedRagged(values, offsets_from(slices(entry.inner.diff(), first, outer, totals[0])), outer)
