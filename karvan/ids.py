@@ -135,12 +135,8 @@ def prefix(ids: Tensor, group: int, bits: int) -> Tensor:
     return mod(ids, (1 << (64 - bits)) - 1) + (upper - (1 << 64) if upper >> 63 else upper)
 
 
-def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
-    """For each id, the `rounds` rows of a table of rounds * size rows that together represent it.
-
-    The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
-    `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.
-    """
+def check_hash_stack(rounds: int, size: int) -> None:
+    """Raise a ValueError unless ids can be hashed in so many rounds to so many rows each."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, but is {rounds}.")
     if not 1 <= size <= ((1 << 63) - 1) // rounds:
@@ -148,6 +144,15 @@ def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
             f"size must be at least 1 and rounds * size below 2^63, "
             f"but size is {size} and rounds is {rounds}."
         )
+
+
+def hash_stack(ids: Tensor, rounds: int, size: int) -> Tensor:
+    """For each id, the `rounds` rows of a table of rounds * size rows that together represent it.
+
+    The result has the ids' shape and one more dimension, of `rounds`. Hashing in rounds (PERSIA's
+    `hash_stack_config`) bounds a table's size, and ids that collide in one round seldom collide in all.
+    """
+    check_hash_stack(rounds, size)
     if kernels.on_gpu(_ids(ids)):
         from karvan.kernels.id_arithmetic import hash_stacks
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from feature_helpers import nested, ragged_text, same
-from test_features_engine import many_features
+from gpu_columns import WAITING_ONCE, WITHOUT_WAITING, columns
+from many_features import many_features
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from karvan import ids, kernels
 from karvan.batch_slicing import values_of
@@ -100,3 +102,63 @@ def test_gradients_still_pass_through_rows(by_kernels):
     features = [Feature("a").select("x").truncate(2).to_dense(2, 0.0)]
     by_kernels(FeatureEngine(features), {"x": entry})["a"].sum().backward()
     assert values.grad.tolist() == [0, 1, 1]
+    weights = torch.ones(3, requires_grad=True)
+    entry = Ragged(torch.arange(3), torch.tensor([0, 3]), weights)
+    by_kernels(FeatureEngine([Feature("x").truncate(2)]), {"x": entry})["x"].weights.sum().backward()
+    assert weights.grad.tolist() == [0, 1, 1]
+
+
+class Waits(TorchDispatchMode):
+    """Records what would wait for a GPU: numbers and sizes from tensors, and copies from the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            each is not None and each.dtype == torch.bool for each in args[1] if hasattr(each, "dtype")
+        )
+        if masks or name in ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "bincount"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits_of(by_kernels, monkeypatch):
+    """The waits of an engine, after a batch for which kernels are compiled and constants copied."""
+
+    def count(features):
+        engine = FeatureEngine(features)
+        by_kernels(engine, columns(30, 1, "cpu"))
+        batch = columns(25, 2, "cpu")
+        with Waits() as waits, monkeypatch.context() as patch:
+            to_list = torch.Tensor.tolist  # torch does not dispatch it
+            patch.setattr(
+                torch.Tensor, "tolist", lambda tensor: (waits.found.append("tolist"), to_list(tensor))[1]
+            )
+            made = by_kernels(engine, batch)
+        expected = engine(batch)
+        for name in (output for feature in features for output in feature.outputs()):
+            if values_of(expected[name]).is_floating_point():
+                torch.testing.assert_close(values_of(made[name]), values_of(expected[name]))
+            else:
+                assert same(made[name], expected[name]), name
+        return waits.found
+
+    return count
+
+
+@pytest.mark.parametrize("feature", WITHOUT_WAITING, ids=lambda feature: feature.name)
+def test_a_feature_whose_size_follows_from_shapes_does_not_wait(feature, waits_of):
+    assert waits_of([feature]) == []
+
+
+def test_many_such_features_do_not_wait(waits_of):
+    assert waits_of(WITHOUT_WAITING) == []
+
+
+@pytest.mark.parametrize("step", WAITING_ONCE)
+def test_a_step_whose_sizes_depend_on_data_waits_once_for_all_its_features(step, waits_of):
+    assert waits_of(WAITING_ONCE[step]) == ["tolist"] * (2 if step == "bucketize" else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -50,19 +50,22 @@ class Cross(RowOp):
             if isinstance(entry, Ragged) and entry.values.dim() != 1:
                 raise ValueError(f"expected plain ids, but received vectors, {describe(entry)}.")
 
+    def fuse_key(self, *entries: Entry) -> Hashable:
+        """On a GPU crosses of lists may differ in everything, since they are not joined."""
+        if not _needs_sizes(entries):
+            return super().fuse_key(*entries)
+        return ("kernels", values_of(entries[0]).device)
+
     @classmethod
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
-        """On a GPU each cross by itself: to split joined rows would wait for the GPU once more."""
+        """On a GPU each cross of lists by itself: to split joined rows would wait for the GPU once more."""
+        if not _needs_sizes(arguments[0]):
+            return super().run_group(ops, arguments)
         columns = [
             [as_ragged(e) for e in entries if not isinstance(e, NestedRagged)] for entries in arguments
         ]
-        one_each = all(column.offsets is None for column in columns[0])
-        if one_each or not all(kernels.may_copy(c.values) for each in columns for c in each):
-            return super().run_group(ops, arguments)
-        return [
-            _kind_of_cross(entries)(*parts)
-            for entries, parts in zip(arguments, cross_by_kernels(columns), strict=True)
-        ]
+        made = zip(arguments, cross_by_kernels(columns), strict=True)
+        return [_kind_of_cross(entries)(*parts) for entries, parts in made]
 
     def run_rows(self, *entries: Entry) -> Entry:
         """A tensor if every column has exactly one id a row, as tensors do."""
@@ -92,6 +95,15 @@ class Cross(RowOp):
             for column, at in zip(columns, index, strict=True)
         ]
         return _kind_of_cross(entries)(murmur_words(torch.stack(words, 1)), offsets, _product(factors))
+
+
+def _needs_sizes(entries: tuple[Entry, ...]) -> bool:
+    """Whether only a GPU knows how many combinations there are."""
+    one_each = all(
+        entry.dim() == 1 if isinstance(entry, Tensor) else isinstance(entry, Ragged) and entry.offsets is None
+        for entry in entries
+    )
+    return not one_each and all(kernels.on_gpu(values_of(entry)) for entry in entries)
 
 
 def _kind_of_cross(entries: tuple[Entry, ...]) -> type[Ragged]:

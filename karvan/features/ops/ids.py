@@ -132,7 +132,7 @@ class HashStack(Op):
     name: ClassVar[str] = "hash_stack"
 
     def __post_init__(self) -> None:
-        ids.hash_stack(torch.zeros(0, dtype=torch.int64), self.rounds, self.size)
+        ids.check_hash_stack(self.rounds, self.size)
 
     def check(self, *entries: Entry) -> None:
         """Ids, one or several a row."""

@@ -92,7 +92,8 @@ class Clip(NumberOp):
         """NaN stays NaN."""
         low, high = parameters
         result = values.to(torch.int64) if not low.is_floating_point() else floats(values)
-        if low.is_cpu and low.numel() == 1:  # torch is much faster with numbers than with tensors of one
+        # torch is much faster with numbers than with tensors of one, but to read one from a GPU is to wait.
+        if not kernels.on_gpu(low) and low.numel() == 1:
             result = torch.clamp(result, low.item(), high.item())
         else:
             result = torch.clamp(result, low, high)

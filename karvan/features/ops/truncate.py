@@ -46,7 +46,9 @@ class Truncate(GroupRowOp):
             raise TypeError(f"expected lists of lists for level 'inner', but received {describe(entry)}.")
 
     def fuse_key(self, *entries: Entry) -> Hashable:
-        """Lengths of ragged rows may differ."""
+        """Lengths of ragged rows may differ; on a GPU everything may, since entries are not joined."""
+        if not isinstance(entries[0], Tensor) and _by_kernels(entries[0]):
+            return ("kernels", entries[0].values.device)
         length = self.length if isinstance(entries[0], Tensor) else None
         return (self.side, self.level, length, kind_of(entries[0]))
 
@@ -54,10 +56,9 @@ class Truncate(GroupRowOp):
     def run_group(cls, ops: Sequence[Op], arguments: Sequence[tuple[Entry, ...]]) -> list[Entry]:
         """On a GPU each entry by itself: to split joined rows would wait for the GPU once more."""
         entries = [entry for (entry,) in arguments if not isinstance(entry, Tensor)]
-        if entries and all(kernels.may_copy(entry.values) for entry in entries):
-            own = [op for op in ops if isinstance(op, Truncate)]
-            return list(truncate_by_kernels(own, entries))
-        return super().run_group(ops, arguments)
+        if not entries or not _by_kernels(entries[0]):
+            return super().run_group(ops, arguments)
+        return truncate_by_kernels([op for op in ops if isinstance(op, Truncate)], entries)
 
     @classmethod
     def run_joined(cls, ops: Sequence[Op], joined: list[Entry], counts: list[int]) -> Entry:
@@ -77,6 +78,11 @@ class Truncate(GroupRowOp):
         limit = torch.repeat_interleave(each, entry.outer.diff(), output_size=entry.inner.shape[0] - 1)
         cut = _truncate(entry.lists(), limit, left)
         return NestedRagged(cut.values, as_offsets(cut), entry.outer)
+
+
+def _by_kernels(entry: Ragged | NestedRagged) -> bool:
+    weights = entry.weights if isinstance(entry, Ragged) else None
+    return kernels.may_copy(entry.values) and (weights is None or kernels.may_copy(weights))
 
 
 def _limits(offsets: Tensor, limit: Tensor, left: bool) -> tuple[Tensor, Tensor] | None:
@@ -123,7 +129,7 @@ class _Slices(NamedTuple):
         return _Slices(starts, offsets_from(ends - starts))
 
 
-def truncate_by_kernels(ops: Sequence[Truncate], entries: Sequence[Ragged | NestedRagged]) -> Sequence[Entry]:
+def truncate_by_kernels(ops: Sequence[Truncate], entries: Sequence[Ragged | NestedRagged]) -> list[Entry]:
     """Each entry cut to its op's length, by kernels.
 
     The sizes of the results depend on the data: this waits for the GPU, once for all entries.

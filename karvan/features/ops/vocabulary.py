@@ -122,10 +122,13 @@ def _index(vocabulary: Vocabulary, device: torch.device) -> tuple[Tensor, Tensor
     """The hashes of all words sorted by FarmHash, and the words' indices."""
     assert vocabulary.words is not None
     words = [w if isinstance(w, bytes) else w.to_bytes(8, "little", signed=True) for w in vocabulary.words]
+    lengths = torch.tensor([0, *map(len, words)])
     with torch.inference_mode(False):
-        farm, index = torch.sort(ids.farm(words))
+        text = torch.frombuffer(bytearray(b"".join(words) or b" "), dtype=torch.uint8)[: sum(map(len, words))]
+        items = Ragged(text, lengths.cumsum(0)).to(device)
+        farm, index = torch.sort(ids.farm(items))
         if bool((farm.diff() == 0).any()):
             raise ValueError(
                 "vocabulary holds two words of the same FarmHash, which cannot be distinguished."
             )
-        return farm.to(device), ids.murmur(words)[index].to(device), index.to(device)
+        return farm, ids.murmur(items)[index], index
