@@ -203,9 +203,9 @@ class Feature:
         """A tensor's columns as ragged rows, without those that equal `pad`."""
         return self.then(ToRagged(pad))
 
-    def to_dense(self, length: int, fill: Number = 0) -> Feature:
-        """Ragged rows cut on the right, or filled up, to one length."""
-        return self.then(ToDense(length, fill))
+    def to_dense(self, length: int, fill: Number = 0, side: str = "right") -> Feature:
+        """Ragged rows cut, or filled up on the right, to one length; side "left" keeps the last values."""
+        return self.then(ToDense(length, fill, side))
 
     def flatten(self) -> Feature:
         """Lists of lists as one list a row."""

@@ -49,15 +49,19 @@ def dense_kernel(
     width: Integer,
     out: Elements,
     rows: Integer,
+    left: tl.constexpr,
     block: tl.constexpr,
     columns: tl.constexpr,
 ) -> None:
-    """Write the first values of each row over a matrix that is filled already."""
+    """Write the first values of each row, or if cut on the left the last, over a matrix that is filled."""
     row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = row < rows
     start = tl.minimum(tl.maximum(tl.load(offsets + row, mask=inside, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(offsets + row + 1, mask=inside, other=0), start), total)
-    count = tl.minimum(end - start, length) * width
+    count = tl.minimum(end - start, length)
+    if left:
+        start = end - count
+    count = count * width
     most = tl.max(count, axis=0)
     column = tl.arange(0, columns).to(tl.int64)[None, :]
     target = row * length * width
@@ -103,14 +107,14 @@ def slices(values: Tensor, starts: Tensor, offsets: Tensor, total: int) -> Tenso
     return out
 
 
-def dense_rows(values: Tensor, offsets: Tensor, length: int, fill: int | float) -> Tensor:
-    """Rows cut on the right, or filled up, to one length."""
+def dense_rows(values: Tensor, offsets: Tensor, length: int, fill: int | float, left: bool) -> Tensor:
+    """Rows cut on one side, or filled up on the right, to one length."""
     rows = offsets.shape[0] - 1
     values = values.contiguous()
     out = values.new_full((rows, length, *values.shape[1:]), fill)
     width = values[:1].numel() if values.shape[0] else 0
     arguments = (_as_integers(values), offsets.contiguous(), values.shape[0], length, width)
-    launch(dense_kernel, rows, _ROWS, _as_integers(out), *arguments, columns=_COLUMNS)
+    launch(dense_kernel, rows, _ROWS, _as_integers(out), *arguments, left=left, columns=_COLUMNS)
     return out
 
 

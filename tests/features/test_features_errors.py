@@ -103,6 +103,7 @@ def test_a_wrong_entry_is_refused_with_the_names_of_feature_and_step(feature, en
         (lambda f: f.truncate(3, "up"), "'left' or 'right', but received 'up'"),
         (lambda f: f.truncate(3, level="x"), "'outer' or 'inner'"),
         (lambda f: f.to_dense(0), "at least 1"),
+        (lambda f: f.to_dense(3, side="top"), "the side 'left' or 'right', but received 'top'"),
         (lambda f: f.to_ids(0), "from 1 to"),
         (lambda f: f.prefix(255, 8), "groups 0 to 254"),
         (lambda f: f.hash_stack(0, 8), "at least 1"),

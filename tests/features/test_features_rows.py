@@ -66,6 +66,12 @@ def test_to_dense_and_back(lists, length, fill):
     assert back.to_lists() == [row[:length] for row in lists]
 
 
+@given(rows(INT64), st.integers(1, 9))
+def test_to_dense_cut_on_the_left_keeps_the_last_values(lists, length):
+    dense = run(chain().to_dense(length, -7, side="left"), Ragged.from_lists(lists))
+    assert dense.tolist() == [[*row[-length:], *[-7] * (length - len(row))] for row in lists]
+
+
 def test_to_ragged_without_padding_and_with_nan():
     assert run(chain().to_ragged(), torch.tensor([4, 5])).to_lists() == [[4], [5]]
     assert run(chain().to_ragged(), torch.zeros(0, 3)).rows == 0

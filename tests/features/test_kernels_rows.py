@@ -43,11 +43,12 @@ def test_slices_are_those_of_python(lengths, seed, cut, dtype, width):
     assert same(made.cpu(), correct)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @given(LENGTHS, st.integers(0, 99), st.integers(1, 70), st.sampled_from(TYPES), st.sampled_from([None, 2]))
-def test_rows_become_a_matrix(lengths, seed, length, dtype, width):
+def test_rows_become_a_matrix(side, lengths, seed, length, dtype, width):
     entry = ragged(lengths, seed, dtype, width)
-    correct = run(Feature("x").to_dense(length, 1), entry)
-    made = dense_rows(entry.values.to(DEVICE), entry.offsets.to(DEVICE), length, 1)
+    correct = run(Feature("x").to_dense(length, 1, side), entry)
+    made = dense_rows(entry.values.to(DEVICE), entry.offsets.to(DEVICE), length, 1, side == "left")
     assert same(made.cpu(), correct)
 
 

@@ -30,6 +30,7 @@ class ToRagged(RowOp):
 
     pad: Number | None
     name: ClassVar[str] = "to_ragged"
+    sized_by_shapes: ClassVar[bool] = True  # unless there is a pad
 
     def check(self, *entries: Entry) -> None:
         """Not lists of lists, nor vectors if there is a `pad`."""
@@ -63,15 +64,21 @@ def entry_depth(entry: Ragged | Tensor) -> int:
 
 @dataclass(frozen=True)
 class ToDense(RowOp):
-    """Rows cut on the right, or filled up, to one length: a tensor of rows and columns."""
+    """Rows cut, or filled up on the right, to one length: a tensor of rows and columns.
+
+    Side "right" cuts on the right and keeps the first values, "left" the last.
+    """
 
     length: int
     fill: Number
+    side: str = "right"
     name: ClassVar[str] = "to_dense"
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"to_dense expects a length of at least 1, but received {self.length}.")
+        if self.side not in ("left", "right"):
+            raise ValueError(f"to_dense expects the side 'left' or 'right', but received '{self.side}'.")
 
     def check(self, *entries: Entry) -> None:
         """A Ragged without weights, which a tensor cannot have."""
@@ -92,10 +99,12 @@ class ToDense(RowOp):
         if kernels.may_copy(entry.values):  # which does not wait for the GPU, as the masks below do
             from karvan.kernels.rows import dense_rows
 
-            return dense_rows(entry.values, offsets, self.length, self.fill)
+            return dense_rows(entry.values, offsets, self.length, self.fill, self.side == "left")
         row = row_numbers(offsets.diff(), total)
         column = torch.arange(total, device=row.device) - offsets[row]
-        fits = column < self.length
+        if self.side == "left":
+            column = column - (offsets.diff() - self.length).clamp(min=0)[row]
+        fits = (column >= 0) & (column < self.length)
         result = entry.values.new_full((entry.rows, self.length, *entry.values.shape[1:]), self.fill)
         return result.index_put((row[fits], column[fits]), entry.values[fits])
 

@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 import karvan.kernels
 
 CONSTANTS = {"block": [128], "columns": [64]}
-CONSTANTS |= {name: [True, False] for name in ("ragged", "first", "last", "whole")}
+CONSTANTS |= {name: [True, False] for name in ("ragged", "first", "last", "whole", "left")}
 # A compilation for small numbers and elements, and one for large ones.
 NUMBERS = ["i32", "i64"]
 ELEMENTS = ["*u8", "*i64"]

@@ -58,6 +58,9 @@ WITHOUT_WAITING = [
     Feature("pair").cross("user", "item"),
     Feature("three").cross("user", "item", "age").mod(100),
     Feature("dense").select("seen").to_dense(4, -1),
+    Feature("last").select("seen").to_dense(3, -1, side="left"),
+    Feature("lists").concat("user", "item").to_ragged(),
+    Feature("more_lists").concat("item", "age").to_ragged(),
     Feature("all").concat("history", "user", offsets=[0, 5]),
 ]
 
