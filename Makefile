@@ -96,7 +96,7 @@ $(VENV)/.karvan: constraints.txt $(NATIVE) CMakeLists.txt pyproject.toml | $(VEN
 # torch for CUDA brings the triton that it needs; elsewhere a version that kernels are tested with is installed.
 $(VENV)/.dev: constraints.txt pyproject.toml | $(VENV)/.karvan
 	@echo "Installing what the checks and tests need"
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 

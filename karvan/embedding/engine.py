@@ -172,7 +172,7 @@ class EmbeddingEngine(nn.Module):
                     f"Feature '{feature}' of table '{self._names[feature]}' is not in the batch, "
                     f"which has: {listed(feature, batch)}"
                 )
-            made = FeatureInput(feature, self._names[feature], table, batch[feature])
+            made = FeatureInput(feature, self._names[feature], table, batch[feature], self.store.device)
             if inputs and made.samples != inputs[0].samples:
                 first = next(iter(self.features))
                 raise ValueError(
@@ -200,6 +200,11 @@ class EmbeddingEngine(nn.Module):
     def _collect(self, plan: LookupPlan, gradients: tuple[Tensor | None, ...]) -> None:
         waiting = {handle.name for handle in self._handles.values() if handle.has_optimizer}
         if not waiting:
+            return
+        if self.store.takes_tensors:
+            readable = [g if g is None or g.stride(1) == 1 else g.contiguous() for g in gradients]
+            held = self.store.hold(plan, readable, self.gradient_scale)
+            self.state.add_gradients(plan, held, waiting)
             return
         if self.gradient_scale != 1.0:
             gradients = tuple(None if g is None else g / self.gradient_scale for g in gradients)

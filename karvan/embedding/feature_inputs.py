@@ -19,6 +19,8 @@ from karvan.store.base import Store
 from karvan.store.program import FeatureTensors, LookupInputs, RemoteLookup
 from karvan.store.remote.output_layout import OutputLayout
 
+_CPU = torch.device("cpu")
+
 
 def mode_of(table: Table) -> str:
     """How the native core arranges the feature's output: "pooled", "padded" or "cells"."""
@@ -73,7 +75,9 @@ class FeatureInput(Output):
 
     __slots__ = ("values", "weights")
 
-    def __init__(self, name: str, table_name: str, table: Table, entry: object) -> None:
+    def __init__(
+        self, name: str, table_name: str, table: Table, entry: object, device: torch.device = _CPU
+    ) -> None:
         super().__init__(table)
         offsets: Tensor | None = None
         weights: Tensor | None = None
@@ -87,14 +91,16 @@ class FeatureInput(Output):
             if values.dtype is not torch.uint64:
                 raise _refusal(name, table_name, TypeError, "ids of torch.int64", str(values.dtype), values)
             values = values.view(torch.int64)
-        if not values.is_cpu:
-            received = f"ids on {values.device}"
-            raise _refusal(name, table_name, ValueError, "ids on the CPU, where its store is", received)
+        if not values.is_cpu and values.device != device:
+            expected = (
+                "ids on the CPU, where its store is" if device == _CPU else f"ids on the CPU or {device}"
+            )
+            raise _refusal(name, table_name, ValueError, expected, f"ids on {values.device}")
         if values.dim() != 1:
             if values.dim() != 2 or isinstance(entry, Ragged):
                 shape = tuple(values.shape)
                 raise _refusal(name, table_name, ValueError, "ids of 1 or 2 dimensions", f"shape {shape}")
-            offsets = _regular_offsets(*values.shape)
+            offsets = _regular_offsets(*values.shape, values.device)
             values = values.reshape(-1)
         if not values.is_contiguous():
             values = values.contiguous()
@@ -120,6 +126,7 @@ class FeatureInput(Output):
     def _longest(self) -> int:
         if self.table.combiner != "sequence" or self.offsets is None:
             return 1
+        # On a GPU this waits: the shape of the output depends on it. `Table(length=…)` avoids that.
         # Bounded by the number of ids: wrong offsets, which the native core refuses later, must not allocate
         # absurd amounts of memory.
         longest = int(self.offsets.diff().max()) if self.samples else 0
@@ -220,7 +227,7 @@ def _is_text(values: object) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _regular_offsets(samples: int, length: int) -> Tensor:
+def _regular_offsets(samples: int, length: int, device: torch.device) -> Tensor:
     if not length:
-        return torch.zeros(samples + 1, dtype=torch.int64)
-    return torch.arange(0, samples * length + 1, length)
+        return torch.zeros(samples + 1, dtype=torch.int64, device=device)
+    return torch.arange(0, samples * length + 1, length, device=device)

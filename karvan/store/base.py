@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -128,6 +129,11 @@ class Store(ABC):
         return False
 
     @property
+    def device(self) -> torch.device:
+        """Where it takes ids and gives vectors."""
+        return torch.device("cpu")
+
+    @property
     def takes_tensors(self) -> bool:
         """Whether it takes ids as tensors (`FeatureTensors`), and groups and pools them itself.
 
@@ -194,8 +200,11 @@ class Store(ABC):
         assert plan.native is not None
         return plan.native.reduce(list(addresses), list(strides))
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> Gradients:
-        """Take the gradients of outputs of a `RemoteLookup`; for stores that take references or tensors."""
+    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0) -> Gradients:
+        """Take the gradients of outputs of a `RemoteLookup`; for stores that take references or tensors.
+
+        scale: by how much the gradients are too large; stores that take tensors divide by it.
+        """
         raise TypeError(f"{type(self).__name__} takes no gradients of outputs that it has not made.")
 
     def update(

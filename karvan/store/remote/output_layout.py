@@ -28,4 +28,5 @@ class OutputLayout(NamedTuple):
 
     def mask(self) -> Tensor:
         """(samples, length), True where a padded output has the vector of an id."""
-        return torch.arange(self.length) < self.lengths().unsqueeze(1)
+        lengths = self.lengths().unsqueeze(1)
+        return torch.arange(self.length, device=lengths.device) < lengths

@@ -94,7 +94,9 @@ class RemoteStore(SharedStore):
         """See `RemoteBatches.reduce`."""
         return self.batches.reduce(plan, addresses, strides)
 
-    def hold(self, plan: LookupPlan, gradients: Sequence[Tensor | None]) -> LocalGradients:
+    def hold(
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+    ) -> LocalGradients:
         """See `RemoteBatches.hold`."""
         return self.batches.hold(plan, gradients)
 

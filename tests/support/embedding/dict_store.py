@@ -74,8 +74,9 @@ class DictStore(Store):
         lookup.pool({table: torch.from_numpy(each.vectors) for table, each in found.items()})
         return LookupPlan(None, {table: each.version for table, each in found.items()}, lookup)
 
-    def hold(self, plan, gradients):
-        return plan.remote.gradients(gradients)
+    def hold(self, plan, gradients, scale=1.0):
+        scaled = [None if g is None else g / scale for g in gradients]
+        return plan.remote.gradients(scaled)
 
     def update(self, program, gradients, rules, steps):
         pushes = {}

@@ -1,0 +1,190 @@
+"""Gradients of lookups, and the updates of rows by the sum of those of one or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan.store.cuda.batch import lookup as launches
+from karvan.store.cuda.batch.batch_ids import GroupIds
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch.graphs import GraphedBuffers
+from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
+from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.kernels.runs import drop_positions, map_plain
+from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.types import Rule
+
+_BLOCK = fields.BLOCK.value
+_GRADIENT = fields.GRADIENT.value
+
+
+class GroupLookup:
+    """A group of features after its lookup."""
+
+    def __init__(
+        self,
+        ids: GroupIds,
+        descriptors: NDArray[np.int64],
+        buffers: LookupBuffers,
+        graphed: GraphedBuffers | None,
+        outs: dict[int, Tensor],
+    ) -> None:
+        self.ids = ids
+        self.descriptors = descriptors
+        self.buffers = buffers
+        self.graphed = graphed
+        self.outs = outs
+
+    def __del__(self) -> None:
+        if self.graphed is not None:
+            self.graphed.free = True
+
+    @property
+    def has_erasures(self) -> bool:
+        """Whether a table has lost rows since."""
+        versions = self.ids.versions
+        return any(f.table.erasures.newest > versions[f.slot] for _, f in self.ids.features)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a table's rows have got other numbers since."""
+        return any(f.table.arena is not self.ids.arena for _, f in self.ids.features)
+
+
+class GroupGradients:
+    """A lookup of one group, and the gradients of its outputs."""
+
+    def __init__(self, lookup: GroupLookup, gradients: Mapping[int, Tensor], scale: float) -> None:
+        self.lookup = lookup
+        self.gradients = gradients  # by the features' numbers in the program
+        self.scale = scale  # the gradients are this many times too large
+
+    @property
+    def complete(self) -> bool:
+        """Whether every feature has a gradient."""
+        return len(self.gradients) == len(self.lookup.ids.features)
+
+    def descriptors(self) -> NDArray[np.int64]:
+        """The descriptors of the features, with their gradients."""
+        made = self.lookup.descriptors.copy()
+        for at, (number, _) in enumerate(self.lookup.ids.features):
+            gradient = self.gradients.get(number)
+            if gradient is not None:
+                made[at, _GRADIENT] = gradient.data_ptr()
+                made[at, _GRADIENT + 1] = gradient.stride(0)
+        return made
+
+
+def _aligned(descriptors: NDArray[np.int64]) -> bool:
+    """Whether all rows of gradients start at multiples of 16 bytes."""
+    gradients = descriptors[:, _GRADIENT : _GRADIENT + 2]
+    return not (gradients[:, 0] % 16).any() and not (gradients[:, 1] % 4).any()
+
+
+def update_group(
+    passes: Sequence[GroupGradients], slots: int, rules: Mapping[int, Rule], steps: Mapping[int, int]
+) -> None:
+    """Apply the sum of the passes' gradients to the tables, by their slots, that have a rule."""
+    if len(passes) == 1 and passes[0].complete:
+        _update_one(passes[0], slots, rules, steps)
+        return
+    used = sorted({f.slot for one in passes for _, f in one.lookup.ids.features})
+    chosen = SlotRules.of(slots, used, rules, steps)
+    joined = _join(passes)
+    if joined is None or not chosen.kinds:
+        return
+    buffers, descriptors = joined
+    sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=True)
+    sums.load(0, {}, chosen, descriptors, 1.0)
+    sums.run(chosen, _aligned(descriptors))
+
+
+def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], steps: Mapping[int, int]) -> None:
+    lookup = one.lookup
+    ids, buffers, graphed = lookup.ids, lookup.buffers, lookup.graphed
+    if not ids.positions:
+        return
+    used = sorted(ids.versions)
+    chosen = SlotRules.of(slots, used, rules, steps)
+    if not chosen.kinds:
+        return
+    descriptors = one.descriptors()
+    aligned = _aligned(descriptors)
+    if graphed is None:
+        sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=buffers.mapped)
+    else:
+        sums = graphed.update_buffers(slots, len(descriptors))
+    sums.load(ids.plain_end, ids.versions, chosen, descriptors, one.scale)
+    if lookup.has_erasures:
+        sums.drop_runs()
+    if graphed is None:
+        sums.run(chosen, aligned)
+    else:
+        name = ("update", slots, chosen.kinds, chosen.limits, chosen.same, aligned)
+        graphed.replay(name, lambda: sums.run(chosen, aligned))
+
+
+def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.int64]] | None:
+    """One lookup whose positions are those of all passes that have a gradient, in the order of passes."""
+    rows, feature_of, out_rows, factors, descriptors = [], [], [], [], []
+    features = base = 0
+    memory: TableMemory | None = None
+    for one in passes:
+        ids, buffers = one.lookup.ids, one.lookup.buffers
+        if not ids.positions:
+            continue
+        memory, arena = buffers.memory, ids.arena
+        made = one.descriptors()
+        own_rows, own_features = buffers.rows.clone(), buffers.feature_of
+        versions = np.array([ids.versions.get(slot, 0) for slot in range(1 + max(ids.versions))], np.int64)
+        if one.lookup.has_erasures:
+            sums = UpdateBuffers(buffers, len(versions), len(made), mapped=buffers.mapped)
+            none = SlotRules.of(len(versions), sorted(ids.versions), {}, {})
+            sums.load(ids.plain_end, ids.versions, none, made, 1.0)
+            sums.drop_runs()
+            drop_positions[(ids.positions // _BLOCK,)](
+                own_rows,
+                ids.positions,
+                sums.features,
+                own_features,
+                sums.versions,
+                arena.chunks,
+                SHIFT=arena.shift,
+                STRIDE=arena.layout.stride,
+            )
+        mapped = buffers.out_rows.clone() if buffers.mapped else torch.empty_like(own_rows)
+        own_factors = (
+            buffers.factors.clone() if buffers.mapped else torch.empty_like(own_rows, dtype=torch.float32)
+        )
+        if ids.plain_end:
+            sent = memory.uploads.send(made)
+            map_plain[(ids.plain_end // _BLOCK,)](sent, own_features, mapped, own_factors)
+        for at, (_, f) in enumerate(ids.features):
+            if made[at, _GRADIENT] == 0:
+                own_rows[ids.bases[at] : ids.bases[at] + f.positions] = 0
+        made[:, fields.BASE.value] += base
+        rows.append(own_rows)
+        feature_of.append(own_features + features)
+        out_rows.append(mapped)
+        factors.append(own_factors if one.scale == 1.0 else own_factors / one.scale)
+        descriptors.append(made)
+        features += len(made)
+        base += ids.positions
+    if memory is None:
+        return None
+    shape = passes[0].lookup.ids.shape._replace(
+        training=False, plain_features=0, features=features, positions=base // _BLOCK, plain=0
+    )
+    joined = LookupBuffers(memory, passes[0].lookup.ids.arena, shape)
+    joined.rows, joined.feature_of = torch.cat(rows), torch.cat(feature_of)
+    joined.out_rows, joined.factors = torch.cat(out_rows), torch.cat(factors)
+    joined.work.zero_()
+    all_descriptors = np.concatenate(descriptors)
+    memory.uploads.send_to(joined.features, all_descriptors)
+    launches.group_runs(joined, uses=False)
+    return joined, all_descriptors

@@ -1,0 +1,184 @@
+"""The launches of an update: rules, and the memory of sums of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from karvan.store.cuda import launch
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.kernels import fields, update
+from karvan.store.cuda.kernels.runs import drop_runs
+from karvan.store.types import RULES, Rule
+
+_FIELDS = fields.FEATURE_FIELDS.value
+_HEAD = fields.HEAD.value
+_RULE = update.RULE_FIELDS.value
+_PROGRAMS = 4  # times as many as other kernels have: an update waits for memory alone
+
+
+class SlotRules(NamedTuple):
+    """The rules of an update by the slots of tables, as the kernels read them."""
+
+    numbers: NDArray[np.float32]
+    steps: NDArray[np.int64]
+    kinds: tuple[str, ...]
+    limits: bool
+    same: bool
+
+    @classmethod
+    def of(
+        cls, slots: int, used: Sequence[int], rules: Mapping[int, Rule], steps: Mapping[int, int]
+    ) -> SlotRules:
+        """The rules of the `used` ones among so many slots; slots without a rule are not updated."""
+        numbers = np.zeros((slots, _RULE), np.float32)
+        numbers[:, 0] = -1
+        step_of = np.zeros(slots, np.int64)
+        made: dict[int, Any] = {}
+        for slot in used:
+            rule = rules.get(slot)
+            if rule is not None:
+                if id(rule) not in made:
+                    made[id(rule)] = _rule_numbers(rule)
+                numbers[slot], step_of[slot] = made[id(rule)], steps[slot]
+        mine = numbers[list(used)]
+        same = bool((mine == mine[0]).all()) and len({int(step_of[slot]) for slot in used}) == 1
+        if same:
+            numbers[0], step_of[0] = mine[0], step_of[used[0]]
+        given = [rules[slot] for slot in used if slot in rules]
+        limits = any(r.clip_value or r.clip_norm or r.bound or r.weight_decay for r in given)
+        return cls(numbers, step_of, tuple(sorted({rule.kind for rule in given})), limits, same)
+
+
+def _rule_numbers(rule: Rule) -> tuple[float, ...]:
+    return (
+        RULES.index(rule.kind),
+        rule.lr,
+        rule.beta1,
+        rule.beta2,
+        rule.eps,
+        rule.weight_decay,
+        rule.shrink,
+        rule.alpha,
+        rule.l1,
+        rule.l2,
+        rule.accumulate_last,
+        rule.clip_value,
+        rule.clip_norm,
+        rule.bound,
+        0,
+        0,
+    )
+
+
+class UpdateBuffers:
+    """The memory of an update of one lookup's rows."""
+
+    def __init__(self, lookup: LookupBuffers, slots: int, features: int, *, mapped: bool) -> None:
+        self.lookup = lookup
+        self._mapped = mapped
+        device = lookup.memory.device
+        self.partial = torch.empty(lookup.most_pieces, lookup.arena.layout.dim, device=device)
+        size = _HEAD + 2 * slots + features * _FIELDS + slots * _RULE // 2
+        self.sent = torch.empty(size, dtype=torch.int64, device=device)
+        self.steps = self.sent[_HEAD:]
+        self.versions = self.sent[_HEAD + slots :]
+        self.rules = self.sent[_HEAD + 2 * slots :][: slots * _RULE // 2].view(torch.float32)
+        self.features = self.sent[_HEAD + 2 * slots + slots * _RULE // 2 :]
+
+    def load(
+        self,
+        plain_end: int,
+        versions: Mapping[int, int],
+        rules: SlotRules,
+        descriptors: NDArray[np.int64],
+        scale: float,
+    ) -> None:
+        """Send rules and gradients to the device."""
+        head = np.zeros(_HEAD, np.int64)
+        head[fields.PLAIN_END.value] = plain_end
+        head[fields.INVERSE_SCALE.value] = np.float64(1.0 / scale).view(np.int64)
+        of_slots = np.array([versions.get(slot, 0) for slot in range(len(rules.steps))], np.int64)
+        numbers = rules.numbers.reshape(-1).view(np.int64)
+        self.lookup.memory.uploads.send_to(self.sent, head, rules.steps, of_slots, numbers, descriptors)
+
+    def drop_runs(self) -> None:
+        """Pass over the rows that are gone since the lookup, and count them."""
+        lookup, arena = self.lookup, self.lookup.arena
+        drop_runs[(lookup.memory.programs,)](
+            lookup.work,
+            lookup.order,
+            lookup.starts,
+            lookup.run_rows,
+            self.features,
+            lookup.feature_of,
+            self.versions,
+            lookup.memory.table_counters,
+            arena.chunks,
+            lookup.memory.programs,
+            SHIFT=arena.shift,
+            STRIDE=arena.layout.stride,
+        )
+
+    def run(self, rules: SlotRules, aligned: bool) -> None:
+        """Sum the gradients and update the rows."""
+        lookup, arena = self.lookup, self.lookup.arena
+        layout = arena.layout
+        group, warps, together = launch.update_tile(layout.columns)
+        programs = _PROGRAMS * lookup.memory.programs
+        reads = (lookup.order, self.features, lookup.feature_of, lookup.out_rows, lookup.factors)
+        shape = {
+            "DIM": layout.dim,
+            "COLUMNS": layout.columns,
+            "GROUP": group,
+            "TOGETHER": together,
+            "MAPPED": self._mapped,
+            "ALIGNED": aligned,
+            "num_warps": warps,
+        }
+        numbers = {
+            "SHIFT": arena.shift,
+            "STRIDE": layout.stride,
+            "VECTOR": layout.vector,
+            "TYPE": layout.type,
+            "LIMITS": rules.limits,
+            "SAME": rules.same,
+        }
+        rows = (
+            lookup.work,
+            *reads,
+            lookup.starts,
+            lookup.run_rows,
+            lookup.run_pieces,
+            lookup.long_runs,
+            self.partial,
+            self.rules,
+            self.steps,
+            lookup.memory.table_counters,
+            arena.chunks,
+            self.sent,
+            programs,
+        )
+        # Long runs are summed and updated beside the others: together they use the memory best.
+        with launch.beside(lookup.memory.side, [*lookup.shared, self.sent, self.partial, lookup.order]):
+            update.sum_pieces[(programs,)](
+                lookup.work,
+                *reads,
+                lookup.piece_starts,
+                lookup.piece_ends,
+                self.partial,
+                self.sent,
+                programs,
+                **shape,
+            )
+            for kind in rules.kinds:
+                update.update_rows[(programs // 8 + 1,)](
+                    *rows[:-1], programs // 8 + 1, RULE=RULES.index(kind), LONG=True, **numbers, **shape
+                )
+        for kind in rules.kinds:
+            update.update_rows[(programs,)](*rows, RULE=RULES.index(kind), LONG=False, **numbers, **shape)
+        launch.join(lookup.memory.side)

@@ -1,0 +1,266 @@
+"""Rows of a batch's keys: find them, and insert those of unknown keys.
+
+An index is open addressing with linear probing: slots of two int64, a hash and a row. A search starts at a
+multiple of WIDTH and reads WIDTH slots at a time; the hash 0 means an empty slot and ends it. The key whose
+hash is 0 has a slot of its own, behind the others, with the hash 1. A slot whose row is 0 has lost its row;
+it keeps its key until the index grows.
+
+New keys: a program claims a slot by exchanging its hash 0 for the key's, and the right to give it a row by
+exchanging its row 0 for -1. Others that want the same key at the same time find the row later (`finish`).
+"""
+
+import triton
+import triton.language as tl
+
+from karvan.store.cuda.kernels.fields import (
+    ADMITS,
+    BASE,
+    BLOCK,
+    CELLS,
+    COUNTERS,
+    FEATURE_FIELDS,
+    FREE_HEAD,
+    FREE_MASK,
+    FREE_ROWS,
+    FREE_TAIL,
+    FRESH,
+    INDEX,
+    INSERTED,
+    MASK,
+    MISSING,
+    NEXT_ROW,
+    OLD_INDEX,
+    OLD_MASK,
+    PENDING,
+    PLAIN_END,
+    ROWS,
+    STACK,
+    TABLE,
+    TABLE_FIELDS,
+    USED,
+    VALUES,
+    VERSION,
+)
+from karvan.store.cuda.kernels.hashing import mix
+from karvan.store.cuda.kernels.row_memory import BIRTH, CHANGE, COUNT, LAST, field_pointer, hash_pointer
+
+SPARE_LANES = tl.constexpr(1 << 17)
+
+
+@triton.jit
+def feature_of_position(features, count, position, FEATURES: tl.constexpr):
+    """The feature that has a position."""
+    number = tl.arange(0, FEATURES)
+    base = tl.load(features + number * FEATURE_FIELDS + BASE, mask=number < count, other=1 << 62)
+    return tl.sum((base <= position).to(tl.int32)) - 1
+
+
+@triton.jit
+def probe(index, mask, hashes, wanted, WIDTH: tl.constexpr):
+    """The rows of hashes, 0 for those without one, where `wanted`."""
+    pointers = index.to(tl.pointer_type(tl.int64))
+    special = hashes == 0
+    sought = tl.where(special, 1, hashes)[:, None]
+    slot = tl.where(special, mask + 1, hashes & mask & -WIDTH)
+    column = tl.arange(0, 2 * WIDTH)[None, :]
+    row = tl.zeros_like(hashes)
+    open_ = wanted
+    left = 1
+    while left > 0:
+        at = pointers + (slot[:, None] * 2 + column)
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 16)), (1, 2 * WIDTH))
+        words = tl.load(at, mask=open_[:, None], other=0)
+        found, rows = tl.split(tl.reshape(words, [words.shape[0], WIDTH, 2]))
+        hit = (found == sought) & open_[:, None]
+        row += tl.sum(tl.where(hit & (rows > 0), rows, 0), axis=1)  # -1: another program is inserting it
+        ends = tl.max((hit | (found == 0)).to(tl.int32), axis=1)
+        open_ = open_ & (ends == 0)
+        slot = tl.where(open_, (slot + WIDTH) & mask, slot)
+        left = tl.max(open_.to(tl.int32), axis=0)
+    return row
+
+
+@triton.jit
+def claim(index, mask, hashes, wanted, spare, WIDTH: tl.constexpr):
+    """Slots for hashes, where `wanted`: (the address of each slot's row, whether the slot was empty).
+
+    spare: an address of 16 bytes for each lane, where idle ones exchange words: atomic operations have no
+    mask, and would be slow if all idle lanes met at one address.
+    """
+    special = hashes == 0
+    sought = tl.where(special, 1, hashes)
+    slot = tl.where(special, mask + 1, hashes & mask & -WIDTH)
+    place = spare + 8
+    fresh = wanted & False
+    open_ = wanted
+    left = tl.max(open_.to(tl.int32), axis=0)
+    while left > 0:
+        at = index + slot * 16
+        word = tl.load(at.to(tl.pointer_type(tl.int64)), mask=open_, other=1)
+        empty = open_ & (word == 0)
+        target = tl.where(empty, at, spare).to(tl.pointer_type(tl.int64))
+        old = tl.atomic_cas(target, tl.zeros_like(sought), sought)
+        won = empty & (old == 0)
+        done = open_ & ((word == sought) | won | (empty & (old == sought)))
+        place = tl.where(done, at + 8, place)
+        fresh = fresh | won
+        open_ = open_ & ~done
+        slot = tl.where(open_, (slot + 1) & mask, slot)
+        left = tl.max(open_.to(tl.int32), axis=0)
+    return place, fresh
+
+
+@triton.jit
+def take_rows(arena, wanted):
+    """A free row for each lane that wants one."""
+    count = tl.sum(wanted.to(tl.int64), axis=0)
+    rank = tl.cumsum(wanted.to(tl.int64), axis=0) - 1
+    head = tl.atomic_add(arena + FREE_HEAD, count)
+    free = tl.minimum(tl.maximum(tl.load(arena + FREE_TAIL) - head, 0), count)
+    first = tl.atomic_add(arena + NEXT_ROW, count - free)
+    queue = tl.load(arena + FREE_ROWS).to(tl.pointer_type(tl.int32))
+    queued = tl.load(
+        queue + ((head + rank) & tl.load(arena + FREE_MASK)), mask=wanted & (rank < free), other=0
+    )
+    return tl.where(rank < free, queued.to(tl.int64), first + rank - free)
+
+
+@triton.jit
+def insert_rows(
+    tables,
+    table,
+    counters,
+    arena,
+    chunks,
+    work,
+    fresh_rows,
+    fresh_tables,
+    pending,
+    pending_places,
+    spare,
+    hashes,
+    position,
+    wanted,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Give rows to hashes of one table, where `wanted`; returns the rows that this program inserted.
+
+    The other lanes wait for another program: their positions are added to `pending`.
+    """
+    of_table = tables + table * TABLE_FIELDS
+    index = tl.load(of_table + INDEX)
+    mask = tl.load(of_table + MASK)
+    place, claimed = claim(index, mask, hashes, wanted, spare, WIDTH)
+    minus = tl.full(hashes.shape, -1, tl.int64)
+    old = tl.atomic_cas(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(hashes), minus)
+    mine = wanted & (old == 0)
+    row = tl.where(mine, take_rows(arena, mine), 0)
+    count = tl.sum(mine.to(tl.int64), axis=0)
+    number = row.to(tl.int32)
+    tl.store(hash_pointer(chunks, number, SHIFT, STRIDE), hashes, mask=mine)
+    tl.store(field_pointer(chunks, number, COUNT, SHIFT, STRIDE), 0, mask=mine)
+    tl.store(field_pointer(chunks, number, LAST, SHIFT, STRIDE), 0, mask=mine)
+    version = tl.load(of_table + VERSION).to(tl.int32)
+    tl.store(field_pointer(chunks, number, BIRTH, SHIFT, STRIDE), version, mask=mine)
+    tl.store(field_pointer(chunks, number, CHANGE, SHIFT, STRIDE), version, mask=mine)
+    tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=mine)
+    own = counters + table * COUNTERS
+    tl.atomic_add(own + USED, tl.sum(claimed.to(tl.int64), axis=0))
+    tl.atomic_add(own + ROWS, count)
+    tl.atomic_add(own + INSERTED, count)
+    at = tl.atomic_add(work + FRESH, count.to(tl.int32)) + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(fresh_rows + at, number, mask=mine)
+    tl.store(fresh_tables + at, tl.full(number.shape, 0, tl.int32) + table.to(tl.int32), mask=mine)
+    waits = wanted & (old != 0)
+    row = tl.where(waits & (old > 0), old, row)  # somebody has finished it already
+    waits = waits & (old < 0)
+    at = tl.atomic_add(work + PENDING, tl.sum(waits.to(tl.int32), axis=0))
+    at = at + tl.cumsum(waits.to(tl.int32), axis=0) - 1
+    tl.store(pending + at, position.to(tl.int32), mask=waits)
+    tl.store(pending_places + at, place, mask=waits)
+    return row
+
+
+@triton.jit
+def find_rows(
+    features,
+    feature_count,
+    tables,
+    counters,
+    arena,
+    chunks,
+    work,
+    rows,
+    feature_of,
+    out_rows,
+    fresh_rows,
+    fresh_tables,
+    pending,
+    pending_places,
+    missing,
+    spare,
+    head,
+    FEATURES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INSERTS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    GROWS: tl.constexpr,
+):
+    """The row of each position, 0 for none; with INSERTS, keys that have none get one.
+
+    A program has the positions of one feature. Keys of tables that do not admit every key are only added to
+    `missing`. MAPPED: positions of other than plain features whose output row
+    is -1 are not looked up. GROWS: a table has an old index.
+    """
+    start = tl.program_id(0) * BLOCK
+    feature = feature_of_position(features, feature_count, start, FEATURES)
+    tl.store(feature_of + tl.program_id(0), feature)
+    of_feature = features + feature * FEATURE_FIELDS
+    table = tl.load(of_feature + TABLE)
+    lane = tl.arange(0, BLOCK)
+    position = start + lane
+    number = position - tl.load(of_feature + BASE)
+    wanted = number < tl.load(of_feature + CELLS) * tl.load(of_feature + STACK)
+    if MAPPED:
+        wanted = wanted & ((position < tl.load(head + PLAIN_END)) | (tl.load(out_rows + position) >= 0))
+    values = tl.load(of_feature + VALUES).to(tl.pointer_type(tl.int64))
+    hashes = mix(tl.load(values + number, mask=wanted, other=0))
+    of_table = tables + table * TABLE_FIELDS
+    row = probe(tl.load(of_table + INDEX), tl.load(of_table + MASK), hashes, wanted, WIDTH)
+    if GROWS:
+        old = tl.load(of_table + OLD_INDEX)
+        lacks = wanted & (row == 0)
+        if (old != 0) & (tl.max(lacks.to(tl.int32), axis=0) > 0):
+            row += probe(old, tl.load(of_table + OLD_MASK), hashes, lacks, WIDTH)
+    if INSERTS:
+        lacks = wanted & (row == 0)
+        lacking = tl.sum(lacks.to(tl.int32), axis=0)
+        if lacking > 0:
+            if tl.load(of_table + ADMITS) == 1:
+                row += insert_rows(
+                    tables,
+                    table,
+                    counters,
+                    arena,
+                    chunks,
+                    work,
+                    fresh_rows,
+                    fresh_tables,
+                    pending,
+                    pending_places,
+                    spare + (position % SPARE_LANES).to(tl.int64) * 16,
+                    hashes,
+                    position,
+                    lacks,
+                    SHIFT,
+                    STRIDE,
+                    WIDTH,
+                )
+            else:
+                at = tl.atomic_add(work + MISSING, lacking) + tl.cumsum(lacks.to(tl.int32), axis=0) - 1
+                tl.store(missing + at, position, mask=lacks)
+    tl.store(rows + position, row.to(tl.int32))

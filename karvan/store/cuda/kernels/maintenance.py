@@ -1,0 +1,241 @@
+"""Rows outside of training steps: erase, list, copy and load them."""
+
+import triton
+import triton.language as tl
+
+from karvan.store.cuda.kernels.fields import (
+    BLOCK,
+    COUNTERS,
+    EVICTED,
+    FREE_MASK,
+    FREE_ROWS,
+    FREE_TAIL,
+    INSERTED,
+    ROWS,
+    USED,
+)
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, take_rows
+from karvan.store.cuda.kernels.hashing import mix
+from karvan.store.cuda.kernels.row_memory import (
+    BIRTH,
+    CHANGE,
+    COUNT,
+    LAST,
+    field_pointer,
+    floats,
+    hash_pointer,
+    read_vector,
+    row_address,
+    write_nearest,
+)
+
+
+@triton.jit
+def find_places(index, mask, hashes, count, places, rows, WIDTH: tl.constexpr):
+    """The address of each hash's row in an index, and the row; 0 for those without one."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = number < count
+    hash_ = tl.load(hashes + number, mask=there, other=0)
+    special = hash_ == 0
+    sought = tl.where(special, 1, hash_)
+    slot = tl.where(special, mask + 1, hash_ & mask & -WIDTH)
+    place = tl.zeros_like(hash_)
+    row = tl.zeros_like(hash_)
+    open_ = there
+    left = 1
+    while left > 0:
+        at = index + slot * 16
+        word = tl.load(at.to(tl.pointer_type(tl.int64)), mask=open_, other=0)
+        hit = open_ & (word == sought)
+        place = tl.where(hit, at + 8, place)
+        row = tl.where(hit, tl.load((at + 8).to(tl.pointer_type(tl.int64)), mask=hit, other=0), row)
+        open_ = open_ & ~hit & (word != 0)
+        slot = tl.where(open_, (slot + 1) & mask, slot)
+        left = tl.max(open_.to(tl.int32), axis=0)
+    tl.store(places + number, place, mask=there)
+    tl.store(rows + number, row, mask=there)
+
+
+@triton.jit
+def erase_places(
+    places,
+    old_places,
+    rows,
+    count,
+    counters,
+    table,
+    arena,
+    chunks,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Take the rows of slots away, distinct ones, and queue them as free; a row of 0 is passed over."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = number < tl.load(count)
+    row = tl.load(rows + number, mask=there, other=0).to(tl.int32)
+    place = tl.load(places + number, mask=there, other=0)
+    old_place = tl.load(old_places + number, mask=there, other=0)
+    gone = there & (row > 0)
+    tl.store(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone & (place != 0))
+    tl.store(old_place.to(tl.pointer_type(tl.int64)), tl.zeros_like(place), mask=gone & (old_place != 0))
+    tl.store(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE), -1, mask=gone)
+    total = tl.sum(gone.to(tl.int64), axis=0)
+    tail = tl.atomic_add(arena + FREE_TAIL, total) + tl.cumsum(gone.to(tl.int64), axis=0) - 1
+    queue = tl.load(arena + FREE_ROWS).to(tl.pointer_type(tl.int32))
+    tl.store(queue + (tail & tl.load(arena + FREE_MASK)), row, mask=gone)
+    tl.atomic_add(counters + table * COUNTERS + ROWS, -total)
+    tl.atomic_add(counters + table * COUNTERS + EVICTED, total)
+
+
+@triton.jit
+def list_slots(index, first, count, listed, hashes, rows, limits, SPECIAL: tl.constexpr):
+    """The hashes and rows of an index's slots whose hash, as unsigned, lies within the two `limits`."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = number < count
+    words = index + (first + number).to(tl.int64) * 16
+    hash_ = tl.load(words.to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
+    if SPECIAL:
+        hash_ = tl.zeros_like(hash_)
+    unsigned = hash_.to(tl.uint64, bitcast=True)
+    least = tl.load(limits).to(tl.uint64, bitcast=True)
+    most = tl.load(limits + 1).to(tl.uint64, bitcast=True)
+    chosen = there & (row > 0) & (unsigned >= least) & (unsigned <= most)
+    at = (
+        tl.atomic_add(listed, tl.sum(chosen.to(tl.int64), axis=0))
+        + tl.cumsum(chosen.to(tl.int64), axis=0)
+        - 1
+    )
+    tl.store(hashes + at, hash_, mask=chosen)
+    tl.store(rows + at, row.to(tl.int32), mask=chosen)
+
+
+@triton.jit
+def read_fields(
+    rows, count, chunks, hashes, counts, lasts, changes, SHIFT: tl.constexpr, STRIDE: tl.constexpr
+):
+    """The hash, count, last step and change of rows."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = number < count
+    row = tl.load(rows + number, mask=there, other=0)
+    tl.store(hashes + number, tl.load(hash_pointer(chunks, row, SHIFT, STRIDE)), mask=there)
+    tl.store(counts + number, tl.load(field_pointer(chunks, row, COUNT, SHIFT, STRIDE)), mask=there)
+    tl.store(lasts + number, tl.load(field_pointer(chunks, row, LAST, SHIFT, STRIDE)), mask=there)
+    tl.store(changes + number, tl.load(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)), mask=there)
+
+
+@triton.jit
+def read_rows(
+    rows,
+    count,
+    chunks,
+    vectors,
+    states,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STATES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """The vectors, as float32, and the optimizer state of rows."""
+    number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    there = number < count
+    row = tl.load(rows + number, mask=there, other=0)
+    address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = there[:, None] & (column < DIM)
+    to = number[:, None].to(tl.int64)
+    tl.store(vectors + to * DIM + column, read_vector(address, column, mask, TYPE), mask=mask)
+    if STATE > 0:
+        field = tl.arange(0, STATES)[None, :]
+        mask = there[:, None] & (field < STATE)
+        from_ = floats(address + VECTOR, field, 16 if VECTOR % 16 == 0 else 4)
+        tl.store(states + to * STATE + field, tl.load(from_, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def write_rows(
+    rows,
+    count,
+    chunks,
+    vectors,
+    states,
+    counts,
+    lasts,
+    version,
+    DIM: tl.constexpr,
+    STATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STATES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TYPE: tl.constexpr,
+):
+    """Overwrite rows with vectors, optimizer state, counts and last steps."""
+    number = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    there = number < count
+    row = tl.load(rows + number, mask=there, other=0)
+    there = there & (row > 0)
+    address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    mask = there[:, None] & (column < DIM)
+    at = number[:, None].to(tl.int64)
+    value = tl.load(vectors + at * DIM + column, mask=mask, other=0.0)
+    write_nearest(address, column, value, mask, TYPE)
+    if STATE > 0:
+        field = tl.arange(0, STATES)[None, :]
+        mask = there[:, None] & (field < STATE)
+        state = tl.load(states + at * STATE + field, mask=mask, other=0.0)
+        tl.store(floats(address + VECTOR, field, 16 if VECTOR % 16 == 0 else 4), state, mask=mask)
+    uses = tl.load(counts + number, mask=there, other=0)
+    tl.store(field_pointer(chunks, row, COUNT, SHIFT, STRIDE), uses, mask=there)
+    last = tl.load(lasts + number, mask=there, other=0)
+    tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), last, mask=there)
+    tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=there)
+
+
+@triton.jit
+def insert_keys(
+    index,
+    mask,
+    old_rows,
+    keys,
+    count,
+    counters,
+    table,
+    arena,
+    chunks,
+    version,
+    spare,
+    rows,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The rows of distinct keys, which get one where they have none; old_rows: those in an old index."""
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = number < count
+    hashes = mix(tl.load(keys + number, mask=there, other=0))
+    known = tl.load(old_rows + number, mask=there, other=0)
+    lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
+    place, claimed = claim(index, mask, hashes, there & (known == 0), lanes, WIDTH)
+    wanted = there & (known == 0)
+    old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=wanted, other=1)
+    new = wanted & (old == 0)
+    taken = take_rows(arena, new)
+    row = tl.where(new, taken, tl.where(wanted, old, known))
+    number32 = row.to(tl.int32)
+    tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=new)
+    tl.store(hash_pointer(chunks, number32, SHIFT, STRIDE), hashes, mask=new)
+    tl.store(field_pointer(chunks, number32, BIRTH, SHIFT, STRIDE), version, mask=new)
+    total = tl.sum(new.to(tl.int64), axis=0)
+    tl.atomic_add(counters + table * COUNTERS + USED, tl.sum(claimed.to(tl.int64), axis=0))
+    tl.atomic_add(counters + table * COUNTERS + ROWS, total)
+    tl.atomic_add(counters + table * COUNTERS + INSERTED, total)
+    tl.store(rows + number, number32, mask=there)

@@ -1,0 +1,183 @@
+"""Positions grouped by row: runs of equal rows in the sorted batch.
+
+A run's positions are in their order in the batch, so sums over them have one order, whatever the numbers of
+the rows. Long runs are cut into pieces of PIECE positions, which different programs sum.
+"""
+
+import triton
+import triton.language as tl
+
+from karvan.store.cuda.kernels.fields import (
+    BASE,
+    BLOCK,
+    COUNTERS,
+    DROPPED,
+    FEATURE_FIELDS,
+    LONG_RUNS,
+    PIECES,
+    SLOT,
+    STEP,
+    TABLE,
+    TABLE_FIELDS,
+    UNIQUE,
+    VERSION,
+)
+from karvan.store.cuda.kernels.row_memory import BIRTH, CHANGE, COUNT, LAST, field_pointer
+
+PIECE = tl.constexpr(64)
+SPAN = tl.constexpr(1024)  # sorted positions of one program
+
+
+@triton.jit
+def _begins(sorted_rows, size, at):
+    row = tl.load(sorted_rows + at, mask=at < size, other=0)
+    before = tl.load(sorted_rows + at - 1, mask=(at > 0) & (at < size), other=-1)
+    return row, (at < size) & (row > 0) & (row != before)
+
+
+@triton.jit
+def count_runs(sorted_rows, size, counts):
+    """How many runs begin in each span."""
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    _, begins = _begins(sorted_rows, size, at)
+    tl.store(counts + tl.program_id(0), tl.sum(begins.to(tl.int32), axis=0))
+
+
+@triton.jit
+def write_runs(sorted_rows, size, counts, work, starts, run_rows, SPANS: tl.constexpr):
+    """The start and the row of each run, then the end of the last; run 0 is the first of a row above 0."""
+    program = tl.program_id(0)
+    span = tl.arange(0, SPANS)
+    before = tl.sum(tl.load(counts + span, mask=span < program, other=0), axis=0)
+    at = program * SPAN + tl.arange(0, SPAN)
+    row, begins = _begins(sorted_rows, size, at)
+    number = before + tl.cumsum(begins.to(tl.int32), axis=0) - 1
+    tl.store(starts + number, at, mask=begins)
+    tl.store(run_rows + number, row, mask=begins)
+    if program == tl.num_programs(0) - 1:
+        total = before + tl.sum(begins.to(tl.int32), axis=0)
+        tl.store(work + UNIQUE, total)
+        tl.store(starts + total, size)
+
+
+@triton.jit
+def describe_runs(
+    work,
+    starts,
+    run_rows,
+    run_pieces,
+    long_runs,
+    piece_starts,
+    piece_ends,
+    chunks,
+    head,
+    order,
+    features,
+    feature_of,
+    tables,
+    uses,
+    programs,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    USES: tl.constexpr,
+    GIVEN: tl.constexpr,
+):
+    """Cut long runs into pieces; with USES, count the uses of rows and note the step and the change.
+
+    GIVEN: `uses` has those of each position, and every run is one position.
+    """
+    count = tl.load(work + UNIQUE)
+    step = tl.load(head + STEP).to(tl.int32)
+    for start in range(tl.program_id(0) * 128, count, programs * 128):
+        number = start + tl.arange(0, 128)
+        there = number < count
+        row = tl.load(run_rows + number, mask=there, other=0)
+        first = tl.load(starts + number, mask=there, other=0)
+        end = tl.load(starts + number + 1, mask=there, other=0)
+        size = end - first
+        if USES:
+            position = tl.load(order + first, mask=there, other=0)
+            times = size
+            if GIVEN:
+                times = tl.load(uses + position, mask=there, other=0)
+            so_far = field_pointer(chunks, row, COUNT, SHIFT, STRIDE)
+            before = tl.load(so_far).to(tl.uint32, bitcast=True)
+            after = before + times.to(tl.uint32, bitcast=True)
+            after = tl.where(after < before, 0xFFFFFFFF, after)
+            tl.store(so_far, after.to(tl.int32, bitcast=True), mask=there)
+            feature = tl.load(feature_of + position // BLOCK, mask=there, other=0)
+            table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=there, other=0)
+            version = tl.load(tables + table * TABLE_FIELDS + VERSION).to(tl.int32)
+            tl.store(field_pointer(chunks, row, LAST, SHIFT, STRIDE), step, mask=there)
+            tl.store(field_pointer(chunks, row, CHANGE, SHIFT, STRIDE), version, mask=there)
+        pieces = tl.where(there & (size > PIECE), (size + PIECE - 1) // PIECE, 0)
+        total = tl.sum(pieces, axis=0)
+        if total > 0:
+            base = tl.atomic_add(work + PIECES, total) + tl.cumsum(pieces, axis=0) - pieces
+            tl.store(run_pieces + number, base, mask=pieces > 0)
+            long = (pieces > 0).to(tl.int32)
+            at = tl.atomic_add(work + LONG_RUNS, tl.sum(long, axis=0)) + tl.cumsum(long, axis=0) - 1
+            tl.store(long_runs + at, number, mask=pieces > 0)
+            for j in range(0, tl.max(pieces, axis=0)):
+                mask = j < pieces
+                at = first + j * PIECE
+                tl.store(piece_starts + base + j, at, mask=mask)
+                tl.store(piece_ends + base + j, tl.minimum(at + PIECE, end), mask=mask)
+
+
+@triton.jit
+def drop_runs(
+    work,
+    order,
+    starts,
+    run_rows,
+    features,
+    feature_of,
+    versions,
+    counters,
+    chunks,
+    programs,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Forget the rows of runs that are gone since their lookup, and count them; versions: of slots, then."""
+    count = tl.load(work + UNIQUE)
+    for start in range(tl.program_id(0) * 128, count, programs * 128):
+        number = start + tl.arange(0, 128)
+        there = number < count
+        row = tl.load(run_rows + number, mask=there, other=0)
+        first = tl.load(starts + number, mask=there, other=0)
+        position = tl.load(order + first, mask=there, other=0)
+        of_feature = features + tl.load(feature_of + position // BLOCK, mask=there, other=0) * FEATURE_FIELDS
+        version = tl.load(versions + tl.load(of_feature + SLOT, mask=there, other=0))
+        birth = tl.load(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE))
+        gone = there & (row > 0) & ((birth < 0) | (birth > version))
+        if tl.max(gone.to(tl.int32), axis=0) > 0:
+            tl.store(run_rows + number, 0, mask=gone)
+            table = tl.load(of_feature + TABLE, mask=there, other=0)
+            one = tl.full(table.shape, 1, tl.int64)
+            tl.atomic_add(counters + table * COUNTERS + DROPPED, one, mask=gone)
+
+
+@triton.jit
+def drop_positions(
+    rows, size, features, feature_of, versions, chunks, SHIFT: tl.constexpr, STRIDE: tl.constexpr
+):
+    """Forget the rows of positions that are gone since their lookup."""
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = position < size
+    row = tl.load(rows + position, mask=there, other=0)
+    feature = tl.load(feature_of + tl.program_id(0))
+    version = tl.load(versions + tl.load(features + feature * FEATURE_FIELDS + SLOT))
+    birth = tl.load(field_pointer(chunks, row, BIRTH, SHIFT, STRIDE))
+    tl.store(rows + position, 0, mask=there & (row > 0) & ((birth < 0) | (birth > version)))
+
+
+@triton.jit
+def map_plain(features, feature_of, out_rows, factors):
+    """The output row and the factor of the positions of plain features, as `describe_cells` writes them."""
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    feature = tl.load(feature_of + tl.program_id(0))
+    number = position - tl.load(features + feature * FEATURE_FIELDS + BASE)
+    tl.store(out_rows + position, number.to(tl.int32))
+    tl.store(factors + position, tl.full(position.shape, 1.0, tl.float32))

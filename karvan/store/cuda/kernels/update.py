@@ -1,0 +1,364 @@
+"""The backward: gradients of positions summed by row, and the optimizers' rules, in one kernel.
+
+The rules are those of csrc/kernels/apply.inc. A row whose gradient is not finite stays as it is.
+"""
+
+import triton
+import triton.language as tl
+
+from karvan.store.cuda.kernels.fields import (
+    BASE,
+    BLOCK,
+    COUNTERS,
+    FEATURE_FIELDS,
+    GRADIENT,
+    GRADIENT_STRIDE,
+    INVERSE_SCALE,
+    LONG_RUNS,
+    PIECES,
+    PLAIN_END,
+    SKIPPED,
+    SLOT,
+    TABLE,
+    UNIQUE,
+)
+from karvan.store.cuda.kernels.hashing import rounding_noise
+from karvan.store.cuda.kernels.row_memory import floats, hash_pointer, read_vector, row_address, write_rounded
+from karvan.store.cuda.kernels.runs import PIECE
+
+# Kinds of rules.
+SGD = tl.constexpr(0)
+MOMENTUM = tl.constexpr(1)
+ADAGRAD = tl.constexpr(2)
+ADAGRAD_ROW = tl.constexpr(3)
+ADAM = tl.constexpr(4)
+ADAMW = tl.constexpr(5)
+FTRL = tl.constexpr(6)
+
+# A rule's numbers.
+KIND = tl.constexpr(0)
+LR = tl.constexpr(1)
+BETA1 = tl.constexpr(2)
+BETA2 = tl.constexpr(3)
+EPS = tl.constexpr(4)
+WEIGHT_DECAY = tl.constexpr(5)
+SHRINK = tl.constexpr(6)
+ALPHA = tl.constexpr(7)
+L1 = tl.constexpr(8)
+L2 = tl.constexpr(9)
+ACCUMULATE_LAST = tl.constexpr(10)
+CLIP_VALUE = tl.constexpr(11)
+CLIP_NORM = tl.constexpr(12)
+BOUND = tl.constexpr(13)
+RULE_FIELDS = tl.constexpr(16)
+
+
+@triton.jit
+def sum_positions(
+    order,
+    features,
+    feature_of,
+    out_rows,
+    factors,
+    first,
+    count,
+    column,
+    head,
+    DIM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Sums of the gradients of positions order[first : first + count] for each run, (runs, columns)."""
+    total = tl.zeros([first.shape[0], column.shape[0]], tl.float32)
+    some = tl.arange(0, TOGETHER)[None, :]
+    for j in range(0, tl.max(count, axis=0), TOGETHER):
+        inside = (j + some) < count[:, None]
+        position = tl.load(order + (first[:, None] + j + some), mask=inside, other=0)
+        of_feature = features + tl.load(feature_of + position // BLOCK, mask=inside, other=0) * FEATURE_FIELDS
+        gradient = tl.load(of_feature + GRADIENT)
+        stride = tl.load(of_feature + GRADIENT_STRIDE)
+        if MAPPED:
+            plain = position < tl.load(head + PLAIN_END)
+            out_row = tl.load(out_rows + position, mask=inside & ~plain, other=0).to(tl.int64)
+            out_row = tl.where(plain, position - tl.load(of_feature + BASE), out_row)
+        else:
+            out_row = position - tl.load(of_feature + BASE)
+        inside = inside & (gradient != 0)
+        address = gradient + out_row * stride * 4
+        values = tl.load(
+            floats(address[:, :, None], column[None, None, :], 16 if ALIGNED else 4),
+            mask=inside[:, :, None] & (column < DIM)[None, None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        if MAPPED:
+            values = values * tl.load(factors + position, mask=inside & ~plain, other=1.0)[:, :, None]
+        total += tl.sum(values, axis=1)
+    return total * tl.load(head + INVERSE_SCALE).to(tl.float64, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def sum_pieces(
+    work,
+    order,
+    features,
+    feature_of,
+    out_rows,
+    factors,
+    piece_starts,
+    piece_ends,
+    partial,
+    head,
+    programs,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The sum of each piece of a long run."""
+    count = tl.load(work + PIECES)
+    column = tl.arange(0, COLUMNS)
+    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+        number = start + tl.arange(0, GROUP)
+        there = number < count
+        first = tl.load(piece_starts + number, mask=there, other=0)
+        size = tl.load(piece_ends + number, mask=there, other=0) - first
+        total = sum_positions(
+            order,
+            features,
+            feature_of,
+            out_rows,
+            factors,
+            first,
+            size,
+            column,
+            head,
+            DIM,
+            TOGETHER,
+            MAPPED,
+            ALIGNED,
+        )
+        tl.store(
+            partial + number[:, None].to(tl.int64) * DIM + column[None, :],
+            total,
+            mask=there[:, None] & (column < DIM)[None, :],
+        )
+
+
+@triton.jit
+def read_state(address, column, mask, DIM: tl.constexpr, VECTOR: tl.constexpr, RULE: tl.constexpr):
+    """The optimizer state at `address`, in two parts; a part that the rule does not have is 0.
+
+    It is read before gradients are summed, so that the memory serves both at the same time.
+    """
+    first = tl.zeros(mask.shape, tl.float32)
+    second = tl.zeros(mask.shape, tl.float32)
+    if RULE == ADAGRAD_ROW:
+        alive = tl.max(mask.to(tl.int32), axis=1)[:, None] > 0
+        first = tl.load(address.to(tl.pointer_type(tl.float32)), mask=alive, other=0.0) + first
+    elif RULE != SGD:
+        pointer = floats(address, column, 16 if VECTOR % 16 == 0 else 4)
+        first = tl.load(pointer, mask=mask, other=0.0)
+    if (RULE == ADAM) | (RULE == ADAMW) | (RULE == FTRL):
+        pointer = floats(address + 4 * DIM, column, 16 if (VECTOR + 4 * DIM) % 16 == 0 else 4)
+        second = tl.load(pointer, mask=mask, other=0.0)
+    return first, second
+
+
+@triton.jit
+def apply_rule(
+    rule,
+    vector,
+    first,
+    second,
+    gradient,
+    address,
+    column,
+    mask,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    RULE: tl.constexpr,
+    LIMITS: tl.constexpr,
+):
+    """The new vectors of rows (n, columns) by the numbers `rule` (n, 1); writes their state at `address`."""
+    state = floats(address, column, 16 if VECTOR % 16 == 0 else 4)
+    second_state = floats(address + 4 * DIM, column, 16 if (VECTOR + 4 * DIM) % 16 == 0 else 4)
+    lr = tl.load(rule + LR)
+    if LIMITS:
+        clip = tl.load(rule + CLIP_VALUE)
+        gradient = tl.where(clip > 0, tl.minimum(tl.maximum(gradient, -clip), clip), gradient)
+        most = tl.load(rule + CLIP_NORM)
+        norm = tl.sqrt_rn(tl.sum(tl.where(mask, gradient * gradient, 0.0), axis=1))[:, None]
+        shrinks = (most > 0) & (norm > most)
+        gradient = tl.where(shrinks, gradient * tl.div_rn(most, tl.where(shrinks, norm, 1.0)), gradient)
+        gradient = gradient + vector * tl.load(rule + WEIGHT_DECAY)
+    if RULE == SGD:
+        fresh = vector - gradient * lr
+    elif RULE == MOMENTUM:
+        buffer = first * tl.load(rule + BETA1) + gradient
+        tl.store(state, buffer, mask=mask)
+        fresh = vector - buffer * lr
+    elif RULE == ADAGRAD:
+        after = first * tl.load(rule + BETA1) + gradient * gradient
+        tl.store(state, after, mask=mask)
+        used = tl.where(tl.load(rule + ACCUMULATE_LAST) != 0, first, after)
+        fresh = vector - tl.div_rn(gradient * lr, tl.sqrt_rn(used) + tl.load(rule + EPS))
+    elif RULE == ADAGRAD_ROW:
+        mean = tl.sum(tl.where(mask, gradient * gradient, 0.0), axis=1)[:, None] / DIM
+        after = first * tl.load(rule + BETA1) + mean
+        one = address.to(tl.pointer_type(tl.float32)) + tl.zeros_like(column)
+        tl.store(one, after, mask=mask & (column == 0))
+        used = tl.where(tl.load(rule + ACCUMULATE_LAST) != 0, first, after)
+        fresh = vector - tl.div_rn(gradient * lr, tl.sqrt_rn(used) + tl.load(rule + EPS))
+    elif (RULE == ADAM) | (RULE == ADAMW):
+        if RULE == ADAMW:
+            vector = vector * tl.load(rule + SHRINK)
+        beta1 = tl.load(rule + BETA1)
+        beta2 = tl.load(rule + BETA2)
+        m = first * beta1 + gradient * (1.0 - beta1)
+        v = second * beta2 + gradient * gradient * (1.0 - beta2)
+        tl.store(state, m, mask=mask)
+        tl.store(second_state, v, mask=mask)
+        fresh = vector - tl.div_rn(m * tl.load(rule + ALPHA), tl.sqrt_rn(v) + tl.load(rule + EPS))
+    else:
+        after = second + gradient * gradient
+        rate = tl.broadcast_to(lr, gradient.shape)
+        sigma = tl.div_rn(tl.sqrt_rn(after) - tl.sqrt_rn(second), rate)
+        z = first + gradient - sigma * vector
+        tl.store(state, z, mask=mask)
+        tl.store(second_state, after, mask=mask)
+        l1 = tl.load(rule + L1)
+        left = tl.maximum(z - l1, 0.0) + tl.minimum(z + l1, 0.0)
+        divisor = tl.div_rn(tl.sqrt_rn(after) + tl.load(rule + BETA1), rate) + tl.load(rule + L2)
+        fresh = -tl.div_rn(left, tl.where(mask, divisor, 1.0))
+    if LIMITS:
+        bound = tl.load(rule + BOUND)
+        fresh = tl.where(bound > 0, tl.minimum(tl.maximum(fresh, -bound), bound), fresh)
+    return fresh
+
+
+@triton.jit
+def update_rows(
+    work,
+    order,
+    features,
+    feature_of,
+    out_rows,
+    factors,
+    starts,
+    run_rows,
+    run_pieces,
+    long_runs,
+    partial,
+    rules,
+    steps,
+    counters,
+    chunks,
+    head,
+    programs,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    MAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TYPE: tl.constexpr,
+    RULE: tl.constexpr,
+    LIMITS: tl.constexpr,
+    SAME: tl.constexpr,
+    LONG: tl.constexpr,
+):
+    """Update the row of each short run by its positions, or that of each LONG run by its pieces.
+
+    SAME: all tables have the rule 0, otherwise each slot has its own.
+    """
+    count = tl.load(work + (LONG_RUNS if LONG else UNIQUE))
+    column = tl.arange(0, COLUMNS)
+    inside = (column < DIM)[None, :]
+    for start in range(tl.program_id(0) * GROUP, count, programs * GROUP):
+        number = start + tl.arange(0, GROUP)
+        there = number < count
+        if LONG:
+            number = tl.load(long_runs + number, mask=there, other=0)
+        row = tl.load(run_rows + number, mask=there, other=0)
+        first = tl.load(starts + number, mask=there, other=0)
+        size = tl.load(starts + number + 1, mask=there, other=0) - first
+        there = there & (row > 0)
+        if not LONG:
+            there = there & (size <= PIECE)
+        address = row_address(chunks, row, SHIFT, STRIDE)[:, None]
+        slot = tl.zeros_like(row)
+        if not SAME:
+            position = tl.load(order + first, mask=there, other=0)
+            feature = tl.load(feature_of + position // BLOCK, mask=there, other=0)
+            slot = tl.load(features + feature * FEATURE_FIELDS + SLOT, mask=there, other=0).to(tl.int32)
+            there = there & (tl.load(rules + slot * RULE_FIELDS + KIND) == RULE)
+        rule = (rules + slot * RULE_FIELDS)[:, None]
+        mask = there[:, None] & inside
+        vector = read_vector(address, column[None, :], mask, TYPE)
+        state, second = read_state(address + VECTOR, column[None, :], mask, DIM, VECTOR, RULE)
+        if LONG:
+            gradient = tl.zeros([GROUP, COLUMNS], tl.float32)
+            base = tl.load(run_pieces + number, mask=there, other=0).to(tl.int64)
+            pieces = tl.where(there, (size + PIECE - 1) // PIECE, 0)
+            some = tl.arange(0, TOGETHER)[None, :]
+            for j in range(0, tl.max(pieces, axis=0), TOGETHER):
+                takes = (j + some) < pieces[:, None]
+                at = (base[:, None] + j + some) * DIM
+                values = tl.load(
+                    partial + at[:, :, None] + column[None, None, :],
+                    mask=takes[:, :, None] & (column < DIM)[None, None, :],
+                    other=0.0,
+                )
+                gradient += tl.sum(values, axis=1)
+        else:
+            gradient = sum_positions(
+                order,
+                features,
+                feature_of,
+                out_rows,
+                factors,
+                first,
+                tl.where(there, size, 0),
+                column,
+                head,
+                DIM,
+                TOGETHER,
+                MAPPED,
+                ALIGNED,
+            )
+        wrong = tl.max(tl.where(gradient * 0.0 == 0.0, 0, 1), axis=1) > 0
+        bad = there & wrong
+        if tl.max(bad.to(tl.int32), axis=0) > 0:
+            position = tl.load(order + first, mask=bad, other=0)
+            feature = tl.load(feature_of + position // BLOCK, mask=bad, other=0)
+            table = tl.load(features + feature * FEATURE_FIELDS + TABLE, mask=bad, other=0)
+            tl.atomic_add(counters + table * COUNTERS + SKIPPED, tl.full(table.shape, 1, tl.int64), mask=bad)
+        there = there & ~wrong
+        mask = there[:, None] & inside
+        fresh = apply_rule(
+            rule,
+            vector,
+            state,
+            second,
+            gradient,
+            address + VECTOR,
+            column[None, :],
+            mask,
+            DIM,
+            VECTOR,
+            RULE,
+            LIMITS,
+        )
+        if TYPE == 0:
+            write_rounded(address, column[None, :], fresh, 0, mask, TYPE)
+        else:
+            hashes = tl.load(hash_pointer(chunks, row, SHIFT, STRIDE))
+            noise = rounding_noise(hashes[:, None], tl.load(steps + slot)[:, None], column[None, :])
+            write_rounded(address, column[None, :], fresh, noise, mask, TYPE)

@@ -1,0 +1,120 @@
+"""`RowArena`: the memory of rows of one layout, for all tables that have it, in chunks that never move."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from karvan.store.cuda.kernels import fields, row_memory
+from karvan.store.cuda.transfers import Uploads
+
+_CHUNK_BYTES = 8 << 20
+_LEAST_ROWS = 64
+_MOST_CHUNKS = 1 << 16
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+class RowLayout(NamedTuple):
+    """What a row consists of; the same as RowLayout of csrc/table/layout.h."""
+
+    type: int  # of TYPES
+    dim: int
+    state: int  # floats of optimizer state
+
+    @property
+    def vector(self) -> int:
+        """Bytes of the vector, with what pads it to whole floats."""
+        return (self.dim * (4 if self.type == 0 else 2) + 3) // 4 * 4
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a row."""
+        return (self.vector + 4 * self.state + 15) // 16 * 16
+
+    @property
+    def columns(self) -> int:
+        """A power of two of at least dim."""
+        return max(2, 1 << (self.dim - 1).bit_length())
+
+    @property
+    def states(self) -> int:
+        """A power of two of at least the floats of state."""
+        return max(2, 1 << (self.state - 1).bit_length()) if self.state else 2
+
+
+class RowArena:
+    """Rows by number. Number 0 is a row of zeros; numbers of erased rows are used again."""
+
+    def __init__(self, layout: RowLayout, device: torch.device, uploads: Uploads, number: int) -> None:
+        self.layout = layout
+        self.number = number  # among the store's arenas
+        self._device = device
+        self._uploads = uploads
+        by_size = _CHUNK_BYTES // layout.stride
+        self.shift: int = max(_LEAST_ROWS, 1 << max(0, by_size.bit_length() - 1)).bit_length() - 1
+        self._memory: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self.chunks = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
+        self._free_rows = torch.zeros(1, dtype=torch.int32, device=device)
+        self.reserve(1)
+        self._memory[0][: layout.stride].zero_()
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is memory for."""
+        return len(self._addresses) << self.shift
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, with its hash, count and steps."""
+        return self.layout.stride + int(row_memory.ROW_EXTRA.value)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of rows, and the queue of free rows."""
+        return (len(self._addresses) * self.row_bytes << self.shift) + 4 * self._free_rows.numel()
+
+    def reserve(self, rows: int) -> None:
+        """Have memory for row numbers below `rows`; raises torch.OutOfMemoryError if there is none."""
+        lacking = -(-(rows - self.capacity) >> self.shift) if rows > self.capacity else 0
+        if lacking <= 0:
+            return
+        lacking = max(lacking, len(self._addresses) // 16)
+        if len(self._addresses) + lacking > _MOST_CHUNKS:
+            raise torch.OutOfMemoryError(
+                f"Rows of dim {self.layout.dim} take more than {_MOST_CHUNKS} chunks of memory."
+            )
+        chunk_bytes = self.row_bytes << self.shift
+        memory = torch.empty(lacking * chunk_bytes, dtype=torch.uint8, device=self._device)
+        first = memory.data_ptr()
+        self._memory.append(memory)
+        before = len(self._addresses)
+        self._addresses += [first + i * chunk_bytes for i in range(lacking)]
+        self._uploads.send_to(self.chunks[before:], np.array(self._addresses[before:], np.int64))
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether rows have been erased, so that there is a queue of free ones."""
+        return self._free_rows.numel() > 1
+
+    def reserve_queue(self, counters: torch.Tensor) -> None:
+        """Have a queue of free rows that all rows fit into; `counters` are those of this arena."""
+        size = 1 << (self.capacity - 1).bit_length()
+        if size <= self._free_rows.numel():
+            return
+        before = self._free_rows
+        self._free_rows = torch.zeros(size, dtype=torch.int32, device=self._device)
+        if before.numel() > 1:  # the queue begins again at 0
+            head, tail = counters[fields.FREE_HEAD.value].item(), counters[fields.FREE_TAIL.value].item()
+            at = torch.arange(head, tail, device=self._device) % before.numel()
+            self._free_rows[: tail - head] = before[at]
+            counters[fields.FREE_HEAD.value] = 0
+            counters[fields.FREE_TAIL.value] = tail - head
+        self.note_queue(counters)
+
+    def note_queue(self, counters: torch.Tensor) -> None:
+        """Tell the kernels where the queue of free rows is."""
+        counters[fields.FREE_ROWS.value] = self._free_rows.data_ptr()
+        counters[fields.FREE_MASK.value] = self._free_rows.numel() - 1

@@ -1,0 +1,234 @@
+"""The rows of a device table outside of training steps: list, read, load and erase them.
+
+These wait for the device where they must know how many rows there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from karvan.store.cuda import launch
+from karvan.store.cuda.kernels import maintenance
+from karvan.store.cuda.rows.index import WIDTH
+from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.types import Keys, Rows
+
+_SIGN = -(1 << 63)
+_LOGGED = 1 << 20  # hashes of removed keys that a table remembers at least
+_TOGETHER = 1 << 18  # rows that are copied to the host at a time
+
+
+class RowFields(NamedTuple):
+    """Rows of a table: their numbers and what is noted of each."""
+
+    rows: Tensor
+    hashes: Tensor
+    counts: Tensor
+    lasts: Tensor
+    changes: Tensor
+
+
+def list_rows(memory: TableMemory, table: DeviceTable, low: int = 0, high: int = 2**64 - 1) -> RowFields:
+    """The rows whose hash, as unsigned, lies in [low, high], in the order of their hashes."""
+    index = table.index
+    memory.finish_growth(table)
+    most = index.slots + 1
+    listed = torch.zeros(1, dtype=torch.int64, device=memory.device)
+    bound = min(most, table.rows.value)
+    hashes = torch.empty(bound, dtype=torch.int64, device=memory.device)
+    rows = torch.empty(bound, dtype=torch.int32, device=memory.device)
+    limits = memory.uploads.send(np.array([low, high], np.uint64).view(np.int64))
+    for first, count, special in ((0, index.slots, False), (index.slots, 1, True)):
+        maintenance.list_slots[launch.blocks(count)](
+            index.entries.data_ptr(), first, count, listed, hashes, rows, limits, SPECIAL=special
+        )
+    count = int(listed.item())
+    hashes, order = torch.sort(hashes[:count] ^ _SIGN)
+    return read_fields(memory, table, rows[:count][order].contiguous())
+
+
+def read_fields(memory: TableMemory, table: DeviceTable, rows: Tensor) -> RowFields:
+    """What is noted of rows."""
+    arena, count = table.arena, rows.numel()
+    hashes = torch.empty(count, dtype=torch.int64, device=memory.device)
+    counts, lasts, changes = (torch.empty(count, dtype=torch.int32, device=memory.device) for _ in range(3))
+    if count:
+        maintenance.read_fields[launch.blocks(count)](
+            rows,
+            count,
+            arena.chunks,
+            hashes,
+            counts,
+            lasts,
+            changes,
+            SHIFT=arena.shift,
+            STRIDE=arena.layout.stride,
+        )
+    return RowFields(rows, hashes, counts, lasts, changes)
+
+
+def read_values(memory: TableMemory, table: DeviceTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The vectors and the optimizer state of rows, on the device."""
+    arena, layout, count = table.arena, table.arena.layout, rows.numel()
+    vectors = torch.empty(count, layout.dim, device=memory.device)
+    state = torch.empty(count, layout.state, device=memory.device)
+    if count:
+        group, warps = launch.tile(max(layout.columns, layout.states))
+        maintenance.read_rows[(-(-count // group),)](
+            rows,
+            count,
+            arena.chunks,
+            vectors,
+            state,
+            GROUP=group,
+            num_warps=warps,
+            **row_constants(table),
+        )
+    return vectors, state
+
+
+def row_constants(table: DeviceTable) -> dict[str, int]:
+    """The layout of a table's rows, as kernels take it."""
+    arena, layout = table.arena, table.arena.layout
+    return {
+        "DIM": layout.dim,
+        "STATE": layout.state,
+        "COLUMNS": layout.columns,
+        "STATES": layout.states,
+        "SHIFT": arena.shift,
+        "STRIDE": layout.stride,
+        "VECTOR": layout.vector,
+        "TYPE": layout.type,
+    }
+
+
+def to_host(memory: TableMemory, table: DeviceTable, noted: RowFields) -> Rows:
+    """Rows with all they have, in host memory."""
+    count, layout = noted.rows.numel(), table.arena.layout
+    vectors = np.empty((count, layout.dim), np.float32)
+    state = np.empty((count, layout.state), np.float32)
+    for first in range(0, count, _TOGETHER):
+        some = slice(first, min(first + _TOGETHER, count))
+        values, states = read_values(memory, table, noted.rows[some])
+        vectors[some] = values.cpu().numpy()
+        state[some] = states.cpu().numpy()
+    return Rows(
+        unmix(noted.hashes.cpu().numpy()),
+        vectors,
+        state,
+        noted.counts.cpu().numpy().view(np.uint32),
+        noted.lasts.cpu().numpy().view(np.uint32),
+    )
+
+
+def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
+    """Insert or overwrite rows."""
+    count = len(rows.keys)
+    version = table.next_version()
+    if not count:
+        return
+    memory.reserve(table.arena, {table: count})
+    memory.finish_growth(table)
+    arena, device = table.arena, memory.device
+    numbers = torch.empty(count, dtype=torch.int32, device=device)
+    maintenance.insert_keys[launch.blocks(count)](
+        table.index.entries.data_ptr(),
+        table.index.slots - 1,
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.from_numpy(np.ascontiguousarray(rows.keys)).to(device),
+        count,
+        memory.table_counters,
+        table.number,
+        memory.arena_counters(arena),
+        arena.chunks,
+        version,
+        memory.spare.data_ptr(),
+        numbers,
+        SHIFT=arena.shift,
+        STRIDE=arena.layout.stride,
+        WIDTH=WIDTH,
+    )
+    memory.settle_queue(arena)
+    group, warps = launch.tile(max(arena.layout.columns, arena.layout.states))
+    maintenance.write_rows[(-(-count // group),)](
+        numbers,
+        count,
+        arena.chunks,
+        torch.from_numpy(np.ascontiguousarray(rows.vectors, np.float32)).to(device),
+        torch.from_numpy(np.ascontiguousarray(rows.state, np.float32)).to(device),
+        torch.from_numpy(np.ascontiguousarray(rows.counts, np.uint32).view(np.int32)).to(device),
+        torch.from_numpy(np.ascontiguousarray(rows.last_steps, np.uint32).view(np.int32)).to(device),
+        version,
+        GROUP=group,
+        num_warps=warps,
+        **row_constants(table),
+    )
+    memory.note_lookup(table.arena, {table: count})
+
+
+def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log: bool = True) -> int:
+    """Remove the rows of distinct hashes; returns how many there were. log: whether the table notes them."""
+    count = hashes.numel()
+    if not count:
+        return 0
+    memory.finish_growth(table)
+    arena, index = table.arena, table.index
+    places = torch.empty(count, dtype=torch.int64, device=memory.device)
+    rows = torch.empty_like(places)
+    maintenance.find_places[launch.blocks(count)](
+        index.entries.data_ptr(), index.slots - 1, hashes, count, places, rows, WIDTH=WIDTH
+    )
+    arena.reserve_queue(memory.arena_counters(arena))
+    limit = torch.full((1,), count, dtype=torch.int64, device=memory.device)
+    maintenance.erase_places[launch.blocks(count)](
+        places,
+        torch.zeros_like(places),
+        rows,
+        limit,
+        memory.table_counters,
+        table.number,
+        memory.arena_counters(arena),
+        arena.chunks,
+        SHIFT=arena.shift,
+        STRIDE=arena.layout.stride,
+    )
+    gone = hashes[rows > 0]
+    if log:
+        table.erasures.add(table.next_version(), gone, max(_LOGGED, table.rows.value))
+    memory.learn_now()
+    return int(gone.numel())
+
+
+def unmix(hashes: Keys) -> Keys:
+    """The keys of hashes, both int64; csrc/hash/mix.h."""
+    h = hashes.view(np.uint64).copy()
+    inverse = np.uint64(0xCFEE444D8B59A89B)
+    shift = np.uint64(32)
+    for last in (False, False, True):
+        h ^= h >> shift
+        if not last:
+            h *= inverse
+    return h.view(np.int64)
+
+
+def mix(keys: Keys) -> Keys:
+    """The hashes of keys, both int64."""
+    h = np.ascontiguousarray(keys).view(np.uint64).copy()
+    factor = np.uint64(0xD6E8FEB86659FD93)
+    shift = np.uint64(32)
+    for last in (False, False, True):
+        h ^= h >> shift
+        if not last:
+            h *= factor
+    return h.view(np.int64)
+
+
+def erased_keys(table: DeviceTable, version: int) -> Keys:
+    """Keys whose rows were removed after a version."""
+    found = table.erasures.since(version)
+    return unmix(np.zeros(0, np.int64) if found is None else found.cpu().numpy())

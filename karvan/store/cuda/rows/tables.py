@@ -1,0 +1,141 @@
+"""`DeviceTable`: one table of a `CudaStore`, and what the host knows of it without waiting for the device.
+
+The host must have memory for all rows that a lookup may insert, before it knows how many earlier lookups
+have inserted. It therefore works with bounds: the last number it has read, and every position since.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.index import KeyIndex
+from karvan.store.types import TableSpec
+
+
+class Bound:
+    """An upper bound of a number that kernels increase, by at most one for each position of a lookup."""
+
+    def __init__(self) -> None:
+        self._known = 0
+        self._since: deque[tuple[int, int]] = deque()  # (time of a lookup, its positions)
+        self._sum = 0
+        self._valid_from = 0  # what was read before this time says nothing
+
+    def learn(self, value: int, time: int) -> None:
+        """The number was `value` at a time."""
+        if time < self._valid_from:
+            return
+        self._known = value
+        while self._since and self._since[0][0] <= time:
+            self._sum -= self._since.popleft()[1]
+
+    def add(self, positions: int, time: int) -> None:
+        """A lookup of so many positions; what is read at `time` or later includes it."""
+        self._since.append((time, positions))
+        self._sum += positions
+
+    def restart(self, value: int, valid_from: int) -> None:
+        """The number is at most `value` now; ignore what was read before a time."""
+        self._known, self._valid_from = value, valid_from
+        self._since.clear()
+        self._sum = 0
+
+    @property
+    def value(self) -> int:
+        """The bound."""
+        return self._known + self._sum
+
+
+class DeviceTable:
+    """A table: its settings, its index, and the arena of its rows."""
+
+    def __init__(self, spec: TableSpec, number: int, device: torch.device, arena: RowArena) -> None:
+        self.spec = spec
+        self.number = number  # among the store's tables
+        self.arena = arena
+        self.index = KeyIndex(device)
+        self.initial_state: tuple[float, ...] = ()
+        self.version = 0
+        self.row_epoch = 0  # grows whenever rows get other numbers
+        self.used = Bound()
+        self.rows = Bound()
+        self.erasures = ErasureLog()
+        self.filter: torch.Tensor | None = None  # counters of keys without a row, for MinCount
+        self.skipped = 0  # updates that were skipped by the host
+        self.clock: list[tuple[int, float]] = []  # for TTL: (step, time) now and then
+        self._time = self._shown = 0.0
+
+    @property
+    def admits_all(self) -> bool:
+        """Whether every key gets a row."""
+        return self.spec.admit[0] == "always"
+
+    @property
+    def has_normals(self) -> bool:
+        """Whether initial vectors follow a normal distribution."""
+        return self.spec.init[0] in ("normal", "truncated_normal")
+
+    def learn(self, counters: NDArray[np.int64], time: int) -> None:
+        """What the host has read of the table's counters."""
+        own = counters[self.number * fields.COUNTERS.value :]
+        self.used.learn(int(own[fields.USED.value]), time)
+        self.rows.learn(int(own[fields.ROWS.value]), time)
+
+    def next_version(self) -> int:
+        """The version after a change."""
+        self.version += 1
+        return self.version
+
+    def advance_time(self, now: float) -> float:
+        """The table's time, which does not fall when the clock was set back."""
+        latest = max(self._time, self.clock[-1][1]) if self.clock else self._time
+        self._time = now if now >= latest else latest + max(0.0, now - self._shown)
+        self._shown = now
+        return self._time
+
+
+class ErasureLog:
+    """Hashes of removed keys, by version. Beyond `most`, the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._log: deque[tuple[int, torch.Tensor]] = deque()
+        self._total = 0
+        self.newest = 0
+        self.forgotten = 0
+
+    def add(self, version: int, hashes: torch.Tensor, most: int) -> None:
+        """Keys were removed."""
+        if not hashes.numel():
+            return
+        self.newest = version
+        self._log.append((version, hashes))
+        self._total += hashes.numel()
+        while self._total > most and len(self._log) > 1:
+            self.forgotten, gone = self._log.popleft()
+            self._total -= gone.numel()
+
+    def knows(self, version: int) -> bool:
+        """Whether all keys that were removed after a version are known."""
+        return version >= self.forgotten
+
+    def since(self, version: int) -> torch.Tensor | None:
+        """The hashes of keys that were removed after a version; None if there are none."""
+        found = [hashes for at, hashes in self._log if at > version]
+        return torch.cat(found) if found else None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the log."""
+        return 8 * self._total
+
+
+def float_bits(values: Sequence[float]) -> NDArray[np.float64]:
+    """Floats as the kernels of initial vectors read them: rounded to float32, as doubles."""
+    return np.array(values, np.float32).astype(np.float64)

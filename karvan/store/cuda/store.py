@@ -1,0 +1,313 @@
+"""`CudaStore`: tables in the memory of a GPU.
+
+A training step is a few kernels for all tables together, queued without waiting for the device: find and
+insert rows, fill outputs, group positions by row beside that, then sum gradients and update rows at once.
+Results are the same from run to run: sums have the order of the batch.
+
+Unlike in memory, a gradient that is not finite skips its row, not its table: to check all gradients first
+would read them twice. A table at the capacity of its policy waits for the device when it may have to evict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan.store.base import Store
+from karvan.store.capture import Capture
+from karvan.store.cuda.batch import lookup as launches
+from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
+from karvan.store.cuda.batch.batches import Batches, DeviceGradients, DeviceInputs, DeviceLookup, as_gradients
+from karvan.store.cuda.batch.buffers import LookupBuffers
+from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
+from karvan.store.cuda.captures import DeviceCapture
+from karvan.store.cuda.kernels import fields
+from karvan.store.cuda.rows import contents, policies
+from karvan.store.cuda.rows.memory_errors import MemoryReport
+from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.rows.tables import DeviceTable
+from karvan.store.program import LookupInputs, LookupPlan, LookupProgram, Prepared
+from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.types import Counts, Found, Keys, Push, Rows, Rule, TableSpec
+
+
+class CudaStore(Store):
+    """Tables on one device; on "cpu" the kernels run in Triton's interpreter, for tests."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+        self._memory = TableMemory(chosen)
+        self._batches = Batches(self._memory)
+
+    @property
+    def device(self) -> torch.device:
+        """See `Store.device`."""
+        return self._memory.device
+
+    @property
+    def takes_tensors(self) -> bool:
+        """See `Store.takes_tensors`."""
+        return True
+
+    def add_table(self, spec: TableSpec) -> None:
+        """See `Store.add_table`."""
+        self._memory.add(spec)
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        its = self._table(table)
+        same = len(initial) == its.arena.layout.state
+        self._memory.set_initial_state(its, initial)
+        if same and not fresh:
+            return
+        self._memory.learn_now()
+        rows = self.snapshot(table) if its.rows.value else None
+        if rows is not None:
+            state = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
+            rows = rows._replace(state=np.ascontiguousarray(state.reshape(len(rows.keys), len(initial))))
+            self._empty(its)
+        its.arena = self._memory.arena(its.arena.layout._replace(state=len(initial)))
+        self._memory.set_initial_state(its, initial)
+        if rows is not None:
+            contents.load_rows(self._memory, its, rows)
+            self._memory.own_counters(its)[fields.INSERTED.value] -= len(rows.keys)
+            self._memory.learn_now()
+
+    def _table(self, name: str) -> DeviceTable:
+        return self._memory.tables[name]
+
+    def _empty(self, table: DeviceTable) -> None:
+        """Release all rows of a table, and its index, without a note of the keys."""
+        memory = self._memory
+        noted = contents.list_rows(memory, table)
+        evicted = memory.own_counters(table)[fields.EVICTED.value].clone()
+        contents.erase_hashes(memory, table, noted.hashes, log=False)
+        own = memory.own_counters(table)
+        own[fields.EVICTED.value] = evicted
+        own[fields.USED.value] = 0
+        table.index = type(table.index)(memory.device)
+        table.used.restart(0, memory.counters.time + 1)
+        memory.learn_now()
+
+    def prepare(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs,
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
+        """See `Store.prepare`: moves ids to the device."""
+        assert isinstance(inputs, tuple)
+        return self._batches.prepare(program, inputs)
+
+    def forward(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> LookupPlan:
+        """See `Store.forward`."""
+        if isinstance(inputs, tuple):
+            batch = self._batches.prepare(program, inputs)
+        else:
+            assert isinstance(inputs, DeviceInputs)
+            batch = inputs
+        lookup = self._batches.look_up(batch, training=training, step=step, now=now)
+        return LookupPlan(None, lookup.versions, lookup)
+
+    def hold(
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+    ) -> DeviceGradients:
+        """See `Store.hold`."""
+        assert isinstance(plan.remote, DeviceLookup)
+        return self._batches.hold(plan.remote, gradients, scale)
+
+    def update(
+        self,
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Any]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.update`."""
+        self._batches.update(program.tables, [as_gradients(held) for _, held in gradients], rules, steps)
+
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """See `Store.lookup`."""
+        device = self.device
+        batch = self._of_keys({name: unique for name, (unique, _) in keys.items()})
+        uses = {
+            number: torch.from_numpy(np.ascontiguousarray(counts, np.uint32).view(np.int32)).to(device)
+            for number, (_, counts) in enumerate(keys.values())
+        }
+        found = self._batches.look_up(batch, training=training, step=step, now=now, uses=uses)
+        return {
+            name: Found(out.cpu().numpy(), found.versions[name])
+            for name, (out, _) in zip(keys, found.take(), strict=True)
+        }
+
+    def _of_keys(self, keys: Mapping[str, Keys]) -> DeviceInputs:
+        ids, layouts = [], []
+        for slot, (name, unique) in enumerate(keys.items()):
+            values = torch.from_numpy(np.ascontiguousarray(unique, np.int64)).to(self.device)
+            size = len(unique)
+            ids.append(
+                FeatureIds(slot, self._table(name), "cells", "sum", 1, values, None, None, size, size, 1)
+            )
+            layouts.append(OutputLayout(size, size, 1, None))
+        return DeviceInputs(ids, layouts)
+
+    def apply(
+        self,
+        pushes: Mapping[str, Sequence[Push]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.apply`."""
+        for name, its in pushes.items():
+            table = self._table(name)
+            passes = [self._of_push(table, push) for push in its if len(push.keys)]
+            if passes:
+                update_group(passes, 1, {0: rules[name]}, {0: steps[name]})
+            table.next_version()
+
+    def _of_push(self, table: DeviceTable, push: Push) -> GroupGradients:
+        """A push as gradients of a lookup, whose keys without a row are counted as dropped."""
+        memory = self._memory
+        ids = GroupIds(table.arena, [(0, self._of_keys({table.spec.name: push.keys}).ids[0])], False)
+        outs = ids.outputs(memory.device)
+        descriptors = ids.describe(outs)
+        buffers = LookupBuffers(memory, table.arena, ids.shape)
+        buffers.load(ids, descriptors, 0)
+        launches.find(buffers, grows=table.index.grows)
+        absent = (buffers.rows[: len(push.keys)] == 0).sum()
+        memory.own_counters(table)[fields.DROPPED.value] += absent
+        launches.group_runs(buffers, uses=False)
+        ids.versions = {0: push.version}
+        gradient = torch.from_numpy(np.ascontiguousarray(push.gradients, np.float32)).to(memory.device)
+        return GroupGradients(GroupLookup(ids, descriptors, buffers, None, {}), {0: gradient}, 1.0)
+
+    def skip(self, table: str) -> None:
+        """See `Store.skip`."""
+        self._table(table).skipped += 1
+
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """See `Store.evict`."""
+        return policies.evict(self._memory, self._table(table), step, now)
+
+    def erase(self, table: str, keys: Keys) -> int:
+        """See `Store.erase`."""
+        hashes = torch.from_numpy(contents.mix(np.unique(np.asarray(keys, np.int64)))).to(self.device)
+        return contents.erase_hashes(self._memory, self._table(table), hashes)
+
+    def clear(self, table: str) -> None:
+        """See `Store.clear`."""
+        its = self._table(table)
+        noted = contents.list_rows(self._memory, its)
+        self._empty(its)
+        its.erasures.add(its.next_version(), noted.hashes, 1 << 62)
+        self._memory.own_counters(its)[fields.EVICTED.value] += noted.rows.numel()
+        if its.filter is not None:
+            its.filter.zero_()
+
+    def version(self, table: str) -> int:
+        """See `Store.version`."""
+        return self._table(table).version
+
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """See `Store.evicted_since`."""
+        return contents.erased_keys(self._table(table), version)
+
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """See `Store.snapshot`."""
+        if not 0 <= part < parts:
+            raise ValueError(f"Table '{table}': expected a part from 0 to {parts - 1}, got {part}.")
+        low, high = (-(-(p << 64) // parts) for p in (part, part + 1))
+        its = self._table(table)
+        return contents.to_host(self._memory, its, contents.list_rows(self._memory, its, low, high - 1))
+
+    def load(self, table: str, rows: Rows) -> None:
+        """See `Store.load`."""
+        if len(np.unique(rows.keys)) != len(rows.keys):
+            raise ValueError(f"Table '{table}': the rows to load hold some keys twice.")
+        its, count = self._table(table), len(rows.keys)
+        layout = its.arena.layout
+        for what, array, floats in (
+            ("vectors", rows.vectors, layout.dim),
+            ("state", rows.state, layout.state),
+        ):
+            if array.shape != (count, floats):
+                raise ValueError(
+                    f"Table '{table}': expected {what} of shape ({count}, {floats}), got {array.shape}."
+                )
+        with MemoryReport(self._memory):
+            contents.load_rows(self._memory, its, rows)
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`."""
+        return DeviceCapture(self._memory, {name: self._table(name) for name in tables}, parts, since)
+
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`."""
+        its = self._table(table)
+        made: dict[str, NDArray[Any]] = {}
+        if its.filter is not None:
+            made["filter_counts"] = its.filter.clamp(max=255).to(torch.uint8).cpu().numpy()
+        if its.clock:
+            made["clock_steps"] = np.array([step for step, _ in its.clock], dtype=np.int64)
+            made["clock_times"] = np.array([time for _, time in its.clock])
+        return made
+
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """See `Store.load_extra`."""
+        its = self._table(table)
+        if "filter_counts" in extra and its.filter is not None:
+            counts = torch.from_numpy(np.ascontiguousarray(extra["filter_counts"]))
+            if counts.numel() != its.filter.numel():
+                raise ValueError(
+                    f"Table '{table}': expected {its.filter.numel()} counters of its filter, got "
+                    f"{counts.numel()}."
+                )
+            its.filter.copy_(counts)
+        steps = extra["clock_steps"].tolist() if "clock_steps" in extra else []
+        times = extra["clock_times"].tolist() if "clock_times" in extra else []
+        its.clock = list(zip(steps, times, strict=True))
+
+    def stats(self, table: str) -> dict[str, int]:
+        """See `Store.stats`; waits for the device."""
+        its = self._table(table)
+        own = self._memory.learn_now()[its.number * fields.COUNTERS.value :]
+        size = self._memory.bytes(its)
+        return {
+            "rows": int(own[fields.ROWS.value]),
+            "bytes": size,
+            "inserted": int(own[fields.INSERTED.value]),
+            "evicted": int(own[fields.EVICTED.value]),
+            "rejected": int(own[fields.REJECTED.value]),
+            "dropped_gradients": int(own[fields.DROPPED.value]),
+            "skipped_updates": int(own[fields.SKIPPED.value]) + its.skipped,
+            "moved": its.index.moved_in_all,
+            "device_bytes": size,
+            "host_bytes": 0,
+        }

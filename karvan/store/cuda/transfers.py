@@ -1,0 +1,123 @@
+"""Small transfers between host and device that neither side waits for.
+
+`Uploads` copies numbers to the device from a ring of page-locked memory. `Counters` are numbers that kernels
+write: the host learns them some steps later (`poll`), or waits for them (`read`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_RING = 16  # uploads in flight; the next one waits for the oldest
+
+
+class Uploads:
+    """Copies arrays of int64 to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring: deque[tuple[Tensor, NDArray[np.int64], torch.cuda.Event]] = deque()
+
+    def send(self, numbers: NDArray[np.int64]) -> Tensor:
+        """The numbers on the device, for work that is queued from now on."""
+        sent = torch.empty(numbers.size, dtype=torch.int64, device=self._device)
+        self.send_to(sent, numbers)
+        return sent
+
+    def send_to(self, target: Tensor, *parts: NDArray[np.int64]) -> None:
+        """Copy parts, one after the other, to the beginning of a tensor on the device."""
+        size = sum(part.size for part in parts)
+        if self._device.type != "cuda":
+            target[:size] = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+            return
+        staging, numbers, event = self._staging(size)
+        at = 0
+        for part in parts:
+            numbers[at : at + part.size] = part.reshape(-1)
+            at += part.size
+        target[:size].copy_(staging[:size], non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():  # a graph reads this memory at each replay: keep it
+            return
+        event.record()
+        self._ring.append((staging, numbers, event))
+
+    def _staging(self, size: int) -> tuple[Tensor, NDArray[np.int64], torch.cuda.Event]:
+        if len(self._ring) >= _RING:
+            staging, numbers, event = self._ring.popleft()
+            if staging.numel() >= size:
+                event.synchronize()
+                return staging, numbers, event
+        capacity = 1 << max(10, (size - 1).bit_length())
+        staging = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
+        return staging, staging.numpy(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class _Copy(NamedTuple):
+    numbers: Tensor
+    event: torch.cuda.Event
+    time: int
+
+
+class Counters:
+    """A block of int64 numbers in device memory. `time` counts the copies that were requested."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.device = device
+        self.values = torch.zeros(size, dtype=torch.int64, device=device)
+        self.time = 0
+        self._copies: deque[_Copy] = deque()
+        self._spare: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._known = np.zeros(size, np.int64)
+        self.known_time = 0
+
+    def resize(self, size: int) -> None:
+        """Make room for more numbers; pointers to the old ones are not valid any more."""
+        larger = torch.zeros(size, dtype=torch.int64, device=self.device)
+        larger[: self.values.numel()] = self.values
+        self.values = larger
+        self._copies.clear()
+        self._spare.clear()
+        self._known = np.concatenate([self._known, np.zeros(size - len(self._known), np.int64)])
+
+    def request(self) -> int:
+        """Copy the numbers to the host when the queued work is done; returns the time of this copy."""
+        self.time += 1
+        if self.device.type != "cuda":
+            self._known, self.known_time = self.values.numpy().copy(), self.time
+            return self.time
+        if torch.cuda.is_current_stream_capturing():
+            return self.time
+        if self._spare:
+            numbers, event = self._spare.pop()
+        else:
+            numbers = torch.empty(self.values.numel(), dtype=torch.int64, pin_memory=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        numbers.copy_(self.values, non_blocking=True)
+        event.record()
+        self._copies.append(_Copy(numbers, event, self.time))
+        return self.time
+
+    def poll(self) -> NDArray[np.int64]:
+        """The numbers of the newest copy that has arrived, which is that of `known_time`."""
+        newest = None
+        while self._copies and self._copies[0].event.query():  # type: ignore[no-untyped-call]
+            if newest is not None:
+                self._spare.append((newest.numbers, newest.event))
+            newest = self._copies.popleft()
+        if newest is not None:
+            self._known, self.known_time = newest.numbers.numpy().copy(), newest.time
+            self._spare.append((newest.numbers, newest.event))
+        return self._known
+
+    def read(self) -> NDArray[np.int64]:
+        """The numbers now; waits for the device."""
+        self.request()
+        if self._copies:
+            self._copies[-1].event.synchronize()
+        return self.poll()
