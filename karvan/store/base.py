@@ -142,6 +142,11 @@ class Store(ABC):
         return False
 
     @property
+    def device(self) -> torch.device:
+        """Where it takes ids and gives vectors; that of a GPU has its index."""
+        return torch.device("cpu")
+
+    @property
     def staleness(self) -> StalenessStats:
         """How far lookups have run ahead of gradients: not at all, unless a store overrides this."""
         return StalenessStats()
