@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -136,13 +136,14 @@ class Ragged:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
         """A copy on the device, or the same tensors if they are on it already."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Ragged:
         """A copy in page-locked memory, from which copies to a GPU can overlap with work."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Ragged:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Ragged:
+        """The same rows, with each of the tensors changed."""
         offsets = None if self.offsets is None else change(self.offsets)
         weights = None if self.weights is None else change(self.weights)
         return type(self)(change(self.values), offsets, weights)
@@ -205,12 +206,15 @@ class NestedRagged:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> NestedRagged:
         """The same on another device."""
-        moved = (t.to(device, non_blocking=non_blocking) for t in (self.values, self.inner, self.outer))
-        return type(self)(*moved)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> NestedRagged:
         """The same in page-locked memory, for fast copies to a GPU."""
-        return type(self)(self.values.pin_memory(), self.inner.pin_memory(), self.outer.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> NestedRagged:
+        """The same rows, with each of the tensors changed."""
+        return type(self)(change(self.values), change(self.inner), change(self.outer))
 
     def __repr__(self) -> str:
         lists = int(self.inner.shape[0]) - 1
@@ -275,7 +279,7 @@ class Batch(Mapping[str, Entry]):
                 )
 
     @classmethod
-    def trusted(cls, entries: dict[str, Entry], samples: int) -> Batch:
+    def trusted(cls, entries: dict[str, Entry], samples: int) -> Self:
         """A batch of entries that are known to have `samples` rows each: nothing is copied or checked."""
         batch = cls.__new__(cls)
         batch._entries = entries

@@ -59,7 +59,13 @@ class ModelSetup:
     def evaluation_feed(self, data: Iterable[Any]) -> Feed:
         """The batches of data, prepared for `infer`; a rank without data gets empty ones for the others."""
         place = partial(self.placement.place, training=False)
-        return feed(data, place, prefetch=self.prefetch, rounds=RankRounds(self.connection, "evaluate"))
+        return feed(
+            data,
+            place,
+            prefetch=self.prefetch,
+            rounds=RankRounds(self.connection, "evaluate"),
+            within=self.placement.feed_context(),
+        )
 
 
 @dataclass(frozen=True)

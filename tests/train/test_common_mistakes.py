@@ -156,7 +156,7 @@ def test_a_wrong_length_of_training_is_refused(options, error, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told():
-    with pytest.raises(ValueError, match=r"device='cuda' expects a GPU, but .*: omit device"):
+    with pytest.raises(ValueError, match=r"device='cuda' expects a GPU and a torch .*, but .*: omit device"):
         trainer(device="cuda")
     with pytest.raises(ValueError, match="device='cuda:1' expects a GPU"):
         kv.TrainContext(model(), dense_optimizer=torch.optim.SGD, device=torch.device("cuda:1"))

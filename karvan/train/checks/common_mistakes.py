@@ -72,29 +72,6 @@ def check_trainer(
         )
 
 
-def check_device(device: torch.device | str) -> torch.device:
-    """The device; raises if this machine does not have it."""
-    try:
-        made = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f'device expects "cpu", "cuda" or "cuda:1", got {device!r}.') from error
-    if made.type != "cuda":
-        return made
-    if not torch.cuda.is_available():
-        why = (
-            f"torch {torch.__version__} is built without CUDA"
-            if torch.version.cuda is None
-            else "torch.cuda.is_available() is False; nvidia-smi and karvan doctor say more"
-        )
-        raise ValueError(
-            f"device={str(device)!r} expects a GPU, but {why}: omit device, or use device='cpu'."
-        )
-    if made.index is not None and made.index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"device={str(device)!r} expects that GPU, but there are {count}, counted from 0.")
-    return made
-
-
 def _check_loss(loss: Any) -> None:
     own = 'kv.losses.BinaryCrossEntropy(label="label")'
     if isinstance(loss, type):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from karvan.data import merge
 from karvan.train.types import Positioned
 
 _log = logging.getLogger("karvan.train")
+
+Within: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,16 @@ class BatchSource:
     reason: str | None = None  # why all ranks stop, once they have agreed to
     cut = False  # whether ranks ended before their data did, so that a batch may be lost
 
-    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], skip: int) -> None:
+    def __init__(
+        self, data: Iterable[Any], place: Callable[[Any], Any], skip: int, within: Within = nullcontext
+    ) -> None:
         self._taken = _take(data, place, skip)
+        self._within = within
 
     def next(self, stop: str | None = None) -> FedBatch | None:
         """The next batch; None at the end, or if `stop` says why there should be none."""
-        return None if stop else next(self._taken, None)
+        with self._within():
+            return None if stop else next(self._taken, None)
 
     def leave(self) -> None:
         """No more batches are needed."""

@@ -84,7 +84,7 @@ class Epoch:
             self._epoch_random = random_state() if self._position is None else None
         # Data that was moved to the end of an epoch has nothing more for that one, and then the next epoch.
         for _ in range(2 if isinstance(self._data, Positioned) else 1):
-            with self._begin_feed() as batches:
+            with self._placement.checked_by(self._data), self._begin_feed() as batches:
                 while rounds := list(islice(batches, self._passes.count)):
                     if self._ends(batches.reason):
                         break
@@ -122,6 +122,7 @@ class Epoch:
             skip=self._skip,
             stopped=self._stopped,
             rounds=rounds,
+            within=self._placement.feed_context(),
         )
         self._skip = 0
         return self._feed

@@ -16,13 +16,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 from karvan.activity import activity
 from karvan.data.loading.worker_threads import start
 from karvan.distributed import Connection
-from karvan.train.feed.batch_source import BatchSource, FedBatch, move_back, position_of
+from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, move_back, position_of
 from karvan.train.feed.rank_rounds import RankBatchSource, RankRounds, never
 
 _log = logging.getLogger("karvan.train")
@@ -51,18 +52,19 @@ def feed(
     skip: int = 0,
     stopped: Callable[[], object] = never,
     rounds: RankRounds | None = None,
+    within: Within = nullcontext,
 ) -> Feed:
     """The batches of `data` after the first `skip`, until its end or until `stopped` gives a reason.
 
     Closing the feed ends its thread. Data that has a position is then moved back to the last batch that was
     handed out, as if nothing had been prefetched. With `rounds`, all ranks must close it after the same
-    batch.
+    batch. Each batch is taken and placed in a context that `within` makes.
     """
     if rounds is not None and rounds.connection.world_size > 1:
         wait = rounds.connection.settings.timeout
-        source: BatchSource = RankBatchSource(data, place, rounds)
+        source: BatchSource = RankBatchSource(data, place, rounds, within)
     else:
-        wait, source = _END, BatchSource(data, place, skip)
+        wait, source = _END, BatchSource(data, place, skip, within)
     return PrefetchFeed(data, source, stopped, prefetch, wait) if prefetch else Feed(data, source, stopped)
 
 

@@ -18,13 +18,14 @@ reached) takes part in one more sum, which ends the rounds of all: no rank is le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from karvan.distributed import CollectiveChannel, Connection, RankError
-from karvan.train.feed.batch_source import BatchSource, FedBatch, position_of
+from karvan.train.feed.batch_source import BatchSource, FedBatch, Within, position_of
 from karvan.train.feed.empty_batch import describe, empty
 from karvan.train.types import samples_of
 
@@ -64,8 +65,15 @@ class RankBatchSource(BatchSource):
 
     alone = False
 
-    def __init__(self, data: Iterable[Any], place: Callable[[Any], Any], rounds: RankRounds) -> None:
+    def __init__(
+        self,
+        data: Iterable[Any],
+        place: Callable[[Any], Any],
+        rounds: RankRounds,
+        within: Within = nullcontext,
+    ) -> None:
         self._data = data
+        self._within = within
         self._place = place
         self._rounds = rounds
         self._batches: Iterator[Any] | None = None
@@ -81,7 +89,8 @@ class RankBatchSource(BatchSource):
             return None
         with self._rounds.connection.on(self._rounds.channel) as channel:
             try:
-                batch = self._take()
+                with self._within():
+                    batch = self._take()
                 samples = 0 if batch is None else samples_of(batch)
             except BaseException as error:
                 self._end(channel, error=f"{type(error).__name__}: {error}")
@@ -100,7 +109,8 @@ class RankBatchSource(BatchSource):
             if agreed.asking:
                 gathered = channel.gather_json(self._columns)
                 self._columns = self._columns or next(each for each in gathered if each is not None)
-            placed = self._place(empty(self._columns or {}) if batch is None else batch)
+            with self._within():
+                placed = self._place(empty(self._columns or {}) if batch is None else batch)
             return FedBatch(
                 placed, self._position, samples, agreed.samples, agreed.batches, agreed.saving > 0
             )

@@ -1,25 +1,30 @@
 """Moves batches and embedding vectors to the model's device.
 
 A store in memory takes its ids on the CPU, on whatever device the rest of the model is. So columns that
-become ids stay on the CPU; all others go to the device, and so do an engine's vectors. Without a GPU nothing
-happens.
+become its ids stay on the CPU; all others go to the device, and so do its vectors. A store on the model's GPU
+takes its ids there, and nothing comes back. Without a GPU nothing happens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from karvan.devices import copy_columns, exact_device, hold_until_used, tensors_of
 from karvan.embedding import EmbeddingEngine
 from karvan.features import FeatureEngine
 from karvan.ragged import Batch, NestedRagged, Padded, Ragged
-from karvan.train.checks.common_mistakes import check_device
 from karvan.train.checks.label_values import Check, no_check
 from karvan.train.feed.feed import same
+from karvan.train.step.optimizer_step import engines_of
+
+_log = logging.getLogger("karvan.train")
+_CPU = torch.device("cpu")
 
 
 class Placement:
@@ -31,13 +36,32 @@ class Placement:
         self._call = prepare
         self._engines = engines
         self._check = check
+        self._checks_first = prepare is same  # otherwise it may make the labels
+
+    def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Makes the context in which a feed takes and places batches, on its own thread.
+
+        It is called on the thread that computes, before the feed begins.
+        """
+        return nullcontext
+
+    def checked_by(self, data: Any) -> AbstractContextManager[Any]:
+        """Within it, data whose batches arrive on a GPU checks labels before they do: a check there waits."""
+        check_batches = getattr(data, "check_batches", None)
+        if check_batches is None or not self._checks_first:
+            return nullcontext()
+        checked: AbstractContextManager[Any] = check_batches(self._check)
+        return checked
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
         """Move a batch and prepare it, for training or for an evaluation; runs on the feed's thread.
 
         Labels of a batch for training are checked here, where it costs the step no time.
         """
-        return self._prepare(batch, training, checks=bool(training))
+        return self._prepare(batch, training, self._needs_check(batch, training))
+
+    def _needs_check(self, batch: Any, training: bool | None) -> bool:
+        return bool(training) and self._check not in getattr(batch, "checks", ())
 
     def _prepare(self, batch: Any, training: bool | None, checks: bool) -> Any:
         prepared = self._call(batch)
@@ -73,43 +97,83 @@ class CudaPlacement(Placement):
         check: Check = no_check,
     ) -> None:
         super().__init__(prepare, engines, check)
-        self._checks_first = prepare is same  # on the CPU then, so that nothing waits for the GPU
         self._device = device
         self._model = model
-        self._host = set(_host_columns(model))
+        self._host = host_columns(model, device)
+        self._warned = False
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._placed: dict[int, torch.cuda.Event] = {}  # when a batch is ready, by its id
+
+    def feed_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """See `Placement.feed_context`: what the feed's thread computes is on the stream of the copies."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # batches may be on the GPU already
+        return self._on_stream
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
+        return stream
 
     def place(self, batch: Any, training: bool | None = None) -> Any:
         """See `Placement.place`."""
-        if training and self._checks_first:
-            self._check(batch)
-        moved = {}
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for name, entry in batch.items():
-                if name not in self._host:
-                    entry = entry.pin_memory() if _on_cpu(entry) else entry
-                    entry = entry.to(self._device, non_blocking=True)
-                moved[name] = entry
-        placed = Batch(moved) if isinstance(batch, Batch) else moved
-        return self._prepare(placed, training, checks=bool(training) and not self._checks_first)
+        current = torch.cuda.current_stream(self._device)
+        if current != self._stream and not _on_cpu(batch):  # outside of a feed: it may not be ready yet
+            self._stream.wait_stream(current)
+        with self._on_stream():
+            checks = self._needs_check(batch, training)
+            if checks and self._checks_first:  # on the CPU, as a rule, so that nothing waits for the GPU
+                self._check(batch)
+            device_columns = {name: entry for name, entry in batch.items() if name not in self._host}
+            moved = copy_columns(device_columns, self._device)
+            columns = {
+                name: moved[name] if name in moved else self._on_host(name, entry)
+                for name, entry in batch.items()
+            }
+            placed = Batch(columns) if isinstance(batch, Batch) else columns
+            prepared = self._prepare(placed, training, checks=checks and not self._checks_first)
+            self._placed[id(prepared)] = self._stream.record_event()
+            return prepared
+
+    def _on_host(self, name: str, entry: Any) -> Any:
+        """A column whose table or features are on the CPU; the feed waits here for one that is not."""
+        if _on_cpu({name: entry}):
+            return entry
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "Column '%s' is on a GPU, but becomes ids or features on the CPU, so it is copied back: read "
+                "the data without device=, and the Trainer copies the columns that the GPU needs.",
+                name,
+            )
+        return entry.to("cpu")
 
     def receive(self, batch: Any) -> None:
         """See `Placement.receive`: waits for the copies, and holds their memory until they were used."""
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        for entry in batch.values():
-            for tensor in _tensors(entry):
-                if tensor.is_cuda:
-                    tensor.record_stream(current)
+        ready = self._placed.pop(id(batch), None)
+        if ready is None:  # a batch that is computed again
+            current.wait_stream(self._stream)
+        else:  # and not for the batches after it
+            current.wait_event(ready)
+        hold_until_used(batch.values(), current)
+
+    def forget(self) -> None:
+        """See `Placement.forget`."""
+        super().forget()
+        self._placed.clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """See `Placement.forward`: engines take ids from anywhere and give vectors to the device."""
+        """See `Placement.forward`: engines on the CPU take ids from anywhere and give vectors to the device.
+
+        Those on the device need nothing, unless features are computed on the CPU.
+        """
         hooks = []
-        for module in self._model.modules():
-            if isinstance(module, EmbeddingEngine):
-                hooks.append(module.register_forward_pre_hook(_ids_to_cpu))
-                hooks.append(module.register_forward_hook(self._vectors_to_device))
+        for engine in engines_of(self._model):
+            if engine.store.device != self._device:
+                hooks.append(engine.register_forward_pre_hook(_ids_to(_CPU)))
+                hooks.append(engine.register_forward_hook(self._vectors_to_device))
+            elif self._host:
+                hooks.append(engine.register_forward_pre_hook(_ids_to(self._device)))
         try:
             yield
         finally:
@@ -134,34 +198,39 @@ def make_placement(
 
 
 def target_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The requested device, with its index, or the one that the model is on.
-
-    With its index, because other threads have their own current GPU, by default the first.
-    """
+    """The requested device, with its index, or the one that the model is on."""
     if device is None:
-        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    exact = check_device(device)
-    if exact.type == "cuda" and exact.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return exact
+        return next((parameter.device for parameter in model.parameters()), _CPU)
+    return exact_device(device)
 
 
-def _host_columns(model: nn.Module) -> Iterator[str]:
+def host_columns(model: nn.Module, device: torch.device) -> set[str]:
+    """The columns that stay on the CPU for a model on this device: ids and features of stores on the CPU.
+
+    If all engines of the model are on the device, so are all columns, those of a FeatureEngine included.
+    """
+    engines = engines_of(model)
+    on_host = [engine for engine in engines if engine.store.device != device]
+    if engines and not on_host:
+        return set()
+    names = {feature for engine in on_host for feature in engine.features}
     for module in model.modules():
-        if isinstance(module, EmbeddingEngine):
-            yield from module.features
-        elif isinstance(module, FeatureEngine):
-            for feature in module.features:
-                yield from feature.columns or (feature.name,)
+        if isinstance(module, FeatureEngine):
+            names.update(name for each in module.features for name in each.columns or (each.name,))
+    return names
 
 
-def _ids_to_cpu(module: nn.Module, args: tuple[Mapping[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    assert isinstance(module, EmbeddingEngine)
-    batch = args[0]
-    cpu = torch.device("cpu")
-    return (
-        {name: _moved(entry, cpu) if name in module.features else entry for name, entry in batch.items()},
-    )
+def _ids_to(
+    device: torch.device,
+) -> Callable[[nn.Module, tuple[Mapping[str, Any], ...]], tuple[dict[str, Any], ...]]:
+    def hook(module: nn.Module, args: tuple[Mapping[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        assert isinstance(module, EmbeddingEngine)
+        features = module.features
+        return (
+            {name: _moved(entry, device) if name in features else entry for name, entry in args[0].items()},
+        )
+
+    return hook
 
 
 def _moved(entry: Any, device: torch.device) -> Any:
@@ -170,13 +239,5 @@ def _moved(entry: Any, device: torch.device) -> Any:
     return entry.to(device) if isinstance(entry, Tensor | Ragged | NestedRagged) else entry
 
 
-def _on_cpu(entry: Any) -> bool:
-    return all(tensor.is_cpu for tensor in _tensors(entry))
-
-
-def _tensors(entry: Any) -> list[Tensor]:
-    if isinstance(entry, Tensor):
-        return [entry]
-    if isinstance(entry, Ragged):
-        return [t for t in (entry.values, entry.offsets, entry.weights) if t is not None]
-    return [entry.values, entry.inner, entry.outer] if isinstance(entry, NestedRagged) else []
+def _on_cpu(batch: Mapping[str, Any]) -> bool:
+    return all(tensor.is_cpu for entry in batch.values() for tensor in tensors_of(entry))

@@ -1,0 +1,27 @@
+"""Which device, and copies of a batch's columns to it."""
+
+from karvan.devices.choice import check_device, data_device, exact_device, missing_cuda, require_cpu_batches
+from karvan.devices.column_copies import (
+    Check,
+    ColumnCopies,
+    CopiedBatch,
+    CopyInFlight,
+    copy_columns,
+    hold_until_used,
+    tensors_of,
+)
+
+__all__ = [
+    "Check",
+    "ColumnCopies",
+    "CopiedBatch",
+    "CopyInFlight",
+    "check_device",
+    "copy_columns",
+    "data_device",
+    "exact_device",
+    "hold_until_used",
+    "missing_cuda",
+    "require_cpu_batches",
+    "tensors_of",
+]

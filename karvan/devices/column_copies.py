@@ -1,0 +1,130 @@
+"""Copies of columns to a GPU: one large copy for all of a batch's columns, that no thread waits for.
+
+A batch has tens of columns of up to three tensors each. They are packed into one buffer in page-locked memory
+(`packing.py`), which takes a single copy on the current stream; the tensors on the GPU are slices of one
+buffer. Torch reuses page-locked memory when the copy out of it has ended, so nothing here waits for a copy.
+
+`ColumnCopies` makes them on a stream of its own, beside the computation:
+
+    copies = ColumnCopies(torch.device("cuda:0"))
+    in_flight = copies.start(batch)   # on any thread
+    batch = in_flight.receive()       # on the thread that computes: its stream waits for the copy, not it
+
+Columns that are on the GPU already stay as they are. Tensors that cannot be packed, such as sparse ones, are
+copied one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from karvan.devices.packing import Packing, can_pack
+from karvan.ragged import Batch, IdsReference, NestedRagged, Ragged
+
+Check = Callable[[Any], None]
+
+
+class CopiedBatch(Batch):
+    """A batch on a device, with the checks that it passed where it was before."""
+
+    checks: tuple[Check, ...] = ()
+
+
+class CopyInFlight:
+    """A batch that is being copied; `receive` makes it usable on the calling thread's stream."""
+
+    def __init__(self, batch: Batch, device: torch.device, event: torch.cuda.Event | None) -> None:
+        self._batch = batch
+        self._device = device
+        self._event = event
+
+    def receive(self) -> Batch:
+        """The batch: what is computed from now on waits for the copy, and its memory for what is computed."""
+        if self._event is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(self._event)
+            hold_until_used(self._batch.values(), current)
+        return self._batch
+
+
+class ColumnCopies:
+    """Copies batches to a GPU on a stream of its own; several threads may use it at the same time.
+
+    On the CPU it makes the same copies without a stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Within it, this thread's current stream is that of the copies."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def start(self, batch: Batch, checks: Iterable[Check] = ()) -> CopyInFlight:
+        """Begin to copy a batch, which may be written to afterwards; checks: those that it has passed."""
+        with self.on_stream():
+            columns = copy_columns(batch, self._device)
+            event = None if self._stream is None else self._stream.record_event()
+        made = CopiedBatch.trusted(columns, batch.samples)
+        made.checks = tuple(checks)
+        return CopyInFlight(made, self._device, event)
+
+
+def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The columns on the device, by a copy on the current stream; also from the CPU to itself.
+
+    Columns may be whatever has `to` and `pin_memory`, as those of a plain mapping.
+    """
+    known = {name: entry for name, entry in columns.items() if is_column(entry)}
+    packing = Packing(tensor for entry in known.values() for tensor in tensors_of(entry) if can_pack(tensor))
+    there: dict[int, Tensor] = {}
+    if packing.nbytes:
+        staging = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        packing.fill(staging)
+        there = packing.unpack(staging.to(device, non_blocking=True))
+
+    def moved(tensor: Tensor) -> Tensor:
+        found = there.get(id(tensor))
+        return tensor.to(device, non_blocking=True) if found is None else found
+
+    return {
+        name: map_tensors(entry, moved) if name in known else entry.pin_memory().to(device, non_blocking=True)
+        for name, entry in columns.items()
+    }
+
+
+def hold_until_used(entries: Iterable[Any], stream: torch.cuda.Stream) -> None:
+    """Reuse the memory of these columns only after what is queued on the stream when they are released."""
+    for entry in entries:
+        for tensor in tensors_of(entry):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
+def is_column(entry: Any) -> bool:
+    """Whether `tensors_of` knows its tensors."""
+    return isinstance(entry, Tensor | Ragged | NestedRagged | IdsReference)
+
+
+def tensors_of(entry: Any) -> list[Tensor]:
+    """The tensors of a column; none of other objects."""
+    if isinstance(entry, Tensor):
+        return [entry]
+    if isinstance(entry, Ragged):
+        return [t for t in (entry.values, entry.offsets, entry.weights) if t is not None]
+    return [entry.values, entry.inner, entry.outer] if isinstance(entry, NestedRagged) else []
+
+
+def map_tensors(entry: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A column with its tensors changed."""
+    if isinstance(entry, Tensor):
+        return change(entry)
+    return entry.map(change) if isinstance(entry, Ragged | NestedRagged) else entry
