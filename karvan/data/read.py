@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import torch
 from pyarrow import fs
 
 from karvan import distributed
@@ -23,6 +24,7 @@ from karvan.data.loading.batch_steps import Transform
 from karvan.data.loading.loader import Loader
 from karvan.data.retry import RETRY_SECONDS, Patience, retrying
 from karvan.data.source import Source
+from karvan.devices import data_device
 from karvan.former_names import former_arguments
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
@@ -50,6 +52,7 @@ def read(
     transform: Transform | None = None,
     split_records: int | None = None,
     retry_seconds: float = RETRY_SECONDS,
+    device: torch.device | str | None = None,
 ) -> Loader | SharedData:
     """Read batches from files, from a frame or arrays in memory, or from a `Source`.
 
@@ -59,12 +62,14 @@ def read(
     mapping from names to arrays, or a `Source`. `columns` names the columns to read, or declares how to
     decode them (`Fixed`, `Varlen`, `Raw`); without it all are read and their kinds inferred. In columns that
     are `labels` a missing value is an error; a Trainer adds those that its loss names. `format` and `options`
-    are those of `open_files`; the other arguments are those of `Loader`.
+    are those of `open_files`; the other arguments are those of `Loader`. With `device="cuda"` batches arrive
+    on the GPU, ids, strings and features included.
 
     In a job with `sharding: dynamic` the result is a `SharedData`: `Trainer.fit` leases its records from the
     job's master while it trains, and a loader reads what trainers have leased. `shuffle` then mixes the tasks
     of `split_records` records, and the records inside of each.
     """
+    gpu = data_device(device)
     source, decode = open_data(
         data,
         columns=columns,
@@ -89,6 +94,7 @@ def read(
         transform=transform,
         split_records=split_records,
         retry_seconds=retry_seconds,
+        device=gpu,
     )
     if rank is not None or world_size is not None or not is_leased():
         return make(rank=rank, world_size=world_size)
@@ -110,6 +116,7 @@ def read(
         transform=transform,
         records_per_task=split_records,
         retry_seconds=retry_seconds,
+        device=gpu,
     )
 
 

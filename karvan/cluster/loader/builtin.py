@@ -34,7 +34,7 @@ from karvan.job.environment import JobEnvironment
 from karvan.wire import Service
 
 _log = logging.getLogger("karvan.cluster")
-_OWN = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transform", "filesystem")
+_OWN = ("data", "rank", "world_size", "epochs", "steps_per_epoch", "transform", "filesystem", "device")
 
 
 def make(settings: RoleSettings) -> Service:

@@ -7,6 +7,7 @@ from typing import Any
 
 from karvan.cluster.loader.service import LoaderService, Start
 from karvan.cluster.loader.statistics import LoaderStatistics
+from karvan.devices import require_cpu_batches
 from karvan.ragged import Batch
 from karvan.train.types import Positioned
 
@@ -18,6 +19,7 @@ def serve(service: LoaderService, batches: Batches, statistics: LoaderStatistics
 
     statistics: of the transforms that make the batches.
     """
+    require_cpu_batches(batches)
     source = _PerEpoch(batches) if callable(batches) else _Iterated(batches)
     known = getattr(batches, "identity", lambda: None)()
     service.identify(None if known is None else known.state(), statistics)

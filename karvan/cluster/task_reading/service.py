@@ -42,6 +42,7 @@ from karvan.data.leasing.client import task_from
 from karvan.data.leasing.shared_data import SharedData
 from karvan.data.leasing.task_pipeline import TaskToRead
 from karvan.data.leasing.task_records import places_of
+from karvan.devices import require_cpu_batches
 from karvan.exit_codes import DAMAGED, TEMPORARY, code_of, text_of
 from karvan.protocol.task_reading import TASK_READING_CALLS, TASK_READING_HELLO
 from karvan.ragged import Batch
@@ -102,6 +103,7 @@ class TaskReadingService(Service):
 
     def offer(self, data: SharedData, statistics: LoaderStatistics | None = None) -> None:
         """Read tasks of this data from now on; statistics: of its transforms."""
+        require_cpu_batches(data)
         found = statistics or LoaderStatistics()
         description = DataDescription.of(data, found)
         with self._changed:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import torch
+
 from karvan.activity import activity
 from karvan.data.leasing.client import WorkClient
 from karvan.data.leasing.leased_tasks import LeasedTasks
@@ -47,6 +49,7 @@ class LeasedLoader:
         epoch: int | None = None,
         kind: TaskKind = TaskKind.TRAIN,
         retry_seconds: float = RETRY_SECONDS,
+        device: torch.device | None = None,
     ) -> None:
         self._client = client
         self._tasks = LeasedTasks(client, tasks_ahead=tasks_ahead, epoch=epoch, kind=kind)
@@ -62,6 +65,7 @@ class LeasedLoader:
             workers=workers,
             prefetch=prefetch,
             retry_seconds=retry_seconds,
+            device=device,
         )
 
     def __iter__(self) -> Iterator[Batch]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from karvan.activity import activity
 from karvan.data.leasing.task_pipeline import TaskPipeline, TaskToRead
 from karvan.data.leasing.task_records import TakenRecords, places_of
@@ -44,6 +46,7 @@ class PlannedLoader:
         workers: int = 2,
         prefetch: int = 4,
         retry_seconds: float = RETRY_SECONDS,
+        device: torch.device | None = None,
     ) -> None:
         self._plan = plan
         self._epoch = epoch
@@ -60,6 +63,7 @@ class PlannedLoader:
             workers=workers,
             prefetch=prefetch,
             retry_seconds=retry_seconds,
+            device=device,
         )
 
     def __iter__(self) -> Iterator[Batch]:

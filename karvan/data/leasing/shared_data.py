@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.leasing.client import WorkClient
@@ -40,7 +42,8 @@ _MOST_OPEN = 1024  # tasks of an evaluation or a prediction, about: the master s
 class SharedData:
     """Records that are leased; the arguments are those of `Loader`, which `share` makes for (rank, ranks).
 
-    seed: of the order of tasks and of the records inside of each; None for the order of the source.
+    seed: of the order of tasks and of the records inside of each; None for the order of the source. device:
+    the GPU that batches go to, if any.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class SharedData:
         transform: Transform | None,
         records_per_task: int | None,
         retry_seconds: float,
+        device: torch.device | None = None,
     ) -> None:
         self._source = source
         self._decode = decode
@@ -66,6 +70,7 @@ class SharedData:
         self._prefetch = prefetch
         self.transform = transform
         self._retry_seconds = retry_seconds
+        self._gpu = device
         self._checks = ValueChecks(decode, transform)
         parts = retrying(source.parts, Patience(retry_seconds))
         self.parts = tuple((part.path, part.records) for part in parts)
@@ -82,6 +87,11 @@ class SharedData:
     def records(self) -> int:
         """How many records an epoch has."""
         return sum(records for _, records in self.parts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive."""
+        return torch.device("cpu") if self._gpu is None else self._gpu
 
     def identity(self) -> Identity:
         """Distinguishes this data from other data."""
@@ -121,6 +131,7 @@ class SharedData:
             prefetch=self._prefetch,
             epoch=epoch,
             retry_seconds=self._retry_seconds,
+            device=self._gpu,
         )
 
     def lease_evaluation(self, client: WorkClient, number: int) -> LeasedLoader:
@@ -155,6 +166,7 @@ class SharedData:
             epoch=epoch,
             kind=kind,
             retry_seconds=self._retry_seconds,
+            device=self._gpu,
         )
 
     def search(self, *, in_order: bool = False) -> RecordSearch:
@@ -184,6 +196,7 @@ class SharedData:
             workers=self._workers,
             prefetch=self._prefetch,
             retry_seconds=self._retry_seconds,
+            device=self._gpu,
         )
 
     def read_tasks(self, tasks: Iterator[TaskToRead | None]) -> TaskPipeline:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
+import torch
 
 from karvan.data.leasing.task_records import places_of, read_job
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
+from karvan.data.loading.device_delivery import make_delivery
 from karvan.data.loading.pipeline import Pipeline, ReadOutcome
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT
 from karvan.data.retry import RETRY_SECONDS, RetryingSource
@@ -26,8 +28,8 @@ class TaskToRead(NamedTuple):
 class TaskPipeline:
     """Iterates over tasks on threads; None between two tasks keeps them apart, so that errors have a task.
 
-    seed: of the order of records inside of each task, None for the order of the source. The other arguments
-    are those of `Loader`.
+    seed: of the order of records inside of each task, None for the order of the source. device: the GPU that
+    batches go to, if any. The other arguments are those of `Loader`.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class TaskPipeline:
         workers: int = 2,
         prefetch: int = 4,
         retry_seconds: float = RETRY_SECONDS,
+        device: torch.device | None = None,
     ) -> None:
         self._source = RetryingSource(source, retry_seconds)
         self._reads = _Reads(self._source)
@@ -54,6 +57,7 @@ class TaskPipeline:
             workers=workers,
             prefetch=prefetch,
             buffer=MOST_RECORDS_PER_SPLIT,
+            delivery=make_delivery(device),
         )
 
     def next(self) -> ReadOutcome:

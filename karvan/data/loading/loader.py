@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
+
+import torch
 
 from karvan import distributed
 from karvan.activity import activity
@@ -19,6 +21,7 @@ from karvan.argument_checks import check_counts, check_integers
 from karvan.data.columns.missing_values import ValueChecks
 from karvan.data.identity import Identity, files_of, identity_of
 from karvan.data.loading.batch_steps import BatchSteps, Decode, Transform
+from karvan.data.loading.device_delivery import make_delivery
 from karvan.data.loading.pipeline import Closed, Pipeline, ReadOutcome
 from karvan.data.loading.position import Division, Position, RankPosition, check_settings, state_of
 from karvan.data.loading.rank_shares import Shares, share_records, skip
@@ -28,6 +31,7 @@ from karvan.data.loading.shuffle import ShufflePlan
 from karvan.data.loading.splits import MOST_RECORDS_PER_SPLIT, check_rank
 from karvan.data.retry import RETRY_SECONDS, Patience, RetryingSource, check_retry_seconds, retrying
 from karvan.data.source import Source
+from karvan.devices import Check, data_device
 from karvan.former_names import former_arguments
 from karvan.ragged import Batch
 
@@ -59,6 +63,11 @@ class Loader:
     rank. The shares of ranks are equal to within one record. Data is divided by splits of `split_records`;
     a source whose records are decoded in groups says their usual size by an attribute `group_records`.
 
+    With `device="cuda"`, or a certain GPU, batches arrive there with all of their columns: the threads copy
+    them from page-locked memory beside the computation, and the caller's current stream waits for the copy of
+    a batch, but the caller does not. Up to `prefetch` batches are then on the GPU in advance. A `transform`
+    runs before the copy, on the CPU.
+
     An unreachable source (connections that fail, disk errors, a file system that was unmounted) is tried
     again for `retry_seconds`, with warnings, before its error is raised; see `retry/`.
     """
@@ -82,7 +91,9 @@ class Loader:
         transform: Transform | None = None,
         split_records: int | None = None,
         retry_seconds: float = RETRY_SECONDS,
+        device: torch.device | str | None = None,
     ) -> None:
+        self._delivery = make_delivery(data_device(device))
         check_counts(1, batch_size=batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
         check_counts(1, workers=workers, prefetch=prefetch, split_records=split_records)
         check_integers(seed=seed, rank=rank, world_size=world_size)
@@ -175,8 +186,13 @@ class Loader:
         """The transform of batches, unchanged; a Trainer saves its state in checkpoints."""
         return self._steps.transform
 
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive."""
+        return torch.device("cpu") if self._delivery is None else self._delivery.device
+
     def single_pass(self, *, transformed: bool = True) -> Loader:
-        """The same records once, in the order of the source, by a loader with a separate position.
+        """The same records once, on the CPU, in the order of the source, by a loader with its own position.
 
         Without `transformed`, batches from before the transform, which `FeatureEngine.fit` needs.
         """
@@ -210,6 +226,7 @@ class Loader:
             prefetch=self._prefetch,
             buffer=min(self._plan.split_records, MOST_RECORDS_PER_SPLIT),
             most_batches=None if self._steps_per_epoch is None else self.batches_left,
+            delivery=self._delivery,
         )
         try:
             while (outcome := pipeline.next()).batch is not None:
@@ -245,6 +262,13 @@ class Loader:
         end of a `with` block if the result is used in one.
         """
         return self._checks.require(labels, weights)
+
+    def check_batches(self, check: Check) -> AbstractContextManager[None]:
+        """Within it, `check` is called with each batch before it goes to a GPU, and may raise.
+
+        A Trainer checks labels by it; it checks batches that stay on the CPU itself.
+        """
+        return nullcontext() if self._delivery is None else self._delivery.check(check)
 
     def close(self) -> None:
         """End the current iteration and its threads; the position stays."""

@@ -10,8 +10,8 @@ together as one *reading*, and fill it with large pieces; a reader holds at most
 the one that it reads, of the same reading or of its next, and, if it is its turn, the one that batches are
 cut from. Preparers run on a piece the steps that can be run for many batches at once (see `batch_steps.py`).
 Then batches are cut from the pieces. Usually that is all, and the caller does it; but if there are steps for
-each batch, finishers cut in turns and run the steps in parallel, each batch with one of `prefetch` tickets,
-which the caller returns by taking the batch.
+each batch, or batches go to a GPU, finishers cut in turns and run the steps in parallel, each batch with one
+of `prefetch` tickets, which the caller returns by taking the batch.
 
 An error is raised in the position of the data that it prevented: the caller gets every batch before it, then
 the error. A piece that cannot be prepared is cut as it was read, so that the batch with the fault fails.
@@ -27,16 +27,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
 from karvan.data.errors import DataError
 from karvan.data.loading.batch_steps import BatchSteps, Rows
+from karvan.data.loading.device_delivery import DeviceDelivery
 from karvan.data.loading.position import Receipt
 from karvan.data.loading.read_jobs import Reading, ReadJob, ReadPiece, grouped, regrouped, runs
 from karvan.data.loading.worker_threads import start
 from karvan.data.source import Source, Split
+from karvan.devices import CopyInFlight
 from karvan.ragged import Batch
 
 _WORTH_PREPARING = 16_384
@@ -45,11 +47,15 @@ _WORTH_PREPARING = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """A batch, or None at the end, and how many records of which epochs it contains."""
+    """A batch, or None at the end, and how many records of which epochs it contains.
+
+    copy: of a batch that goes to a GPU, until it is handed out.
+    """
 
     batch: Batch | None
     receipts: list[Receipt]
     error: BaseException | None = None
+    copy: CopyInFlight | None = None
 
 
 class Closed(Exception):  # noqa: N818 - not an error: it ends threads
@@ -57,7 +63,10 @@ class Closed(Exception):  # noqa: N818 - not an error: it ends threads
 
 
 class Pipeline:
-    """Threads that turn jobs into batches in advance; `next()` returns them in order."""
+    """Threads that turn jobs into batches in advance; `next()` returns them in order.
+
+    delivery: how they get to a GPU; None if they stay on the CPU.
+    """
 
     def __init__(
         self,
@@ -71,6 +80,7 @@ class Pipeline:
         prefetch: int,
         buffer: int,
         most_batches: int | None = None,
+        delivery: DeviceDelivery | None = None,
     ) -> None:
         self._source = source
         self._runs = runs(jobs)
@@ -79,6 +89,8 @@ class Pipeline:
         self._drop_remainder = drop_remainder
         self._buffer = buffer
         self._most_batches = most_batches
+        self._delivery = delivery
+        self._finishes = steps.on_batches or delivery is not None
         self._taking = threading.Lock()
         self._cutting = threading.Lock()
         # One lock; each kind of thread waits for what concerns it, so that others are not woken for nothing.
@@ -101,14 +113,16 @@ class Pipeline:
         self._threads = start(
             [self._read_loop] * workers
             + [self._prepare_loop] * (workers if steps.on_pieces else 0)
-            + [self._finish_loop] * (min(workers, prefetch) if steps.on_batches else 0)
+            + [self._finish_loop] * (min(workers, prefetch) if self._finishes else 0)
         )
 
     def next(self) -> ReadOutcome:
         """The next batch, or an outcome without one at the end; raises the error that prevented it."""
-        outcome = self._finished() if self._steps.on_batches else self._make(*self._cut_next())
+        outcome = self._finished() if self._finishes else self._make(*self._cut_next())
         if outcome.error is not None:
             raise outcome.error
+        if outcome.copy is not None:
+            return replace(outcome, batch=outcome.copy.receive(), copy=None)
         return outcome
 
     def _finished(self) -> ReadOutcome:
@@ -263,12 +277,14 @@ class Pipeline:
 
     def _make(self, parts: list[Rows], receipts: list[Receipt], error: BaseException | None) -> ReadOutcome:
         batch: Batch | None = None
+        copy: CopyInFlight | None = None
         if error is None and parts:
             try:
-                batch = self._steps.finish(parts)
+                made = self._steps.finish(parts)
+                batch, copy = (made, None) if self._delivery is None else (None, self._delivery.send(made))
             except BaseException as failure:
                 error = failure
-        return ReadOutcome(batch, receipts, error)
+        return ReadOutcome(batch, receipts, error, copy)
 
     def _cut_next(self) -> tuple[list[Rows], list[Receipt], BaseException | None]:
         """The rows of the next batch; none at the end; or the error that prevented it."""
@@ -308,7 +324,7 @@ class Pipeline:
                 self._wait(self._ready, reading.can_continue)
                 if reading.pieces:
                     # Where finishers hold batches, the room for them is that of the piece they are cut from.
-                    if not self._steps.on_batches and reading.release():
+                    if not self._finishes and reading.release():
                         self._room.notify_all()
                     return reading
                 if reading.error is not None:

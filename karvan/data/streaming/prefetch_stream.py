@@ -8,8 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from karvan.argument_checks import check_counts
 from karvan.data.identity import Identity
+from karvan.data.loading.device_delivery import DeviceDelivery, make_delivery
+from karvan.devices import Check, CopyInFlight, data_device
 from karvan.ragged import Batch
 
 
@@ -23,10 +27,15 @@ class Stream:
 
     If the iterable has `state_dict()` and `load_state_dict()`, so has the stream: its position is that after
     the last batch that was handed out, however many have been prefetched.
+
+    With `device="cuda"`, or a certain GPU, batches arrive there, as those of a `Loader` do.
     """
 
-    def __init__(self, batches: Iterable[Batch], prefetch: int = 4) -> None:
+    def __init__(
+        self, batches: Iterable[Batch], prefetch: int = 4, device: torch.device | str | None = None
+    ) -> None:
         check_counts(1, prefetch=prefetch)
+        self._delivery = make_delivery(data_device(device))
         self._batches = batches
         self._queue = _Queue(prefetch)
         self._started = False
@@ -36,6 +45,14 @@ class Stream:
     def transform(self) -> Any:
         """The transform of the iterable, if it has one; a Trainer saves its state in checkpoints."""
         return getattr(self._batches, "transform", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches arrive."""
+        if self._delivery is not None:
+            return self._delivery.device
+        before = getattr(self._batches, "device", None)
+        return before if isinstance(before, torch.device) else torch.device("cpu")
 
     def transform_states(self) -> dict[str, Any]:
         """The statistics of transforms in other processes, if the iterable is `from_loaders()` or like it."""
@@ -49,13 +66,13 @@ class Stream:
         if not self._started:
             self._started = True
             self._position = _state_of(self._batches)
-            arguments = (self._batches, self._queue)
+            arguments = (self._batches, self._queue, self._delivery)
             threading.Thread(target=_take, args=arguments, name="karvan-data", daemon=True).start()
         batch, position = self._queue.get()
         if isinstance(batch, BaseException):
             raise batch
         self._position = position
-        return batch
+        return batch.receive() if isinstance(batch, CopyInFlight) else batch
 
     def close(self) -> None:
         """End the stream after the batches that have arrived already."""
@@ -90,6 +107,14 @@ class Stream:
         required: AbstractContextManager[Any] = require(labels, weights)
         return required
 
+    def check_batches(self, check: Check) -> AbstractContextManager[None]:
+        """Within it, `check` is called with each batch before it goes to a GPU, and may raise."""
+        if self._delivery is not None:
+            return self._delivery.check(check)
+        before = getattr(self._batches, "check_batches", None)
+        checked: AbstractContextManager[None] = nullcontext() if before is None else before(check)
+        return checked
+
     def identity(self) -> Identity | None:
         """The identity of the iterable's data; None if it has none."""
         identity = getattr(self._batches, "identity", None)
@@ -105,16 +130,19 @@ class Stream:
         return found
 
 
+_Item = Batch | CopyInFlight | BaseException
+
+
 class _Queue:
     """Prefetched batches; shared with the thread, which must not keep the stream itself alive."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[Batch | BaseException, Any]] = deque()
+        self._waiting: deque[tuple[_Item, Any]] = deque()
         self._ended = False
 
-    def put(self, batch: Batch | BaseException, position: Any) -> bool:
+    def put(self, batch: _Item, position: Any) -> bool:
         """Wait for space and add; False, with nothing added, after the end."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._waiting) < self._size or self._ended)
@@ -123,7 +151,7 @@ class _Queue:
                 self._changed.notify_all()
             return not self._ended
 
-    def get(self) -> tuple[Batch | BaseException, Any]:
+    def get(self) -> tuple[_Item, Any]:
         """Wait for the next one; raises StopIteration at the end."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._ended)
@@ -139,11 +167,13 @@ class _Queue:
             self._changed.notify_all()
 
 
-def _take(batches: Iterable[Batch], queue: _Queue) -> None:
+def _take(batches: Iterable[Batch], queue: _Queue, delivery: DeviceDelivery | None) -> None:
     try:
-        for batch in batches:
-            if not queue.put(batch, _state_of(batches)):
-                return
+        with nullcontext() if delivery is None else delivery.copies.on_stream():
+            for batch in batches:
+                sent = batch if delivery is None else delivery.send(batch)
+                if not queue.put(sent, _state_of(batches)):
+                    return
     except BaseException as error:
         queue.put(error, None)
     queue.close()
