@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 COMMANDS = [
     *(
@@ -142,6 +143,16 @@ def test_doctor_finds_all_that_is_needed(run, tmp_path):
     assert {each["state"] for each in ran.json} <= {"ok", "slow", "optional"}
     assert all(each["advice"] for each in ran.json if each["state"] == "slow")
     assert "what to do" in run("doctor", "--folder", tmp_path).out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_doctor_says_what_tables_on_a_gpu_lack(run, tmp_path):
+    ran = run("doctor", "--folder", tmp_path, "--json", "-")
+    (gpu,) = [each for each in ran.json if each["what"].startswith(("GPU", "Triton"))]
+    assert gpu["state"] == "optional"
+    assert gpu["value"].startswith("none: torch.")
+    assert 'kv.connect("cuda")' in gpu["advice"]
+    assert all(word in gpu["advice"] for word in ("GPU", "CUDA", "Triton"))
 
 
 def test_doctor_tells_what_is_missing(run, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -157,14 +158,38 @@ def _bf16(folder: Path) -> Iterator[Finding]:
 def _gpu(folder: Path) -> Iterator[Finding]:
     import torch
 
+    from karvan.devices import missing_cuda
+
+    triton, why = _triton()
     if not torch.cuda.is_available():
-        yield Finding(
-            "GPU", "optional", "none that torch can use", "The dense part of a model is faster on one."
-        )
+        missing = f"none: {missing_cuda()}" + ("" if triton else f"; Triton: {why}")
+        yield Finding("GPU", "optional", missing, f"{_ON_GPU} A model's dense part is faster on one, too.")
         return
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
-        yield Finding(f"GPU {number}", "ok", f"{about.name}, {bytes_text(about.total_memory)}")
+        free, total = torch.cuda.mem_get_info(number)
+        yield Finding(
+            f"GPU {number}",
+            "ok",
+            f"{about.name}, compute capability {about.major}.{about.minor}, "
+            f"{bytes_text(free)} of {bytes_text(total)} free",
+        )
+    if triton:
+        yield Finding("Triton", "ok", triton)
+    else:
+        yield Finding("Triton", "optional", why, f"pip install triton. {_ON_GPU}")
+
+
+_ON_GPU = 'Tables on a GPU, kv.connect("cuda"), need a GPU, a torch that is built with CUDA, and Triton.'
+
+
+def _triton() -> tuple[str, str]:
+    """The version of Triton, or why it cannot be imported."""
+    try:
+        triton = importlib.import_module("triton")
+    except Exception as error:  # a package that is there, but does not fit, raises many kinds
+        return "", f"cannot be imported ({error})" if installed("triton") else "not installed"
+    return str(triton.__version__), ""
 
 
 def _huge_pages(folder: Path) -> Iterator[Finding]:
