@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from karvan.metrics.base import Metric, State, check_state
 
+_Piece: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 class Samples:
-    """All samples added so far, on the CPU: 32 bytes each."""
+    """All samples added so far, on the CPU: 32 bytes each.
+
+    Copies from a GPU are collected once they have ended, so adding samples does not wait for it.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._pieces: list[_Piece] = []
+        self._in_flight: deque[tuple[_Piece, torch.cuda.Event]] = deque()  # in page-locked memory
 
     def add(self, scores: Tensor, labels: Tensor, weights: Tensor | None, groups: Tensor | None) -> None:
         """Store a copy of these; those without a group are in group 0."""
         weights = torch.ones_like(scores) if weights is None else weights
         groups = torch.zeros_like(scores, dtype=torch.int64) if groups is None else groups
+        self._collect(wait=not scores.is_cuda)
+        if scores.is_cuda:
+            piece = tuple(
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in (groups, scores, labels, weights)
+            )
+            copied = torch.cuda.current_stream(scores.device).record_event()
+            self._in_flight.append(((piece[0], piece[1], piece[2], piece[3]), copied))
+            return
         # Always a copy: the tensors may be views of memory that is reused.
-        piece = tuple(t.to("cpu", copy=True) for t in (groups, scores, labels, weights))
+        piece = tuple(t.clone() for t in (groups, scores, labels, weights))
         self._pieces.append((piece[0], piece[1], piece[2], piece[3]))
+
+    def _collect(self, wait: bool) -> None:
+        """Take over the copies that have ended; wait: all of them."""
+        while self._in_flight:
+            pinned, copied = self._in_flight[0]
+            if wait:
+                copied.synchronize()
+            elif not copied.query():  # type: ignore[no-untyped-call]
+                return
+            self._in_flight.popleft()
+            groups, scores, labels, weights = (torch.empty_like(t).copy_(t) for t in pinned)
+            self._pieces.append((groups, scores, labels, weights))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without copies in flight, for copies of a metric."""
+        self._collect(wait=True)
+        return vars(self).copy()
 
     def state(self) -> State:
         """Everything as four tensors."""
+        self._collect(wait=True)
         self._join()
         groups, scores, labels, weights = self._pieces[0]
         return {"groups": groups, "scores": scores, "labels": labels, "weights": weights}

@@ -1,5 +1,8 @@
 """Batches of `kv.data.read(…, device="cuda")`: those of the CPU, on the GPU, without waiting for it."""
 
+import copy
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -45,13 +48,15 @@ def data(request, tmp_path):
     return tmp_path / "part.parquet"
 
 
-@pytest.fixture
+@contextmanager
 def no_synchronization():
-    """From here to the end of the test, a call that waits for the GPU is an error, on every thread."""
+    """Within it, a call that waits for the GPU is an error, on every thread."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_same(there, here):
@@ -76,12 +81,12 @@ def test_batches_are_those_of_the_cpu(data, options):
     assert count == len(here)
 
 
-def test_iterating_does_not_wait_for_the_gpu(data, no_synchronization):
+def test_iterating_does_not_wait_for_the_gpu(data):
     total = torch.zeros((), dtype=torch.float64, device="cuda")
-    for batch in kv.data.read(data, 64, device="cuda", epochs=3):
-        total += batch["dense"].double().sum()
-        torch.cuda._sleep(1_000_000)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronization():
+        for batch in kv.data.read(data, 64, device="cuda", epochs=3):
+            total += batch["dense"].double().sum()
+            torch.cuda._sleep(1_000_000)
     assert float(total) == 3 * sum(2 * n + 0.5 for n in range(RECORDS))
 
 
@@ -129,12 +134,12 @@ def test_an_error_comes_after_the_batches_before_it(data):
         next(batches)
 
 
-def test_a_stream_delivers_to_the_gpu(no_synchronization):
+def test_a_stream_delivers_to_the_gpu():
     numbers = [kv.Batch({"x": torch.full((1000,), n)}) for n in range(50)]
     total = torch.zeros(1000, dtype=torch.int64, device="cuda")
-    for batch in kv.data.Stream(numbers, device="cuda"):
-        total += batch["x"]
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronization():
+        for batch in kv.data.Stream(numbers, device="cuda"):
+            total += batch["x"]
     assert total.tolist() == [sum(range(50))] * 1000
 
 
@@ -203,6 +208,37 @@ def test_a_batch_on_the_gpu_is_neither_copied_nor_checked_again():
     assert placed["x"] is batch["x"]
     assert placed["label"] is batch["label"]
     assert checked == ["cpu"]
+
+
+METRICS = {
+    "auc": kv.metrics.AUC,
+    "exact auc": lambda: kv.metrics.AUC(exact=True),
+    "gauc": kv.metrics.GAUC,
+    "ndcg": kv.metrics.NDCG,
+    "hit rate": kv.metrics.HitRate,
+    "logloss": kv.metrics.BinaryCrossEntropy,
+    "accuracy": kv.metrics.Accuracy,
+    "calibration": kv.metrics.Calibration,
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_counts_batches_on_the_gpu_without_waiting_for_it(name):
+    here, there = METRICS[name](), METRICS[name]()
+    random = torch.Generator().manual_seed(0)
+    users, labels = torch.arange(400) % 20, (torch.rand(400, generator=random) < 0.4).float()
+    samples = kv.Batch({"user": users, "label": labels})
+    outputs = [torch.randn(400, generator=random) for _ in range(6)]
+    moved, scores = samples.to("cuda"), [output.cuda() for output in outputs]
+    there.update(scores[0], moved)  # the first moves the sums to the GPU
+    with no_synchronization():
+        for output in scores[1:]:
+            torch.cuda._sleep(5_000_000)
+            there.update(output, moved)
+    for output in outputs:
+        here.update(output, samples)
+    assert copy.deepcopy(there).compute() == pytest.approx(here.compute(), abs=1e-9)
+    assert there.compute() == pytest.approx(here.compute(), abs=1e-9)
 
 
 def test_doctor_shows_the_gpu(capsys, tmp_path):

@@ -97,8 +97,9 @@ class Scaled(Autocast):
     def scale(self, loss: Tensor) -> Tensor:
         """See `Precision.scale`; also sets the scale of the engines."""
         scaled = self._scaler.scale(loss)
+        scale = self._scaler.get_scale() if self._engines else 1.0  # it waits for the GPU
         for engine in self._engines:
-            engine.gradient_scale = self._scaler.get_scale()
+            engine.gradient_scale = scale
         return scaled
 
     def unscale(self, optimizer: torch.optim.Optimizer | None, sparse_finite: bool) -> None:
