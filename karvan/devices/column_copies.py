@@ -83,8 +83,9 @@ def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, 
 
     Columns may be whatever has `to` and `pin_memory`, as those of a plain mapping.
     """
-    known = {name: entry for name, entry in columns.items() if is_column(entry)}
-    packing = Packing(tensor for entry in known.values() for tensor in tensors_of(entry) if can_pack(tensor))
+    packing = Packing(
+        tensor for entry in columns.values() for tensor in tensors_of(entry) if can_pack(tensor)
+    )
     there: dict[int, Tensor] = {}
     if packing.nbytes:
         staging = torch.empty(packing.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -95,10 +96,13 @@ def copy_columns(columns: Mapping[str, Any], device: torch.device) -> dict[str, 
         found = there.get(id(tensor))
         return tensor.to(device, non_blocking=True) if found is None else found
 
-    return {
-        name: map_tensors(entry, moved) if name in known else entry.pin_memory().to(device, non_blocking=True)
-        for name, entry in columns.items()
-    }
+    def column(entry: Any) -> Any:
+        if not is_column(entry):
+            return entry.pin_memory().to(device, non_blocking=True)
+        stays = all(each.device == device and id(each) not in there for each in tensors_of(entry))
+        return entry if stays else map_tensors(entry, moved)
+
+    return {name: column(entry) for name, entry in columns.items()}
 
 
 def hold_until_used(entries: Iterable[Any], stream: torch.cuda.Stream) -> None:
