@@ -129,11 +129,6 @@ class Store(ABC):
         return False
 
     @property
-    def device(self) -> torch.device:
-        """Where it takes ids and gives vectors."""
-        return torch.device("cpu")
-
-    @property
     def takes_tensors(self) -> bool:
         """Whether it takes ids as tensors (`FeatureTensors`), and groups and pools them itself.
 
