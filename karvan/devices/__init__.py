@@ -1,6 +1,6 @@
 """Which device, and copies of a batch's columns to it."""
 
-from karvan.devices.choice import check_device, data_device, exact_device, missing_cuda, require_cpu_batches
+from karvan.devices.choice import check_device, data_device, exact_device, require_cpu_batches
 from karvan.devices.column_copies import (
     Check,
     ColumnCopies,
@@ -21,7 +21,6 @@ __all__ = [
     "data_device",
     "exact_device",
     "hold_until_used",
-    "missing_cuda",
     "require_cpu_batches",
     "tensors_of",
 ]

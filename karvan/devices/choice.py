@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from karvan.distributed.gpu import missing_cuda
+
 
 def check_device(device: torch.device | str) -> torch.device:
     """The device; raises if this machine does not have it."""
@@ -56,13 +58,3 @@ def require_cpu_batches(data: Any) -> None:
             f"'{device}': read it without device. A trainer can move them: "
             "kv.data.Stream(kv.data.from_loaders(), device=…)."
         )
-
-
-def missing_cuda() -> str:
-    """Why torch finds no GPU, for a message."""
-    if torch.version.cuda is None:
-        return f"torch.version.cuda is None here (torch {torch.__version__})"
-    return (
-        "torch.cuda.is_available() is False here "
-        f"(torch {torch.__version__} for CUDA {torch.version.cuda}; nvidia-smi and karvan doctor say more)"
-    )

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from karvan.distributed.collectives import CollectiveChannel, GlooChannel, SharedMemoryChannel, keep_forever
 from karvan.distributed.errors import RankError
 from karvan.distributed.gloo_ports import closing_ports
+from karvan.distributed.gpu import require_gpu
 from karvan.distributed.machine import machine_id
 from karvan.distributed.rank_monitor import RankMonitor
 from karvan.distributed.rendezvous import agree_on_name
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("karvan.distributed")
 
-KINDS = ("memory", "sharded", "remote")
+KINDS = ("memory", "cuda", "sharded", "remote")
+IN_PROCESS = ("memory", "cuda")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
@@ -350,9 +352,10 @@ def connect(
 ) -> Connection:
     """Choose where rows are stored, for engines that are created from now on.
 
-    "memory": in this process. "sharded", in a program that torchrun starts: every rank owns a range of the
-    keys' hashes of every table, ranks train on shares of the data, and gradients are averaged. "remote": on
-    parameter servers; started several times, by torchrun or a launched job, trainers share the data as above.
+    "memory": in this process. "cuda": in the memory of its GPU. "sharded", in a program that torchrun starts:
+    every rank owns a range of the keys' hashes of every table, ranks train on shares of the data, and
+    gradients are averaged. "remote": on parameter servers; started several times, by torchrun or a launched
+    job, trainers share the data as above.
 
     wire: the dtype in which vectors and gradients are sent, "float32", "bfloat16" or "float16"; without it as
     a launched job says, else float32.
@@ -405,13 +408,17 @@ def connect(
             on_server_loss=_choose_server_loss(on_server_loss),
         )
         chosen.check_server_loss(settings.on_server_loss)
-    if kind == "memory" and settings != ConnectionSettings():
-        raise ValueError('wire, grad_reduce, timeout and transport are for connect("sharded"), got "memory".')
+    if kind in IN_PROCESS and settings != ConnectionSettings(kind):
+        raise ValueError(
+            f'wire, grad_reduce, timeout and transport are for connect("sharded"), got "{kind}".'
+        )
+    if kind == "cuda":
+        require_gpu('kv.connect("cuda")')
     with _lock:
         _current.close()
-        _current = Connection()
+        _current = Connection(settings if kind in IN_PROCESS else None)
         _current.chosen = True
-        if kind != "memory" and _is_elastic():
+        if kind not in IN_PROCESS and _is_elastic():
             group = _open_group(settings)
             run = group.enter()
             connection = Connection(replace(settings, elastic=True, member=group.member, run=run))
@@ -422,7 +429,7 @@ def connect(
             _current = connection
             return _current
         together = kind == "sharded" or (kind == "remote" and (dist.is_initialized() or _started_by_torch()))
-        if kind != "memory":
+        if kind not in IN_PROCESS:
             require_limits(int(os.environ.get("WORLD_SIZE", "1")))
             connection = SharedConnection(settings) if together else Connection(settings)
             if kind == "remote":

@@ -67,7 +67,13 @@ class EmbeddingEngine(nn.Module):
             name = self._names[feature]
             table.check_shares_rows_with(first.setdefault(name, table), name, feature)
         self._clock = _clock_of(first)
-        self.state = EngineState(store if store is not None else make_store(), make_program(self.features))
+        if store is None:
+            store = make_store({name: table.device for name, table in first.items()})
+        elif placed := [name for name, table in first.items() if table.device is not None]:
+            raise ValueError(
+                f"EmbeddingEngine takes a store, or tables with a device, got both: {', '.join(placed)}."
+            )
+        self.state = EngineState(store, make_program(self.features))
         seed &= 2**64 - 1  # as the native core reads it
         self._handles: dict[str, TableHandle] = {}
         for name, table in first.items():

@@ -15,6 +15,7 @@ from karvan.store import TableSpec
 
 POOLED = ("sum", "mean", "sqrtn")
 COMBINERS = (*POOLED, "sequence", "tile", "ragged")
+_DEVICES = ("cpu", "cuda")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -39,6 +40,8 @@ class Table:
     a `Ragged`.
     length: how many ids "sequence" and "tile" take, from the first; "sequence" without it takes the longest
     sample of the batch.
+    device: "cpu" or "cuda", where the rows are if not where `kv.connect` says; the vectors of an engine with
+    tables on a GPU are all there.
     dtype: of the vectors; arithmetic and optimizer state are float32, and bfloat16 and float16 are rounded
     stochastically.
     """
@@ -52,6 +55,7 @@ class Table:
     admit: Admission = field(default_factory=Always)
     evict: Eviction = field(default_factory=Never)
     hash_stack: HashStack | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or not 1 <= self.dim <= 65536:
@@ -68,6 +72,8 @@ class Table:
                 )
             if self.length < 1:
                 raise ValueError(f"Table expects length of at least 1, got {self.length}.")
+        if self.device not in (None, *_DEVICES):
+            raise ValueError(f"Table expects device 'cpu', 'cuda' or None, got {self.device!r}.")
         if self.dtype not in _DTYPES:
             raise ValueError(f"Table expects dtype float32, bfloat16 or float16, got {self.dtype}.")
         for what, kind in (("init", Initialiser), ("admit", Admission), ("evict", Eviction)):
@@ -90,7 +96,7 @@ class Table:
 
     def check_shares_rows_with(self, other: Table, table: str, feature: str) -> None:
         """Raise if `feature`, declared as this, cannot share the rows of `table`, declared as `other`."""
-        for what in ("dim", "dtype", "init", "admit", "evict", "hash_stack"):
+        for what in ("dim", "dtype", "init", "admit", "evict", "hash_stack", "device"):
             has, asks = getattr(other, what), getattr(self, what)
             if has != asks:
                 raise ValueError(

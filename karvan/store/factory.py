@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from karvan import distributed
+from karvan.distributed.gpu import require_gpu
 from karvan.store.base import Store
 from karvan.store.memory import MemoryStore
 from karvan.store.sharded import ShardedStore
 
 
-def make_store() -> Store:
-    """A store of the kind that `kv.connect` has set up, or one in memory."""
-    connection = distributed.current()
-    if connection.settings.kind == "remote":
-        from karvan.store.remote.store import RemoteStore  # imports Arrow Flight, which takes a while
+def make_store(devices: Mapping[str, str | None]) -> Store:
+    """A store of the kind that `kv.connect` has set up, or one in memory.
 
-        return RemoteStore(connection)
-    return ShardedStore(connection) if connection.settings.kind == "sharded" else MemoryStore()
+    devices: for each table "cpu", "cuda", or None for where the connection says.
+    """
+    connection = distributed.current()
+    kind = connection.settings.kind
+    if kind not in ("memory", "cuda"):
+        if placed := [name for name, device in devices.items() if device is not None]:
+            raise ValueError(
+                'Table(device=…) is for kv.connect("memory") and kv.connect("cuda"), got tables with a device '
+                f'({", ".join(placed)}) and kv.connect("{kind}").'
+            )
+        if kind == "remote":
+            from karvan.store.remote.store import RemoteStore  # imports Arrow Flight, which takes a while
+
+            return RemoteStore(connection)
+        return ShardedStore(connection)
+    default = "cuda" if kind == "cuda" else "cpu"
+    places = {name: device or default for name, device in devices.items()}
+    if "cuda" not in places.values():
+        return MemoryStore()
+    if asked := [name for name, device in devices.items() if device == "cuda"]:
+        require_gpu(f'Table(device="cuda") of {", ".join(asked)}')
+    from karvan.store.cuda.store import CudaStore  # imports triton
+
+    if "cpu" not in places.values():
+        return CudaStore()
+    from karvan.store.cuda.placed import PlacedStore
+
+    return PlacedStore(MemoryStore(), CudaStore(), places)

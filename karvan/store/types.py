@@ -165,7 +165,7 @@ class Gradients(Protocol):
     """The gradients of a backward pass, summed by key; each method returns a value for each table's slot."""
 
     def finite(self) -> list[bool]:
-        """Whether a table's gradients have neither infinities nor NaNs."""
+        """Whether a table's gradients have neither infinities nor NaNs; on a GPU, which skips rows, True."""
 
     def touched(self) -> list[bool]:
         """Whether any key of a table has a gradient."""
@@ -185,3 +185,10 @@ class GradientFlags:
     def touched(self) -> list[bool]:
         """See `Gradients.touched`."""
         return self._touched
+
+
+def finite_flags(gradients: Gradients) -> list[bool]:
+    """See `Gradients.finite`. Where only the device knows, this waits for it, which `finite` does not."""
+    check = getattr(gradients, "check_finite", gradients.finite)
+    flags: list[bool] = check()
+    return flags

@@ -37,6 +37,7 @@ from karvan.checkpoint.object_store.files import has_file, is_there
 from karvan.checkpoint.object_store.step_objects import UploadFolder
 from karvan.checkpoint.rank_agreement import together
 from karvan.distributed import CollectiveChannel
+from karvan.distributed.connection import IN_PROCESS
 from karvan.distributed.rank_heartbeats import RankHeartbeats
 from karvan.embedding import TableHandle
 from karvan.job.checkpoint_url import address_of, url_of
@@ -153,7 +154,7 @@ class Writing:
                 writers.end()
             self.close()
             raise
-        if self._connection.settings.kind != "memory":
+        if self._connection.settings.kind not in IN_PROCESS:
             self._connection.running_save = pending
         return pending
 

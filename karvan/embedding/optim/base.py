@@ -13,6 +13,7 @@ from karvan.embedding.engine import EmbeddingEngine
 from karvan.embedding.engine_state import EngineState
 from karvan.embedding.table_handle import TableHandle
 from karvan.store import Rule
+from karvan.store.types import finite_flags
 from karvan.torch_internals import is_step_observed
 
 Group: TypeAlias = dict[str, Any]
@@ -87,7 +88,7 @@ class SparseOptimizer(torch.optim.Optimizer):
     def gradients_finite(self) -> bool:
         """Whether all gradients that wait for these tables are finite; they stay in the engines."""
         return all(
-            gradients.finite()[handle.slot]
+            finite_flags(gradients)[handle.slot]
             for engine, handles in self._tables.items()
             for _, gradients in engine.gradients(handle.name for handle in handles)
             for handle in handles

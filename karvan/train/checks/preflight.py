@@ -12,6 +12,7 @@ from torch import nn
 
 from karvan import distributed
 from karvan.distributed import Connection
+from karvan.distributed.connection import IN_PROCESS
 from karvan.job.environment import JobEnvironment
 from karvan.job.roles import Role
 from karvan.train.checks.frozen import Frozen, is_read_only, names_text, tables_of
@@ -67,7 +68,12 @@ def check_connection(model: nn.Module, connection: Connection) -> None:
             continue
         names = names_text(table.name for table in engine.tables())
         kind = connection.settings.kind
-        if made.settings.kind == "memory":
+        if made.settings.kind in IN_PROCESS and kind in IN_PROCESS:
+            raise ValueError(
+                f"The model was made under {_under(made)}, and its tables ({names}) stay where they are, but "
+                f"the program has called {_under(connection)} since: call it first, then make the model."
+            )
+        if made.settings.kind in IN_PROCESS:
             raise ValueError(
                 f'The model was made before kv.connect("{kind}"), so the rows of its tables ({names}) are in '
                 f'this process and no other sees them: call kv.connect("{kind}") first, then make the model.'
@@ -129,7 +135,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _same(one: Connection, other: Connection) -> bool:
-    return one is other or one.settings.kind == other.settings.kind == "memory"
+    return one is other or (one.settings.kind == other.settings.kind and one.settings.kind in IN_PROCESS)
 
 
 def _under(connection: Connection) -> str:

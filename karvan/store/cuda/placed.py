@@ -1,0 +1,365 @@
+"""`PlacedStore`: some tables in the memory of the machine, the others on a GPU, in one engine.
+
+Vectors of all tables are on the GPU. Those of tables in memory are looked up by the native core and copied
+there, and their gradients are copied back; both wait for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from karvan.native import _native
+from karvan.store.base import Store
+from karvan.store.capture import Capture
+from karvan.store.program import (
+    FeatureTensors,
+    LookupInputs,
+    LookupPlan,
+    LookupProgram,
+    Prepared,
+    RemoteLookup,
+)
+from karvan.store.remote.output_layout import OutputLayout
+from karvan.store.types import Counts, Found, GradientFlags, Gradients, Keys, Push, Rows, Rule, TableSpec
+
+
+class _Half(NamedTuple):
+    """The features of an engine whose tables are in one of the two stores."""
+
+    program: LookupProgram
+    features: list[int]  # their numbers in the engine
+    slots: list[int]  # of the tables in the engine, by their slots in this program
+
+
+class _Batch:
+    """A batch before its lookup."""
+
+    plan = None
+
+    def __init__(
+        self, host: list[FeatureTensors], device: Prepared | None, layouts: list[OutputLayout]
+    ) -> None:
+        self.host = host
+        self.device = device
+        self.layouts = layouts
+
+
+class _Lookup:
+    """A batch after its lookup in both stores."""
+
+    plan = None
+
+    def __init__(
+        self,
+        halves: tuple[_Half, _Half],
+        plans: tuple[LookupPlan | None, LookupPlan | None],
+        outs: dict[int, Tensor],
+        layouts: list[OutputLayout],
+        held: list[FeatureTensors],
+    ) -> None:
+        self.halves, self.plans, self.held = halves, plans, held
+        self._outs, self._layouts = outs, layouts
+
+    def take(self) -> list[tuple[Tensor, OutputLayout]]:
+        """See `RemoteLookup.take`."""
+        outs, self._outs = self._outs, {}
+        return [(outs[number], layout) for number, layout in enumerate(self._layouts)]
+
+
+class PlacedGradients(GradientFlags):
+    """The gradients of both halves of a batch."""
+
+    def __init__(
+        self,
+        finite: list[bool],
+        touched: list[bool],
+        halves: tuple[tuple[LookupPlan, Gradients] | None, ...],
+        slots: tuple[list[int], ...],
+    ) -> None:
+        super().__init__(finite, touched)
+        self.halves = halves
+        self._slots = slots
+
+    def check_finite(self) -> list[bool]:
+        """See `DeviceGradients.check_finite`."""
+        found = list(self.finite())
+        for half, slots in zip(self.halves, self._slots, strict=True):
+            if half is not None:
+                check = getattr(half[1], "check_finite", half[1].finite)
+                for slot, good in zip(slots, check(), strict=False):
+                    found[slot] &= good
+        return found
+
+
+class PlacedStore(Store):
+    """Two stores; places: "cpu" or "cuda" for each table."""
+
+    def __init__(self, host: Store, device: Store, places: Mapping[str, str]) -> None:
+        self._stores = {"cpu": host, "cuda": device}
+        self._places = dict(places)
+        self._halves: dict[LookupProgram, tuple[_Half, _Half]] = {}
+
+    def of(self, table: str) -> Store:
+        """The store that has a table."""
+        return self._stores[self._places[table]]
+
+    @property
+    def device(self) -> torch.device:
+        """See `Store.device`."""
+        return self._stores["cuda"].device
+
+    @property
+    def takes_tensors(self) -> bool:
+        """See `Store.takes_tensors`."""
+        return True
+
+    def _split(self, program: LookupProgram) -> tuple[_Half, _Half]:
+        if program not in self._halves:
+            slot_of = {name: slot for slot, name in enumerate(program.tables)}
+            halves = []
+            for place in ("cpu", "cuda"):
+                numbers = [n for n, f in enumerate(program.features) if self._places[f.table] == place]
+                own = LookupProgram([program.features[n] for n in numbers])
+                halves.append(_Half(own, numbers, [slot_of[name] for name in own.tables]))
+            self._halves[program] = (halves[0], halves[1])
+        return self._halves[program]
+
+    def prepare(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs,
+        *,
+        training: bool | None = None,
+        step: int = 0,
+        now: float = 0.0,
+    ) -> Prepared:
+        """See `Store.prepare`: ids go to where their tables are."""
+        assert isinstance(inputs, tuple)
+        host, device = self._split(program)
+        here = [_to_host(inputs[number]) for number in host.features]
+        there = self._stores["cuda"].prepare(device.program, tuple(inputs[n] for n in device.features))
+        layouts = [
+            given.layout
+            if given.layout.offsets is None
+            else given.layout._replace(offsets=given.layout.offsets.to(self.device, non_blocking=True))
+            for given in inputs
+        ]
+        return _Batch(here, there, layouts)
+
+    def forward(
+        self,
+        program: LookupProgram,
+        inputs: LookupInputs | Prepared,
+        *,
+        training: bool,
+        step: int,
+        now: float,
+    ) -> LookupPlan:
+        """See `Store.forward`."""
+        batch = self.prepare(program, inputs) if isinstance(inputs, tuple) else inputs
+        assert isinstance(batch, _Batch)
+        halves = self._split(program)
+        host, device = halves
+        plans: list[LookupPlan | None] = [None, None]
+        outs: dict[int, Tensor] = {}
+        if device.features:
+            assert batch.device is not None
+            plans[1] = own = self._stores["cuda"].forward(
+                device.program, batch.device, training=training, step=step, now=now
+            )
+            remote = own.remote
+            assert isinstance(remote, RemoteLookup)
+            outs |= dict(zip(device.features, (out for out, _ in remote.take()), strict=True))
+        if host.features:
+            specs = host.program.features
+            made = [
+                torch.empty(_out_rows(spec.mode, given.layout), spec.dim)
+                for spec, given in zip(specs, batch.host, strict=True)
+            ]
+            arrays = [_arrays(given, out) for given, out in zip(batch.host, made, strict=True)]
+            plans[0] = self._stores["cpu"].forward(
+                host.program, arrays, training=training, step=step, now=now
+            )
+            moved = (out.pin_memory().to(self.device, non_blocking=True) for out in made)
+            outs |= dict(zip(host.features, moved, strict=True))
+        versions = {name: self.of(name).version(name) for name in program.tables}
+        lookup = _Lookup(halves, (plans[0], plans[1]), outs, batch.layouts, batch.host)
+        return LookupPlan(None, versions, lookup)
+
+    def hold(
+        self, plan: LookupPlan, gradients: Sequence[Tensor | None], scale: float = 1.0
+    ) -> PlacedGradients:
+        """See `Store.hold`."""
+        lookup = plan.remote
+        assert isinstance(lookup, _Lookup)
+        slots = 1 + max(slot for half in lookup.halves for slot in half.slots)
+        finite, touched = [True] * slots, [False] * slots
+        held: list[tuple[LookupPlan, Gradients] | None] = [None, None]
+        for number, (half, own) in enumerate(zip(lookup.halves, lookup.plans, strict=True)):
+            if own is None:
+                continue
+            mine = [gradients[n] for n in half.features]
+            if number == 1:
+                sums: Gradients = self._stores["cuda"].hold(own, mine, scale)
+            else:
+                here = [None if g is None else (g / scale).cpu().contiguous() for g in mine]
+                addresses = [0 if g is None else g.data_ptr() for g in here]
+                strides = [0 if g is None else g.stride(0) for g in here]
+                sums = self._stores["cpu"].reduce(own, addresses, strides)
+            held[number] = own, sums
+            for slot, good, any_ in zip(half.slots, sums.finite(), sums.touched(), strict=False):
+                finite[slot], touched[slot] = good, any_
+        return PlacedGradients(finite, touched, tuple(held), tuple(half.slots for half in lookup.halves))
+
+    def update(
+        self,
+        program: LookupProgram,
+        gradients: Sequence[tuple[LookupPlan, Any]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.update`."""
+        for number, (half, place) in enumerate(zip(self._split(program), ("cpu", "cuda"), strict=True)):
+            passes = [held.halves[number] for _, held in gradients if held.halves[number] is not None]
+            own = {name: rule for name, rule in rules.items() if self._places[name] == place}
+            if passes and own:
+                self._stores[place].update(half.program, passes, own, {name: steps[name] for name in own})
+
+    def lookup(
+        self, keys: Mapping[str, tuple[Keys, Counts]], *, training: bool, step: int, now: float
+    ) -> dict[str, Found]:
+        """See `Store.lookup`."""
+        found: dict[str, Found] = {}
+        for place, store in self._stores.items():
+            own = {name: asked for name, asked in keys.items() if self._places[name] == place}
+            found |= store.lookup(own, training=training, step=step, now=now) if own else {}
+        return found
+
+    def apply(
+        self,
+        pushes: Mapping[str, Sequence[Push]],
+        rules: Mapping[str, Rule],
+        steps: Mapping[str, int],
+    ) -> None:
+        """See `Store.apply`."""
+        for name, listed in pushes.items():
+            self.of(name).apply({name: listed}, rules, steps)
+
+    def add_table(self, spec: TableSpec) -> None:
+        """See `Store.add_table`."""
+        self.of(spec.name).add_table(spec)
+
+    def set_state(self, table: str, initial: Sequence[float], fresh: bool) -> None:
+        """See `Store.set_state`."""
+        self.of(table).set_state(table, initial, fresh)
+
+    def skip(self, table: str) -> None:
+        """See `Store.skip`."""
+        self.of(table).skip(table)
+
+    def evict(self, table: str, *, step: int, now: float) -> int:
+        """See `Store.evict`."""
+        return self.of(table).evict(table, step=step, now=now)
+
+    def erase(self, table: str, keys: Keys) -> int:
+        """See `Store.erase`."""
+        return self.of(table).erase(table, keys)
+
+    def clear(self, table: str) -> None:
+        """See `Store.clear`."""
+        self.of(table).clear(table)
+
+    def version(self, table: str) -> int:
+        """See `Store.version`."""
+        return self.of(table).version(table)
+
+    def evicted_since(self, table: str, version: int) -> Keys:
+        """See `Store.evicted_since`."""
+        return self.of(table).evicted_since(table, version)
+
+    def snapshot(self, table: str, part: int = 0, parts: int = 1) -> Rows:
+        """See `Store.snapshot`."""
+        return self.of(table).snapshot(table, part, parts)
+
+    def load(self, table: str, rows: Rows) -> None:
+        """See `Store.load`."""
+        self.of(table).load(table, rows)
+
+    def capture(
+        self,
+        tables: Sequence[str],
+        parts: Mapping[str, int],
+        since: Mapping[str, int] | None = None,
+        *,
+        track: bool = False,
+    ) -> Capture:
+        """See `Store.capture`."""
+        captures = {}
+        for place, store in self._stores.items():
+            if own := [name for name in tables if self._places[name] == place]:
+                captures[place] = store.capture(own, parts, since, track=track)
+        return _Captures(captures, self._places)
+
+    def extra(self, table: str) -> dict[str, NDArray[Any]]:
+        """See `Store.extra`."""
+        return self.of(table).extra(table)
+
+    def load_extra(self, table: str, extra: Mapping[str, NDArray[Any]]) -> None:
+        """See `Store.load_extra`."""
+        self.of(table).load_extra(table, extra)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """See `Store.stats`."""
+        return self.of(table).stats(table)
+
+
+class _Captures(Capture):
+    """Captures of both stores."""
+
+    def __init__(self, captures: Mapping[str, Capture], places: Mapping[str, str]) -> None:
+        self._captures, self._places = captures, places
+        self.versions = {name: v for capture in captures.values() for name, v in capture.versions.items()}
+
+    def part(self, table: str, part: int) -> Rows:
+        """See `Capture.part`."""
+        return self._captures[self._places[table]].part(table, part)
+
+    def erased(self, table: str) -> Keys:
+        """See `Capture.erased`."""
+        return self._captures[self._places[table]].erased(table)
+
+    def close(self) -> None:
+        """See `Capture.close`."""
+        for capture in self._captures.values():
+            capture.close()
+
+
+def _to_host(given: FeatureTensors) -> FeatureTensors:
+    layout = given.layout
+    offsets = None if layout.offsets is None else layout.offsets.cpu()
+    weights = None if given.weights is None else given.weights.cpu()
+    return FeatureTensors(given.keys.cpu(), weights, layout._replace(offsets=offsets))
+
+
+def _out_rows(mode: str, layout: OutputLayout) -> int:
+    if mode == "cells":
+        return layout.ids
+    return layout.samples * layout.length if mode == "padded" else layout.samples
+
+
+def _arrays(given: FeatureTensors, out: Tensor) -> _native.FeatureArrays:
+    layout = given.layout
+    return _native.FeatureArrays(
+        values=given.keys.data_ptr(),
+        cells=layout.ids,
+        samples=layout.samples,
+        out=out.data_ptr(),
+        offsets=0 if layout.offsets is None else layout.offsets.data_ptr(),
+        weights=0 if given.weights is None else given.weights.data_ptr(),
+        length=layout.length,
+    )
