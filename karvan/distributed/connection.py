@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("karvan.distributed")
 
-KINDS = ("memory", "cuda", "sharded", "remote")
 IN_PROCESS = ("memory", "cuda")
+KINDS = (*IN_PROCESS, "sharded", "remote")
 TRANSPORTS = ("auto", "memory", "network")
 WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCES = ("mean", "key")
@@ -370,8 +370,7 @@ def connect(
     launched job says; else by staleness, sync for 1 and hybrid above. staleness: how many batches of a
     trainer may be between lookup and applied gradient. 1, in mode sync: lookups wait for all gradients of the
     step before, as in memory. Without it, as a launched job says; else 1, or 4 with mode hybrid or async.
-    lr_staleness, grads_to_wait, tolerance: when dense gradients of mode async make a step; pull_every: before
-    how many-th of its steps a trainer of mode async takes the servers' dense parameters; see `DenseSettings`.
+    lr_staleness, grads_to_wait, tolerance, pull_every: of mode async; see `DenseSettings`.
     on_server_loss: "rollback", the default unless a launched job says otherwise: a server that has restarted
     is an error, after which a launched job continues from its last checkpoint. "reload": the server loads its
     rows from the last checkpoint, and lost updates are counted.

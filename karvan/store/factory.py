@@ -21,8 +21,8 @@ def make_store(devices: Mapping[str, str | None]) -> Store:
     if kind not in ("memory", "cuda"):
         if placed := [name for name, device in devices.items() if device is not None]:
             raise ValueError(
-                'Table(device=…) is for kv.connect("memory") and kv.connect("cuda"), got tables with a device '
-                f'({", ".join(placed)}) and kv.connect("{kind}").'
+                'Table(device=…) is for kv.connect("memory") and kv.connect("cuda"), got tables with a '
+                f'device ({", ".join(placed)}) and kv.connect("{kind}").'
             )
         if kind == "remote":
             from karvan.store.remote.store import RemoteStore  # imports Arrow Flight, which takes a while
