@@ -7,7 +7,7 @@ there, and their gradients are copied back; both wait for the GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from numpy.typing import NDArray
@@ -172,8 +172,7 @@ class PlacedStore(Store):
             plans[1] = own = self._stores["cuda"].forward(
                 device.program, batch.device, training=training, step=step, now=now
             )
-            remote = own.remote
-            assert isinstance(remote, RemoteLookup)
+            remote = cast(RemoteLookup, own.remote)
             outs |= dict(zip(device.features, (out for out, _ in remote.take()), strict=True))
         if host.features:
             specs = host.program.features

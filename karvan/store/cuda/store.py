@@ -68,7 +68,7 @@ class CudaStore(Store):
         if same and not fresh:
             return
         self._memory.learn_now()
-        rows = self.snapshot(table) if its.rows.value else None
+        rows = self.snapshot(table) if self._memory.rows_bound(its) else None
         if rows is not None:
             state = np.tile(np.array(initial, np.float32), (len(rows.keys), 1))
             rows = rows._replace(state=np.ascontiguousarray(state.reshape(len(rows.keys), len(initial))))
@@ -93,7 +93,8 @@ class CudaStore(Store):
         own[fields.EVICTED.value] = evicted
         own[fields.USED.value] = 0
         table.index = type(table.index)(memory.device)
-        table.used.restart(0, memory.counters.time + 1)
+        table.used.restart(0, memory.counters.time, memory.counters.time + 1)
+        table.room = 0
         memory.learn_now()
 
     def prepare(

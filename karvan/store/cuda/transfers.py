@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_RING = 16  # uploads in flight; the next one waits for the oldest
+_RING = 32  # uploads in flight; the next one waits for the oldest
+_COPIES = 2  # of counters, in flight
 
 
 class Uploads:
@@ -102,6 +103,11 @@ class Counters:
         event.record()
         self._copies.append(_Copy(numbers, event, self.time))
         return self.time
+
+    def request_if_idle(self) -> None:
+        """The same, unless enough copies are on their way."""
+        if len(self._copies) < _COPIES:
+            self.request()
 
     def poll(self) -> NDArray[np.int64]:
         """The numbers of the newest copy that has arrived, which is that of `known_time`."""

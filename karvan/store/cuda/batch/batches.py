@@ -181,7 +181,7 @@ class Batches:
                 buffers.missing = torch.empty(ids.positions, dtype=torch.int32, device=memory.device)
             launches.run(buffers, ids)
         if training:
-            memory.note_lookup(arena, wanted)
+            memory.note_lookup(wanted)
         return lookup
 
     def hold(self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float) -> DeviceGradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,20 +36,18 @@ class SlotRules(NamedTuple):
     ) -> SlotRules:
         """The rules of the `used` ones among so many slots; slots without a rule are not updated."""
         numbers = np.zeros((slots, _RULE), np.float32)
-        numbers[:, 0] = -1
         step_of = np.zeros(slots, np.int64)
-        made: dict[int, Any] = {}
-        for slot in used:
-            rule = rules.get(slot)
-            if rule is not None:
-                if id(rule) not in made:
-                    made[id(rule)] = _rule_numbers(rule)
-                numbers[slot], step_of[slot] = made[id(rule)], steps[slot]
-        mine = numbers[list(used)]
-        same = bool((mine == mine[0]).all()) and len({int(step_of[slot]) for slot in used}) == 1
+        first, step = rules.get(used[0]), steps.get(used[0])
+        same = all(rules.get(slot) is first and steps.get(slot) == step for slot in used)
         if same:
-            numbers[0], step_of[0] = mine[0], step_of[used[0]]
-        given = [rules[slot] for slot in used if slot in rules]
+            if first is not None and step is not None:
+                numbers[0], step_of[0] = _rule_numbers(first), step
+        else:
+            numbers[:, 0] = -1
+            for slot in used:
+                if slot in rules:
+                    numbers[slot], step_of[slot] = _rule_numbers(rules[slot]), steps[slot]
+        given = {id(rule): rule for slot in used if (rule := rules.get(slot)) is not None}.values()
         limits = any(r.clip_value or r.clip_norm or r.bound or r.weight_decay for r in given)
         return cls(numbers, step_of, tuple(sorted({rule.kind for rule in given})), limits, same)
 

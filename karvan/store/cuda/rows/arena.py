@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from karvan.store.cuda.kernels import fields, row_memory
+from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.transfers import Uploads
 
 _CHUNK_BYTES = 8 << 20
@@ -57,6 +58,8 @@ class RowArena:
         self._memory: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self.chunks = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
+        self.used = Bound(1)  # of row numbers
+        self.room = 0  # positions that lookups may still have before the host must look at the bound
         self._free_rows = torch.zeros(1, dtype=torch.int32, device=device)
         self.reserve(1)
         self._memory[0][: layout.stride].zero_()

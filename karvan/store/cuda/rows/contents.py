@@ -39,7 +39,7 @@ def list_rows(memory: TableMemory, table: DeviceTable, low: int = 0, high: int =
     memory.finish_growth(table)
     most = index.slots + 1
     listed = torch.zeros(1, dtype=torch.int64, device=memory.device)
-    bound = min(most, table.rows.value)
+    bound = min(most, memory.rows_bound(table))
     hashes = torch.empty(bound, dtype=torch.int64, device=memory.device)
     rows = torch.empty(bound, dtype=torch.int32, device=memory.device)
     limits = memory.uploads.send(np.array([low, high], np.uint64).view(np.int64))
@@ -168,7 +168,7 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
         num_warps=warps,
         **row_constants(table),
     )
-    memory.note_lookup(table.arena, {table: count})
+    memory.note_lookup({table: count})
 
 
 def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log: bool = True) -> int:
@@ -199,7 +199,7 @@ def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log
     )
     gone = hashes[rows > 0]
     if log:
-        table.erasures.add(table.next_version(), gone, max(_LOGGED, table.rows.value))
+        table.erasures.add(table.next_version(), gone, max(_LOGGED, memory.rows_bound(table)))
     memory.learn_now()
     return int(gone.numel())
 

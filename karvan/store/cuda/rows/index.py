@@ -39,6 +39,10 @@ class KeyIndex:
         """Whether so many used slots are too many."""
         return used > _LOAD * self.slots
 
+    def room(self, used: int) -> int:
+        """How many more slots than `used` may be used before it is full."""
+        return int(_LOAD * self.slots) - used
+
     def start_growth(self, keys: int) -> None:
         """Make a larger index, for so many keys and as many more; the slots of this one move later."""
         assert self.old is None

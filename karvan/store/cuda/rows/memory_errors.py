@@ -28,7 +28,8 @@ class MemoryReport:
             ((memory.bytes(table), table.spec.name, table) for table in memory.tables.values()), reverse=True
         )
         listed = ", ".join(
-            f"{name} ({size / 2**30:.2f} GiB, {table.rows.value:,} rows)" for size, name, table in sizes[:10]
+            f"{name} ({size / 2**30:.2f} GiB, {memory.rows_bound(table):,} rows)"
+            for size, name, table in sizes[:10]
         )
         more = f" and {len(sizes) - 10} more" if len(sizes) > 10 else ""
         free, total = torch.cuda.mem_get_info(memory.device)

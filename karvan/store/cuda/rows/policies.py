@@ -20,9 +20,7 @@ def maintain(memory: TableMemory, table: DeviceTable, step: int, now: float) -> 
     if kind == "never":
         return 0
     if kind in ("lru", "lfu"):
-        if table.rows.value > value:
-            memory.poll()
-        return evict(memory, table, step, now) if table.rows.value > value else 0
+        return evict(memory, table, step, now) if memory.rows_bound(table) > value else 0
     if kind == "ttl":
         time = table.advance_time(now)
         gone = _evict_expired(memory, table, time) if step % every == 0 else 0
@@ -42,7 +40,7 @@ def evict(memory: TableMemory, table: DeviceTable, step: int, now: float) -> int
     kind, value, _ = table.spec.evict
     if kind in ("lru", "lfu"):
         memory.learn_now()
-        capacity, present = int(value), table.rows.value
+        capacity, present = int(value), memory.rows_bound(table)
         if present <= capacity:
             return 0
         spare = capacity // 16 if capacity >= _LARGE else 0

@@ -6,6 +6,7 @@ so the same launches, or a graph of them, serve every step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,9 +20,10 @@ from karvan.store.cuda.kernels.find import SPARE_LANES
 from karvan.store.cuda.kernels.growth import move_slots
 from karvan.store.cuda.rows.admission_filter import new_filter
 from karvan.store.cuda.rows.arena import TYPES, RowArena, RowLayout
+from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import WIDTH
 from karvan.store.cuda.rows.initial_values import initial_numbers
-from karvan.store.cuda.rows.tables import Bound, DeviceTable
+from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.transfers import Counters, Uploads
 from karvan.store.types import TableSpec
 
@@ -30,6 +32,7 @@ _COUNTERS = fields.COUNTERS.value
 _ARENA_COUNTERS = fields.ARENA_COUNTERS.value
 _ARENAS = 64  # row layouts that a store may have
 _MOST_COLUMNS = 4096
+_NEVER = 1 << 62
 _PROGRAMS = 16  # of a kernel that divides work of unknown size, for each multiprocessor
 
 
@@ -53,7 +56,7 @@ class TableMemory:
         self.tables: dict[str, DeviceTable] = {}
         self.epoch = 0  # grows when memory that graphs point to has been replaced
         self._arenas: dict[RowLayout, RowArena] = {}
-        self._arena_bounds: dict[RowArena, Bound] = {}
+        self._lookups: deque[tuple[int, Mapping[DeviceTable, int]]] = deque()
         self._states: dict[RowArena, Tensor] = {}
         self._descriptors = np.zeros((0, _TABLE), np.int64)
         self._faults = 0
@@ -113,8 +116,6 @@ class TableMemory:
                 )
             arena = RowArena(layout, self.device, self.uploads, len(self._arenas))
             self._arenas[layout] = arena
-            self._arena_bounds[arena] = Bound()
-            self._arena_bounds[arena].restart(1, 0)
             self.arena_counters(arena)[fields.NEXT_ROW.value] = 1
             arena.note_queue(self.arena_counters(arena))
         return self._arenas[layout]
@@ -148,28 +149,43 @@ class TableMemory:
         return rows
 
     def reserve(self, arena: RowArena, wanted: Mapping[DeviceTable, int]) -> None:
-        """Have room for so many new rows of tables of an arena."""
-        bound = self._arena_bounds[arena]
-        positions = sum(wanted.values())
-        if bound.value + positions > arena.capacity:
+        """Have room for so many new rows of tables of an arena.
+
+        Mostly there is room from before: the host counts positions down, and looks at bounds when it is used.
+        """
+        positions = 0
+        enough = True
+        for table, count in wanted.items():
+            positions += count
+            table.room -= count
+            enough &= table.room >= 0
+        arena.room -= positions
+        if enough and arena.room >= 0:
+            return
+        self._refresh()
+        bound = self.arena_bound(arena)
+        if bound + positions > arena.capacity:
             try:
-                arena.reserve(bound.value + positions)
+                arena.reserve(bound + positions)
             except torch.OutOfMemoryError:
                 self.learn_now()  # perhaps there are fewer rows than there might be
                 torch.cuda.empty_cache()
-                arena.reserve(bound.value + positions)
+                bound = self.arena_bound(arena)
+                arena.reserve(bound + positions)
             if arena.has_queue:
                 arena.reserve_queue(self.arena_counters(arena))
+        arena.room = arena.capacity - bound - positions
         for table, count in wanted.items():
             index = table.index
             if index.grows:
                 self._move(table, count)
-            if index.is_full(table.used.value + count):
+            if index.is_full(self.used_bound(table) + count):
                 self.finish_growth(table)
-                index.start_growth(table.rows.value + count)
+                index.start_growth(self.rows_bound(table) + count)
                 self.own_counters(table)[fields.USED.value] = 0
-                table.used.restart(table.rows.value, 1 << 62)
+                table.used.restart(self.rows_bound(table), self.counters.time, _NEVER)
                 self._move(table, count)
+            table.room = 0 if index.grows else index.room(self.used_bound(table) + count)
 
     def _move(self, table: DeviceTable, least: int) -> None:
         index = table.index
@@ -189,49 +205,72 @@ class TableMemory:
         )
         if index.moved == index.old_slots + 1:
             index.end_growth()
-            table.used.restart(table.used.value, self.counters.time + 1)
+            time = self.counters.time
+            table.used.restart(self.used_bound(table), time, time + 1)
 
     def finish_growth(self, table: DeviceTable) -> None:
         """Move all slots that still have to be moved."""
         while table.index.grows:
             self._move(table, table.index.old_slots)
 
-    def note_lookup(self, arena: RowArena, wanted: Mapping[DeviceTable, int]) -> None:
+    def note_lookup(self, wanted: Mapping[DeviceTable, int]) -> None:
         """A lookup that may have inserted so many rows was queued."""
-        time = self.counters.request()
-        self._arena_bounds[arena].add(sum(wanted.values()), time)
-        for table, positions in wanted.items():
-            table.used.add(positions, time)
-            table.rows.add(positions, time)
+        self._lookups.append((self.counters.time + 1, wanted))
+        self.counters.request_if_idle()
+
+    def used_bound(self, table: DeviceTable) -> int:
+        """The most slots of its index that a table may use."""
+        return self._bound(table.used, table)
+
+    def rows_bound(self, table: DeviceTable) -> int:
+        """The most rows that a table may have."""
+        return self._bound(table.rows, table)
+
+    def arena_bound(self, arena: RowArena) -> int:
+        """No row of an arena has a number from this one on."""
+        return arena.used.known + sum(
+            count
+            for time, wanted in self._lookups
+            if time > arena.used.time
+            for table, count in wanted.items()
+            if table.arena is arena
+        )
+
+    def _bound(self, bound: Bound, table: DeviceTable) -> int:
+        later = (wanted.get(table, 0) for time, wanted in self._lookups if time > bound.time)
+        return bound.known + sum(later)
 
     def poll(self) -> None:
-        """Learn what the device has reported so far."""
-        before = self.counters.known_time
-        numbers = self.counters.poll()
-        if self.counters.known_time != before:
-            self._learn(numbers)
+        """Take what the device has reported so far; raises if it has met wrong offsets."""
+        self._check_faults(self.counters.poll())
 
     def learn_now(self) -> NDArray[np.int64]:
         """Wait for the device, and learn all numbers as they are; returns the tables' counters."""
-        return self._learn(self.counters.read())
+        self._check_faults(self.counters.read())
+        return self._refresh()
 
-    def _learn(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        time = self.counters.known_time
-        faults = 0
-        for arena, bound in self._arena_bounds.items():
-            own = numbers[arena.number * _ARENA_COUNTERS :]
-            bound.learn(int(own[fields.NEXT_ROW.value]), time)
-            faults += int(own[fields.FAULTS.value])
+    def _refresh(self) -> NDArray[np.int64]:
+        numbers, time = self.counters.poll(), self.counters.known_time
+        for arena in self._arenas.values():
+            arena.used.learn(int(numbers[arena.number * _ARENA_COUNTERS + fields.NEXT_ROW.value]), time)
         of_tables = numbers[_ARENAS * _ARENA_COUNTERS :]
         for table in self.tables.values():
             table.learn(of_tables, time)
+        bounds = [arena.used.time for arena in self._arenas.values()]
+        bounds += [min(table.used.time, table.rows.time) for table in self.tables.values()]
+        oldest = min(bounds, default=0)
+        while self._lookups and self._lookups[0][0] <= oldest:
+            self._lookups.popleft()
+        return of_tables
+
+    def _check_faults(self, numbers: NDArray[np.int64]) -> None:
+        faults = int(numbers[fields.FAULTS.value : _ARENAS * _ARENA_COUNTERS : _ARENA_COUNTERS].sum())
         if faults > self._faults:
             self._faults = faults
             raise ValueError(
                 "A batch of the last steps had wrong offsets, found on the GPU: expected offsets that start "
                 "at 0, do not decrease, and end at the number of ids. Ragged.validate() says which are wrong."
             )
-        return of_tables
 
     def settle_queue(self, arena: RowArena) -> None:
         """After rows were taken: the queue of free rows does not begin behind its end."""
@@ -243,4 +282,4 @@ class TableMemory:
         """Memory of a table: its rows, its index, its filter and its log."""
         filter_bytes = 0 if table.filter is None else 4 * table.filter.numel()
         row = table.arena.row_bytes
-        return table.rows.value * row + table.index.bytes + filter_bytes + table.erasures.bytes
+        return self.rows_bound(table) * row + table.index.bytes + filter_bytes + table.erasures.bytes

@@ -1,13 +1,8 @@
-"""`DeviceTable`: one table of a `CudaStore`, and what the host knows of it without waiting for the device.
-
-The host must have memory for all rows that a lookup may insert, before it knows how many earlier lookups
-have inserted. It therefore works with bounds: the last number it has read, and every position since.
-"""
+"""`DeviceTable`: one table of a `CudaStore`."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,42 +10,9 @@ from numpy.typing import NDArray
 
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows.arena import RowArena
+from karvan.store.cuda.rows.bounds import Bound
 from karvan.store.cuda.rows.index import KeyIndex
 from karvan.store.types import TableSpec
-
-
-class Bound:
-    """An upper bound of a number that kernels increase, by at most one for each position of a lookup."""
-
-    def __init__(self) -> None:
-        self._known = 0
-        self._since: deque[tuple[int, int]] = deque()  # (time of a lookup, its positions)
-        self._sum = 0
-        self._valid_from = 0  # what was read before this time says nothing
-
-    def learn(self, value: int, time: int) -> None:
-        """The number was `value` at a time."""
-        if time < self._valid_from:
-            return
-        self._known = value
-        while self._since and self._since[0][0] <= time:
-            self._sum -= self._since.popleft()[1]
-
-    def add(self, positions: int, time: int) -> None:
-        """A lookup of so many positions; what is read at `time` or later includes it."""
-        self._since.append((time, positions))
-        self._sum += positions
-
-    def restart(self, value: int, valid_from: int) -> None:
-        """The number is at most `value` now; ignore what was read before a time."""
-        self._known, self._valid_from = value, valid_from
-        self._since.clear()
-        self._sum = 0
-
-    @property
-    def value(self) -> int:
-        """The bound."""
-        return self._known + self._sum
 
 
 class DeviceTable:
@@ -66,6 +28,7 @@ class DeviceTable:
         self.row_epoch = 0  # grows whenever rows get other numbers
         self.used = Bound()
         self.rows = Bound()
+        self.room = 0  # positions that lookups may still have before the host must look at the bounds
         self.erasures = ErasureLog()
         self.filter: torch.Tensor | None = None  # counters of keys without a row, for MinCount
         self.skipped = 0  # updates that were skipped by the host
@@ -134,8 +97,3 @@ class ErasureLog:
     def bytes(self) -> int:
         """Memory of the log."""
         return 8 * self._total
-
-
-def float_bits(values: Sequence[float]) -> NDArray[np.float64]:
-    """Floats as the kernels of initial vectors read them: rounded to float32, as doubles."""
-    return np.array(values, np.float32).astype(np.float64)
