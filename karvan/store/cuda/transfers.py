@@ -121,6 +121,11 @@ class Counters:
             self._spare.append((newest.numbers, newest.event))
         return self._known
 
+    def catch_up(self) -> None:
+        """Wait until the copies that were requested have arrived; later work stays in the queue."""
+        if self._copies:
+            self._copies[-1].event.synchronize()
+
     def read(self) -> NDArray[np.int64]:
         """The numbers now; waits for the device."""
         self.request()

@@ -18,7 +18,7 @@ class Bound:
 
     def learn(self, value: int, time: int) -> None:
         """The number was `value` at a time."""
-        if time >= self._valid_from:
+        if time > self.time and time >= self._valid_from:
             self.known, self.time = value, time
 
     def restart(self, value: int, time: int, valid_from: int) -> None:

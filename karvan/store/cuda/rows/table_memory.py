@@ -163,6 +163,9 @@ class TableMemory:
         if enough and arena.room >= 0:
             return
         self._refresh()
+        if self._lacks_room(arena, wanted, positions):  # perhaps only because the host is ahead of the device
+            self.counters.catch_up()
+            self._refresh()
         bound = self.arena_bound(arena)
         if bound + positions > arena.capacity:
             try:
@@ -186,6 +189,11 @@ class TableMemory:
                 table.used.restart(self.rows_bound(table), self.counters.time, _NEVER)
                 self._move(table, count)
             table.room = 0 if index.grows else index.room(self.used_bound(table) + count)
+
+    def _lacks_room(self, arena: RowArena, wanted: Mapping[DeviceTable, int], positions: int) -> bool:
+        return self.arena_bound(arena) + positions > arena.capacity or any(
+            table.index.is_full(self.used_bound(table) + count) for table, count in wanted.items()
+        )
 
     def _move(self, table: DeviceTable, least: int) -> None:
         index = table.index
