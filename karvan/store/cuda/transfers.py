@@ -18,6 +18,28 @@ _RING = 32  # uploads in flight; the next one waits for the oldest
 _COPIES = 2  # of counters, in flight
 
 
+class Staging:
+    """Page-locked memory from which a graph copies numbers to a tensor on the device, at each replay."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+        self._pinned = torch.empty(target.numel(), dtype=torch.int64, pin_memory=True)
+        self._numbers = self._pinned.numpy()
+        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def write(self, *parts: NDArray[np.int64]) -> None:
+        """Replace the numbers, once the last replay has read them."""
+        self.done.synchronize()
+        at = 0
+        for part in parts:
+            self._numbers[at : at + part.size] = part.reshape(-1)
+            at += part.size
+
+    def copy(self) -> None:
+        """Queue the copy; recorded in a graph."""
+        self._target.copy_(self._pinned, non_blocking=True)
+
+
 class Uploads:
     """Copies arrays of int64 to a device."""
 
@@ -63,6 +85,7 @@ class _Copy(NamedTuple):
     numbers: Tensor
     event: torch.cuda.Event
     time: int
+    spare: bool  # whether its memory can be used for another copy
 
 
 class Counters:
@@ -101,8 +124,13 @@ class Counters:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         numbers.copy_(self.values, non_blocking=True)
         event.record()
-        self._copies.append(_Copy(numbers, event, self.time))
+        self._copies.append(_Copy(numbers, event, self.time, spare=True))
         return self.time
+
+    def note_copy(self, numbers: Tensor, event: torch.cuda.Event) -> None:
+        """A graph that was just replayed copies the numbers to the host, before the event."""
+        self.time += 1
+        self._copies.append(_Copy(numbers, event, self.time, spare=False))
 
     def request_if_idle(self) -> None:
         """The same, unless enough copies are on their way."""
@@ -113,13 +141,16 @@ class Counters:
         """The numbers of the newest copy that has arrived, which is that of `known_time`."""
         newest = None
         while self._copies and self._copies[0].event.query():  # type: ignore[no-untyped-call]
-            if newest is not None:
-                self._spare.append((newest.numbers, newest.event))
+            self._reuse(newest)
             newest = self._copies.popleft()
         if newest is not None:
             self._known, self.known_time = newest.numbers.numpy().copy(), newest.time
-            self._spare.append((newest.numbers, newest.event))
+            self._reuse(newest)
         return self._known
+
+    def _reuse(self, copy: _Copy | None) -> None:
+        if copy is not None and copy.spare:
+            self._spare.append((copy.numbers, copy.event))
 
     def catch_up(self) -> None:
         """Wait until the copies that were requested have arrived; later work stays in the queue."""

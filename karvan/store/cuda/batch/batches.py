@@ -172,16 +172,18 @@ class Batches:
                 out.zero_()
             return lookup
         buffers.load(ids, descriptors, step)
+        if training:
+            memory.note_lookup(wanted)
         if graphed is not None:
-            graphed.replay("lookup", lambda: launches.run(buffers))
+            graphed.look_up()
         else:
             if uses is not None:
                 buffers.uses = ids.spread(uses, memory.device)
             if training and not all(table.admits_all for table in wanted):
                 buffers.missing = torch.empty(ids.positions, dtype=torch.int32, device=memory.device)
             launches.run(buffers, ids)
-        if training:
-            memory.note_lookup(wanted)
+        if training and graphed is None:
+            memory.counters.request_if_idle()
         return lookup
 
     def hold(self, lookup: DeviceLookup, gradients: Sequence[Tensor | None], scale: float) -> DeviceGradients:

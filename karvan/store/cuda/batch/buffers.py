@@ -17,6 +17,7 @@ from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import PIECE, SPAN
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.transfers import Staging
 
 _BLOCK = fields.BLOCK.value
 _FIELDS = fields.FEATURE_FIELDS.value
@@ -71,6 +72,7 @@ class LookupBuffers:
         self.head, self.tables, self.features = sent, sent[_HEAD:], sent[_HEAD + tables :]
         self.others = self.features[shape.plain_features * _FIELDS :]
         self.shared = [ints.memory, longs.memory]
+        self.staging: Staging | None = None  # of a graph, which copies `sent` itself
         self.missing: Tensor | None = None  # positions of tables that do not admit every key
         self.uses: Tensor | None = None  # of each position; None: one
 
@@ -79,4 +81,8 @@ class LookupBuffers:
         head = np.zeros(_HEAD, np.int64)
         head[fields.STEP.value] = step
         head[fields.PLAIN_END.value] = ids.plain_end
-        self.memory.uploads.send_to(self.sent, head, self.memory.descriptors(), descriptors)
+        parts = (head, self.memory.descriptors(), descriptors)
+        if self.staging is None:
+            self.memory.uploads.send_to(self.sent, *parts)
+        else:
+            self.staging.write(*parts)

@@ -120,13 +120,12 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
     else:
         sums = graphed.update_buffers(slots, len(descriptors))
     sums.load(ids.plain_end, ids.versions, chosen, descriptors, one.scale)
+    if graphed is not None:
+        graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
+        return
     if lookup.has_erasures:
         sums.drop_runs()
-    if graphed is None:
-        sums.run(chosen, aligned)
-    else:
-        name = ("update", slots, chosen.kinds, chosen.limits, chosen.same, aligned)
-        graphed.replay(name, lambda: sums.run(chosen, aligned))
+    sums.run(chosen, aligned)
 
 
 def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.int64]] | None:

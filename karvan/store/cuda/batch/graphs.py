@@ -12,33 +12,70 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import GroupShape
 from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.updates import UpdateBuffers
+from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.transfers import Staging
 
 _MOST = 24  # recorded lookups
+_TURNS = 3  # recorded lookups of a shape that take turns, so that the host can be ahead of the device
 _SEEN = 256  # shapes that are remembered
 
 
 class GraphedBuffers:
-    """Buffers, the graph of their lookup, and those of their updates."""
+    """Buffers, the graph of their lookup, and those of their updates.
+
+    A graph begins with the copy of its batch's descriptors to the device. That of a lookup ends with a copy
+    of the counters to the host.
+    """
 
     def __init__(self, buffers: LookupBuffers) -> None:
         self.buffers = buffers
+        self.staging = buffers.staging = Staging(buffers.sent)
+        counters = buffers.memory.counters.values
+        self._report = torch.empty(counters.numel(), dtype=torch.int64, pin_memory=True)
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self._updates: UpdateBuffers | None = None
+        self._updates: dict[tuple[int, int], UpdateBuffers] = {}
         self.free = True
+
+    def look_up(self) -> None:
+        """Queue the lookup of the batch that was loaded into the buffers."""
+        self._replay("lookup", self._record_lookup)
+        self.staging.done.record()
+        self.buffers.memory.counters.note_copy(self._report, self.staging.done)
+
+    def _record_lookup(self) -> None:
+        self.staging.copy()
+        launches.run(self.buffers)
+        self._report.copy_(self.buffers.memory.counters.values, non_blocking=True)
 
     def update_buffers(self, slots: int, features: int) -> UpdateBuffers:
         """The memory of updates of this lookup."""
-        if self._updates is None:
-            self._updates = UpdateBuffers(self.buffers, slots, features, mapped=self.buffers.mapped)
-        return self._updates
+        made = self._updates.get((slots, features))
+        if made is None:
+            made = UpdateBuffers(self.buffers, slots, features, mapped=self.buffers.mapped)
+            made.staging = Staging(made.sent)
+            self._updates[slots, features] = made
+        return made
 
-    def replay(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Queue the work of that name, which is the same each time."""
+    def update(self, sums: UpdateBuffers, rules: SlotRules, aligned: bool, *, drops: bool) -> None:
+        """Queue an update by what was loaded into `sums`; drops: rows may be gone since the lookup."""
+        staging = sums.staging
+        assert staging is not None
+
+        def record() -> None:
+            staging.copy()
+            if drops:
+                sums.drop_runs()
+            sums.run(rules, aligned)
+
+        self._replay((id(sums), rules.kinds, rules.limits, rules.same, aligned, drops), record)
+        staging.done.record()
+
+    def _replay(self, name: Hashable, work: Callable[[], None]) -> None:
         graph = self._graphs.get(name)
         if graph is None:
             graph = self._graphs[name] = torch.cuda.CUDAGraph()
@@ -72,11 +109,18 @@ class GraphPool:
             return None
         entries = self._recorded.setdefault(shape, [])
         self._recorded.move_to_end(shape)
-        for entry in entries:
-            if entry.free:
+        free = [entry for entry in entries if entry.free]
+        for entry in free:
+            if entry.staging.done.query():  # type: ignore[no-untyped-call]
                 entry.free = False
                 return entry
-        if sum(map(len, self._recorded.values())) >= _MOST and not self._drop():
+        full = len(entries) >= _TURNS or sum(map(len, self._recorded.values())) >= _MOST
+        if free and full:  # the host is far ahead of the device: wait for the one that was used first
+            entries.remove(free[0])
+            entries.append(free[0])
+            free[0].free = False
+            return free[0]
+        if full and not self._drop():
             return None
         entry = GraphedBuffers(LookupBuffers(self._memory, arena, shape))
         entry.free = False

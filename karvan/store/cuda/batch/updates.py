@@ -13,6 +13,7 @@ from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
 from karvan.store.cuda.kernels.runs import drop_runs
+from karvan.store.cuda.transfers import Staging
 from karvan.store.types import RULES, Rule
 
 _FIELDS = fields.FEATURE_FIELDS.value
@@ -79,6 +80,7 @@ class UpdateBuffers:
     def __init__(self, lookup: LookupBuffers, slots: int, features: int, *, mapped: bool) -> None:
         self.lookup = lookup
         self._mapped = mapped
+        self.staging: Staging | None = None  # of a graph, which copies `sent` itself
         device = lookup.memory.device
         self.partial = torch.empty(lookup.most_pieces, lookup.arena.layout.dim, device=device)
         size = _HEAD + 2 * slots + features * _FIELDS + slots * _RULE // 2
@@ -102,7 +104,11 @@ class UpdateBuffers:
         head[fields.INVERSE_SCALE.value] = np.float64(1.0 / scale).view(np.int64)
         of_slots = np.array([versions.get(slot, 0) for slot in range(len(rules.steps))], np.int64)
         numbers = rules.numbers.reshape(-1).view(np.int64)
-        self.lookup.memory.uploads.send_to(self.sent, head, rules.steps, of_slots, numbers, descriptors)
+        parts = (head, rules.steps, of_slots, numbers, descriptors)
+        if self.staging is None:
+            self.lookup.memory.uploads.send_to(self.sent, *parts)
+        else:
+            self.staging.write(*parts)
 
     def drop_runs(self) -> None:
         """Pass over the rows that are gone since the lookup, and count them."""

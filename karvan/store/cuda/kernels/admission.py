@@ -12,6 +12,7 @@ from karvan.store.cuda.kernels.fields import (
     BLOCK,
     COUNTERS,
     FEATURE_FIELDS,
+    MASK,
     MISSING,
     REJECTED,
     STREAM,
@@ -19,7 +20,7 @@ from karvan.store.cuda.kernels.fields import (
     TABLE_FIELDS,
     VALUES,
 )
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim, insert_rows
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, insert_rows
 from karvan.store.cuda.kernels.hashing import mix
 
 PROBABILITY = tl.constexpr(1)
@@ -56,7 +57,8 @@ def nominate_keys(
     """Count the occurrences of each missing key of a table; GIVEN: `uses` has those of each position."""
     start = tl.program_id(0) * BLOCK
     number, position, hashes, there = _missing_keys(features, feature_of, missing, work, table, start)
-    place, _ = claim(index, mask, hashes, there, spare + (number % SPARE_LANES).to(tl.int64) * 16, WIDTH)
+    slot = first_slot(mask, hashes, WIDTH)
+    place, _ = claim(index, mask, slot, hashes, there, spare + (number % SPARE_LANES).to(tl.int64) * 16)
     times = tl.full(hashes.shape, 1, tl.int64)
     if GIVEN:
         times = tl.load(uses + position, mask=there, other=0).to(tl.int64)
@@ -159,11 +161,11 @@ def insert_admitted(
             pending,
             pending_places,
             spare + (number % SPARE_LANES).to(tl.int64) * 16,
+            first_slot(tl.load(tables + table * TABLE_FIELDS + MASK), hashes, WIDTH),
             hashes,
             position,
             wanted,
             SHIFT,
             STRIDE,
-            WIDTH,
         )
         tl.store(rows + position, row.to(tl.int32), mask=wanted & (row > 0))

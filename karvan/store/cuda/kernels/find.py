@@ -56,12 +56,20 @@ def feature_of_position(features, count, position, FEATURES: tl.constexpr):
 
 
 @triton.jit
+def first_slot(mask, hashes, WIDTH: tl.constexpr):
+    """Where the search for hashes begins."""
+    return tl.where(hashes == 0, mask + 1, hashes & mask & -WIDTH)
+
+
+@triton.jit
 def probe(index, mask, hashes, wanted, WIDTH: tl.constexpr):
-    """The rows of hashes, 0 for those without one, where `wanted`."""
+    """The rows of hashes, 0 for those without one, where `wanted`; and the slots where the searches ended.
+
+    From there on a hash without a slot may get one: there is an empty slot among the WIDTH ones.
+    """
     pointers = index.to(tl.pointer_type(tl.int64))
-    special = hashes == 0
-    sought = tl.where(special, 1, hashes)[:, None]
-    slot = tl.where(special, mask + 1, hashes & mask & -WIDTH)
+    sought = tl.where(hashes == 0, 1, hashes)[:, None]
+    slot = first_slot(mask, hashes, WIDTH)
     column = tl.arange(0, 2 * WIDTH)[None, :]
     row = tl.zeros_like(hashes)
     open_ = wanted
@@ -77,19 +85,17 @@ def probe(index, mask, hashes, wanted, WIDTH: tl.constexpr):
         open_ = open_ & (ends == 0)
         slot = tl.where(open_, (slot + WIDTH) & mask, slot)
         left = tl.max(open_.to(tl.int32), axis=0)
-    return row
+    return row, slot
 
 
 @triton.jit
-def claim(index, mask, hashes, wanted, spare, WIDTH: tl.constexpr):
-    """Slots for hashes, where `wanted`: (the address of each slot's row, whether the slot was empty).
+def claim(index, mask, slot, hashes, wanted, spare):
+    """Slots for hashes from `slot` on, where `wanted`: (the address of the slot's row, whether it was empty).
 
     spare: an address of 16 bytes for each lane, where idle ones exchange words: atomic operations have no
     mask, and would be slow if all idle lanes met at one address.
     """
-    special = hashes == 0
-    sought = tl.where(special, 1, hashes)
-    slot = tl.where(special, mask + 1, hashes & mask & -WIDTH)
+    sought = tl.where(hashes == 0, 1, hashes)
     place = spare + 8
     fresh = wanted & False
     open_ = wanted
@@ -138,21 +144,22 @@ def insert_rows(
     pending,
     pending_places,
     spare,
+    slot,
     hashes,
     position,
     wanted,
     SHIFT: tl.constexpr,
     STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
     """Give rows to hashes of one table, where `wanted`; returns the rows that this program inserted.
 
+    slot: where to look for a place, for each hash.
     The other lanes wait for another program: their positions are added to `pending`.
     """
     of_table = tables + table * TABLE_FIELDS
     index = tl.load(of_table + INDEX)
     mask = tl.load(of_table + MASK)
-    place, claimed = claim(index, mask, hashes, wanted, spare, WIDTH)
+    place, claimed = claim(index, mask, slot, hashes, wanted, spare)
     minus = tl.full(hashes.shape, -1, tl.int64)
     old = tl.atomic_cas(place.to(tl.pointer_type(tl.int64)), tl.zeros_like(hashes), minus)
     mine = wanted & (old == 0)
@@ -230,12 +237,13 @@ def find_rows(
     values = tl.load(of_feature + VALUES).to(tl.pointer_type(tl.int64))
     hashes = mix(tl.load(values + number, mask=wanted, other=0))
     of_table = tables + table * TABLE_FIELDS
-    row = probe(tl.load(of_table + INDEX), tl.load(of_table + MASK), hashes, wanted, WIDTH)
+    row, slot = probe(tl.load(of_table + INDEX), tl.load(of_table + MASK), hashes, wanted, WIDTH)
     if GROWS:
         old = tl.load(of_table + OLD_INDEX)
         lacks = wanted & (row == 0)
         if (old != 0) & (tl.max(lacks.to(tl.int32), axis=0) > 0):
-            row += probe(old, tl.load(of_table + OLD_MASK), hashes, lacks, WIDTH)
+            before, _ = probe(old, tl.load(of_table + OLD_MASK), hashes, lacks, WIDTH)
+            row += before
     if INSERTS:
         lacks = wanted & (row == 0)
         lacking = tl.sum(lacks.to(tl.int32), axis=0)
@@ -253,12 +261,12 @@ def find_rows(
                     pending,
                     pending_places,
                     spare + (position % SPARE_LANES).to(tl.int64) * 16,
+                    slot,
                     hashes,
                     position,
                     lacks,
                     SHIFT,
                     STRIDE,
-                    WIDTH,
                 )
             else:
                 at = tl.atomic_add(work + MISSING, lacking) + tl.cumsum(lacks.to(tl.int32), axis=0) - 1

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from karvan.store.cuda.kernels.fields import BLOCK, COUNTERS, USED
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot
 
 
 @triton.jit
@@ -21,8 +21,7 @@ def move_slots(old, old_mask, index, mask, counters, table, spare, first, count,
     row = tl.load((words + 8).to(tl.pointer_type(tl.int64)), mask=there, other=0)
     wanted = there & (row > 0)
     hashes = tl.where(slot == old_mask + 1, 0, hashes)
-    place, claimed = claim(
-        index, mask, hashes, wanted, spare + (number % SPARE_LANES).to(tl.int64) * 16, WIDTH
-    )
+    lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
+    place, claimed = claim(index, mask, first_slot(mask, hashes, WIDTH), hashes, wanted, lanes)
     tl.store(place.to(tl.pointer_type(tl.int64)), row, mask=wanted)
     tl.atomic_add(counters + table * COUNTERS + USED, tl.sum(claimed.to(tl.int64), axis=0))

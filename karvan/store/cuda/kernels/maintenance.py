@@ -14,7 +14,7 @@ from karvan.store.cuda.kernels.fields import (
     ROWS,
     USED,
 )
-from karvan.store.cuda.kernels.find import SPARE_LANES, claim, take_rows
+from karvan.store.cuda.kernels.find import SPARE_LANES, claim, first_slot, take_rows
 from karvan.store.cuda.kernels.hashing import mix
 from karvan.store.cuda.kernels.row_memory import (
     BIRTH,
@@ -224,7 +224,8 @@ def insert_keys(
     hashes = mix(tl.load(keys + number, mask=there, other=0))
     known = tl.load(old_rows + number, mask=there, other=0)
     lanes = spare + (number % SPARE_LANES).to(tl.int64) * 16
-    place, claimed = claim(index, mask, hashes, there & (known == 0), lanes, WIDTH)
+    slot = first_slot(mask, hashes, WIDTH)
+    place, claimed = claim(index, mask, slot, hashes, there & (known == 0), lanes)
     wanted = there & (known == 0)
     old = tl.load(place.to(tl.pointer_type(tl.int64)), mask=wanted, other=1)
     new = wanted & (old == 0)

@@ -135,6 +135,7 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
     memory.reserve(table.arena, {table: count})
     memory.finish_growth(table)
     arena, device = table.arena, memory.device
+    memory.note_lookup({table: count})
     numbers = torch.empty(count, dtype=torch.int32, device=device)
     maintenance.insert_keys[launch.blocks(count)](
         table.index.entries.data_ptr(),
@@ -168,7 +169,6 @@ def load_rows(memory: TableMemory, table: DeviceTable, rows: Rows) -> None:
         num_warps=warps,
         **row_constants(table),
     )
-    memory.note_lookup({table: count})
 
 
 def erase_hashes(memory: TableMemory, table: DeviceTable, hashes: Tensor, *, log: bool = True) -> int:

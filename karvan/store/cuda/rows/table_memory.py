@@ -50,7 +50,8 @@ class TableMemory:
         self.processors = 0
         self.programs = 2
         if device.type == "cuda":
-            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Small kernels beside a large one must not wait until all of its programs have started.
+            self.side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
             self.programs = _PROGRAMS * self.processors
         self.tables: dict[str, DeviceTable] = {}
@@ -222,9 +223,8 @@ class TableMemory:
             self._move(table, table.index.old_slots)
 
     def note_lookup(self, wanted: Mapping[DeviceTable, int]) -> None:
-        """A lookup that may have inserted so many rows was queued."""
+        """A lookup that may insert so many rows is about to be queued; the next copy of counters has it."""
         self._lookups.append((self.counters.time + 1, wanted))
-        self.counters.request_if_idle()
 
     def used_bound(self, table: DeviceTable) -> int:
         """The most slots of its index that a table may use."""
