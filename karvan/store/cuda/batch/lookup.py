@@ -110,8 +110,9 @@ def fill_outputs(at: LookupBuffers) -> None:
         "num_warps": warps,
     }
     if shape.plain:
-        copy_vectors[(shape.plain * _BLOCK // group,)](
-            at.features, at.feature_of, at.head, arena.chunks, at.rows, **constants
+        programs = min(shape.plain * _BLOCK // group, at.memory.programs)
+        copy_vectors[(programs,)](
+            at.features, at.feature_of, at.head, arena.chunks, at.rows, programs, **constants
         )
     if shape.outs:
         others = shape.features - shape.plain_features

@@ -40,6 +40,7 @@ def copy_vectors(
     head,
     chunks,
     rows,
+    programs,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -47,19 +48,24 @@ def copy_vectors(
     STRIDE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Outputs of features whose cells are their output rows, each of one key without a weight."""
-    start = tl.program_id(0) * GROUP
-    feature = tl.load(feature_of + start // BLOCK)
-    of_feature = features + feature * FEATURE_FIELDS
-    position = start + tl.arange(0, GROUP)
-    number = position - tl.load(of_feature + BASE)
-    there = (number < tl.load(of_feature + CELLS)) & (position < tl.load(head + PLAIN_END))
-    row = tl.load(rows + position)
+    """Outputs of features whose cells are their output rows, each of one key without a weight.
+
+    A limited number of programs leaves room for kernels beside this one.
+    """
+    end = tl.load(head + PLAIN_END).to(tl.int32)
     column = tl.arange(0, COLUMNS)[None, :]
-    mask = there[:, None] & (column < DIM)
-    vector = read_vector(row_address(chunks, row, SHIFT, STRIDE)[:, None], column, mask, TYPE)
-    out = tl.load(of_feature + OUT) + number[:, None] * (4 * DIM)
-    tl.store(floats(out, column, 16 if DIM % 4 == 0 else 4), vector, mask=mask)
+    for start in range(tl.program_id(0) * GROUP, end, programs * GROUP):
+        feature = tl.load(feature_of + start // BLOCK)
+        of_feature = features + feature * FEATURE_FIELDS
+        position = start + tl.arange(0, GROUP)
+        number = position - tl.load(of_feature + BASE)
+        there = number < tl.load(of_feature + CELLS)
+        row = tl.load(rows + position)
+        mask = there[:, None] & (column < DIM)
+        vector = read_vector(row_address(chunks, row, SHIFT, STRIDE)[:, None], column, mask, TYPE)
+        out = tl.load(of_feature + OUT) + number[:, None] * (4 * DIM)
+        pointer = floats(out, column, 16 if DIM % 4 == 0 else 4)
+        tl.store(pointer, vector, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
