@@ -13,8 +13,9 @@ WIDTH = 4  # slots that a search reads at a time
 class KeyIndex:
     """Slots of (hash, row). While it grows, keys are in the new index or still in the old one."""
 
-    def __init__(self, device: torch.device, slots: int = _LEAST) -> None:
+    def __init__(self, device: torch.device, slots: int = _LEAST, load: float = _LOAD) -> None:
         self._device = device
+        self._load = load
         self.slots = slots
         self.entries = self._empty(slots)
         self.old: torch.Tensor | None = None
@@ -37,17 +38,17 @@ class KeyIndex:
 
     def is_full(self, used: int) -> bool:
         """Whether so many used slots are too many."""
-        return used > _LOAD * self.slots
+        return used > self._load * self.slots
 
     def room(self, used: int) -> int:
         """How many more slots than `used` may be used before it is full."""
-        return int(_LOAD * self.slots) - used
+        return int(self._load * self.slots) - used
 
     def start_growth(self, keys: int) -> None:
         """Make a larger index, for so many keys and as many more; the slots of this one move later."""
         assert self.old is None
         slots = self.slots
-        while keys > _LOAD / 2 * slots:
+        while keys > self._load / 2 * slots:
             slots *= 2
         self.old, self.old_slots, self.moved = self.entries, self.slots, 0
         self.entries, self.slots = self._empty(slots), slots
