@@ -6,155 +6,16 @@ import random
 import pytest
 import reference as ref
 import torch
+from engine_pair import KEYS, Pair, combiners, random_rows, tensor_of, weigh
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import karvan as kv
-from karvan.embedding import HashStack
-
 DIM = 3
-COMBINERS = {
-    "sum": ref.Feature(DIM, "sum"),
-    "mean": ref.Feature(DIM, "mean"),
-    "sqrtn": ref.Feature(DIM, "sqrtn"),
-    "sequence": ref.Feature(DIM, "sequence"),
-    "sequence-2": ref.Feature(DIM, "sequence", length=2),
-    "tile": ref.Feature(DIM, "tile", length=2),
-    "ragged": ref.Feature(DIM, "ragged"),
-    "stack-sum": ref.Feature(DIM, "sum", stack=(2, 5)),
-    "stack-mean": ref.Feature(DIM, "mean", stack=(3, 4)),
-    "stack-sequence": ref.Feature(DIM, "sequence", length=3, stack=(2, 5)),
-}
-KEYS = [*range(6), -1, -2, 2**63 - 1, -(2**63), 2**53 + 1, -(2**62)]
-WEIGHTS = [0.25, 0.5, 1.0, 1.5, 2.5]
+COMBINERS = combiners(DIM)
 
 keys = st.sampled_from(KEYS)
 ids = st.lists(st.lists(keys, max_size=4), min_size=3, max_size=3).filter(any)
-
-
-def table_of(feature, name=None, dtype=torch.float32):
-    stack = None if feature.stack is None else HashStack(rounds=feature.stack[0], size=feature.stack[1])
-    return kv.Table(
-        feature.dim,
-        name=name,
-        combiner=feature.combiner,
-        length=feature.length,
-        dtype=dtype,
-        init=kv.init.Uniform(-0.3, 0.3),
-        hash_stack=stack,
-    )
-
-
-def tensor_of(output):
-    """The tensor of an output, which may be a Tensor, a Padded or a Ragged."""
-    return output if isinstance(output, torch.Tensor) else output.values
-
-
-class Pair:
-    """A real engine and its reference, moved together; features of one table name share rows."""
-
-    def __init__(self, features, optimizer, tables=None, dtypes=None):
-        self.features, self.optimizer_name = features, optimizer
-        self.table_names = tables or {name: name for name in features}
-        self.dtypes = dtypes or dict.fromkeys(features, torch.float32)
-        self.engine, self.opt = self.fresh()
-        self.first = {}  # (table, key) -> the vector it first had: an initialiser depends on nothing else
-        self.tables = {}
-        for name, table in self.table_names.items():
-            init = lambda key, table=table: self.initial(table, key)  # noqa: E731
-            self.tables[table] = ref.ReferenceTable(
-                features[name].dim, ref.make_rule(optimizer), init, self.dtypes[name]
-            )
-
-    def fresh(self):
-        engine = kv.EmbeddingEngine(
-            {n: table_of(f, self.table_names[n], self.dtypes[n]) for n, f in self.features.items()}, seed=7
-        )
-        cls, options = ref.OPTIMIZERS[self.optimizer_name]
-        return engine, getattr(kv.optim, cls)(engine, **options)
-
-    def initial(self, table, key):
-        vector = self.engine.table(table).vectors(torch.tensor([key]))[0]
-        assert torch.equal(self.first.setdefault((table, key), vector), vector)
-        return vector
-
-    def look_up(self, batch):
-        return {n: ref.look_up(f, *batch[n]) for n, f in self.features.items()}
-
-    def call(self, batch):
-        return self.engine(
-            {n: kv.Ragged.from_lists(rows, weights=weights) for n, (rows, weights) in batch.items()}
-        )
-
-    def check_outputs(self, lookups, outputs):
-        assert list(outputs) == list(self.features)
-        for name, lookup in lookups.items():
-            received = tensor_of(outputs[name])
-            assert received.dtype == torch.float32
-            assert tuple(received.shape) == lookup.shape
-            expected = lookup.forward(self.tables[self.table_names[name]].vector).float()
-            torch.testing.assert_close(received.detach(), expected, rtol=ref.RTOL, atol=ref.ATOL)
-            if lookup.mask is not None:
-                assert torch.equal(outputs[name].mask, lookup.mask)
-
-    def forward(self, batch):
-        """A training lookup."""
-        lookups, before = self.look_up(batch), self.engine.step
-        outputs = self.call(batch)
-        assert self.engine.step == before + 1
-        for name, lookup in lookups.items():
-            self.tables[self.table_names[name]].see(lookup.occurrences, self.engine.step)
-        self.check_outputs(lookups, outputs)
-        return lookups, outputs
-
-    def backward(self, lookups, outputs, seed, nan_in=None):
-        """Random gradients: one sign per column, so that no sum of them cancels down to rounding errors."""
-        generator = torch.Generator().manual_seed(seed)
-        loss = torch.zeros(())
-        parts = {table: [] for table in self.tables}
-        for name, lookup in lookups.items():
-            g = 0.25 + torch.rand(lookup.shape, generator=generator).reshape(-1, self.features[name].dim)
-            sign = torch.randint(
-                0, 2, (self.features[name].dim,), generator=torch.Generator().manual_seed(seed)
-            )
-            g = (g * (2 * sign - 1)).reshape(lookup.shape)
-            if self.table_names[name] == nan_in:
-                g = g * float("nan")
-            loss = loss + (tensor_of(outputs[name]) * g).sum()
-            parts[self.table_names[name]].append(lookup.backward(g))
-        loss.backward()
-        return {table: ref.add_gradients(*p) for table, p in parts.items()}
-
-    def update(self, gradients, gone=None):
-        self.opt.step()
-        self.opt.zero_grad()
-        for name, table in self.tables.items():
-            if gradients[name]:
-                table.apply(gradients[name], (gone or {}).get(name, ()))
-
-    def check(self):
-        for name, table in self.tables.items():
-            handle = self.engine.table(name)
-            ref.check_table(handle, table)
-            stats = handle.stats()
-            assert stats["dropped_gradients"] == table.dropped
-            assert stats["skipped_updates"] == table.skipped
-
-    def train(self, batch, seed):
-        lookups, outputs = self.forward(batch)
-        self.update(self.backward(lookups, outputs, seed))
-        self.check()
-
-
-def weigh(rows, seed):
-    source = random.Random(seed)
-    return [[source.choice(WEIGHTS) for _ in row] for row in rows]
-
-
-def random_rows(source):
-    rows = [[source.choice(KEYS) for _ in range(source.randrange(5))] for _ in range(4)]
-    return rows if any(rows) else [[0], [], [], []]
 
 
 @pytest.mark.parametrize("optimizer", ref.OPTIMIZERS)

@@ -3,18 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from store_kinds import DistinctKeysStore
 
 import karvan as kv
 from karvan.embedding import HashStack
-from karvan.store import MemoryStore, Rows, Store, TableSpec
-
-
-class DistinctKeysStore(MemoryStore):
-    """Rows in memory, but reached only by `lookup` and `apply`, as a store behind a wire would be."""
-
-    forward = Store.forward
-    update = Store.update
-
+from karvan.store import MemoryStore, Rows, TableSpec
 
 TABLES = {
     "user": kv.Table(16),

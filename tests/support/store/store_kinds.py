@@ -1,0 +1,76 @@
+"""The kinds of stores that conformance tests run on, and random exploration with or without hypothesis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+import karvan.native
+from karvan.store import MemoryStore, Store
+
+
+class DistinctKeysStore(MemoryStore):
+    """Rows in memory, but reached only by `lookup` and `apply`, as a store behind a wire would be."""
+
+    forward = Store.forward
+    update = Store.update
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """How to make a store, and what tests must know of it.
+
+    skips_rows: a gradient that is not finite skips its row, not its table.
+    slow: a step takes a tenth of a second, so that tests make fewer of them.
+    """
+
+    name: str
+    make: Callable[[], Store]
+    skips_rows: bool = False
+    slow: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def few(self, many: int, few: int) -> int:
+        """`few` if steps are slow, `many` otherwise."""
+        return few if self.slow else many
+
+
+def memory() -> Store:
+    """A store to compare with; where there is no native core, the test is skipped."""
+    if not karvan.native.is_built():
+        pytest.skip("compares with tables of the native core")
+    return MemoryStore()
+
+
+def make_cuda(device: str) -> Callable[[], Store]:
+    """A factory of stores on a device; "cpu" is Triton's interpreter."""
+
+    def make() -> Store:
+        from karvan.store.cuda.store import CudaStore
+
+        return CudaStore(device)
+
+    return make
+
+
+def explore(body: Callable[[random.Random], None], examples: int) -> None:
+    """Call `body` with sources of random numbers: drawn by hypothesis, which then shrinks, if it is there."""
+    try:
+        from hypothesis import given, settings
+        from hypothesis import strategies as st
+    except ImportError:
+        for seed in range(examples):
+            body(random.Random(seed))
+        return
+
+    def explored(source: random.Random) -> None:
+        body(source)
+
+    examples = max(1, examples * settings.default.max_examples // 12)
+    wrapped = given(source=st.randoms(use_true_random=False))(explored)
+    settings(settings.default, max_examples=examples)(wrapped)()
