@@ -85,7 +85,7 @@ class Pair:
         **options,
     ):
         self.features, self.optimizer_name = features, optimizer
-        self.table_names = tables or {name: name for name in features}
+        self.table_names = {name: (tables or {}).get(name, name) for name in features}
         self.dtypes = dtypes or dict.fromkeys(features, torch.float32)
         self.make_store, self.options = make_store, options
         self.engine, self.opt = self.fresh()
@@ -93,7 +93,7 @@ class Pair:
         self.tables = {}
         kind = RowSkippingTable if skips_rows else ref.ReferenceTable
         for name, table in self.table_names.items():
-            init = lambda key, table=table: self.initial(table, key)  # noqa: E731
+            init = lambda key, table=table: self.first[table, key]  # noqa: E731
             self.tables[table] = kind(features[name].dim, ref.make_rule(optimizer), init, self.dtypes[name])
 
     def fresh(self):
@@ -105,10 +105,10 @@ class Pair:
         cls, options = ref.OPTIMIZERS[self.optimizer_name]
         return engine, getattr(kv.optim, cls)(engine, **options)
 
-    def initial(self, table, key):
-        vector = self.engine.table(table).vectors(torch.tensor([key]))[0]
-        assert torch.equal(self.first.setdefault((table, key), vector), vector)
-        return vector
+    def note_initial(self, table, keys):
+        """The vectors of new keys: every time the same."""
+        for key, vector in zip(keys, self.engine.table(table).vectors(keys), strict=True):
+            assert torch.equal(self.first.setdefault((table, key), vector), vector)
 
     def look_up(self, batch):
         return {n: ref.look_up(f, *batch[n]) for n, f in self.features.items()}
@@ -135,7 +135,11 @@ class Pair:
         outputs = self.call(batch)
         assert self.engine.step == before + 1
         for name, lookup in lookups.items():
-            self.tables[self.table_names[name]].see(lookup.occurrences, self.engine.step)
+            table = self.tables[self.table_names[name]]
+            new = sorted(set(lookup.occurrences) - set(table.rows))
+            if new:
+                self.note_initial(self.table_names[name], new)
+            table.see(lookup.occurrences, self.engine.step)
         self.check_outputs(lookups, outputs)
         return lookups, outputs
 

@@ -58,10 +58,13 @@ def make_cuda(device: str) -> Callable[[], Store]:
     return make
 
 
-def explore(body: Callable[[random.Random], None], examples: int) -> None:
-    """Call `body` with sources of random numbers: drawn by hypothesis, which then shrinks, if it is there."""
+def explore(body: Callable[[random.Random], None], examples: int, shrink: bool = True) -> None:
+    """Call `body` with sources of random numbers, which hypothesis draws if it is there.
+
+    shrink: look for the smallest failure, which takes many calls.
+    """
     try:
-        from hypothesis import given, settings
+        from hypothesis import Phase, given, settings
         from hypothesis import strategies as st
     except ImportError:
         for seed in range(examples):
@@ -73,4 +76,5 @@ def explore(body: Callable[[random.Random], None], examples: int) -> None:
 
     examples = max(1, examples * settings.default.max_examples // 12)
     wrapped = given(source=st.randoms(use_true_random=False))(explored)
-    settings(settings.default, max_examples=examples)(wrapped)()
+    phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if shrink else [])]
+    settings(settings.default, max_examples=examples, phases=phases)(wrapped)()
