@@ -24,12 +24,14 @@ class StoreKind:
     """How to make a store, and what tests must know of it.
 
     skips_rows: a gradient that is not finite skips its row, not its table.
+    drops_rejected: the gradient of a key that was not admitted counts as dropped.
     slow: a step takes a tenth of a second, so that tests make fewer of them.
     """
 
     name: str
     make: Callable[[], Store]
     skips_rows: bool = False
+    drops_rejected: bool = False
     slow: bool = False
 
     def __str__(self) -> str:
