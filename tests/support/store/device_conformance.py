@@ -1,0 +1,184 @@
+"""What tables on a device must do beyond other stores: the same bits every time, growth in small steps, and
+no read of memory that nobody has written.
+"""
+
+import numpy as np
+import pytest
+import reference as ref
+import torch
+from engine_pair import tensor_of
+from rows_conformance import Rig, assert_same_rows
+from store_kinds import memory
+from training_conformance import SHARED, pair_of, random_batch
+
+import karvan as kv
+from karvan.store.cuda import arena, contents, index
+
+
+def trained(kind, optimizer="adam", steps=3, move_at=None):
+    """An engine after some steps, whose rows have perhaps moved to another store in the middle."""
+
+    def fresh():
+        engine = kv.EmbeddingEngine(
+            {
+                "a": kv.Table(3, "one"),
+                "b": kv.Table(3, "one", "mean"),
+                "c": kv.Table(3, "two", dtype=torch.bfloat16),
+            },
+            seed=3,
+            store=kind.make(),
+        )
+        cls, options = ref.OPTIMIZERS[optimizer]
+        return engine, getattr(kv.optim, cls)(engine, **options)
+
+    engine, opt = fresh()
+    generator = torch.Generator().manual_seed(5)
+    outputs = []
+    for step in range(steps):
+        if step == move_at:
+            old, saved = engine, opt.state_dict()
+            engine, opt = fresh()
+            engine.step = old.step
+            for name in ("one", "two"):
+                rows = old.table(name).snapshot()
+                back = type(rows)(*(np.ascontiguousarray(part[::-1]) for part in rows))
+                engine.table(name).load(back)
+            opt.load_state_dict(saved)
+        ids = torch.randint(0, 3 + 5 * step, (3, 100), generator=generator)  # runs longer than a piece
+        out = engine({"a": ids[0], "b": ids[1].view(50, 2).repeat(2, 1), "c": ids[2]})
+        factors = [torch.randn(each.shape, generator=generator).to(each.device) for each in out.values()]
+        sum((each * factor).sum() for each, factor in zip(out.values(), factors, strict=True)).backward()
+        opt.step()
+        outputs += [each.detach().cpu() for each in out.values()]
+    return engine, outputs
+
+
+def assert_same_bits(one, other):
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[1], other[1], strict=True))
+    for name in ("one", "two"):
+        assert_same_rows(one[0].table(name).snapshot(), other[0].table(name).snapshot())
+
+
+class DeviceConformance:
+    """Tests of `CudaStore`, for a `StoreKind` of it."""
+
+    def test_the_same_training_gives_the_same_bits(self, kind):
+        assert_same_bits(trained(kind), trained(kind))
+
+    def test_the_same_bits_after_rows_have_got_other_numbers(self, kind):
+        assert_same_bits(trained(kind), trained(kind, move_at=1))
+
+    @pytest.mark.parametrize("optimizer", ["sgd-momentum", "adagrad"])
+    def test_rows_agree_with_those_of_memory(self, kind, optimizer):
+        """16-bit vectors within one unit, as sums have another order."""
+        from store_kinds import StoreKind
+
+        here, _ = trained(kind, optimizer)
+        there, _ = trained(StoreKind("memory", memory), optimizer)
+        for name, unit in (("one", 0.0), ("two", torch.finfo(torch.bfloat16).eps)):
+            mine, theirs = (engine.table(name).snapshot() for engine in (here, there))
+            assert np.array_equal(mine.keys, theirs.keys)
+            near = 2e-6 + (3e-5 + unit) * np.abs(theirs.vectors)
+            assert (np.abs(mine.vectors - theirs.vectors) <= near).all()
+
+    def test_training_agrees_with_that_in_memory(self, kind):
+        """A small network on a table of each store, over twenty steps of the same data."""
+        losses = [_fit(kind.make()), _fit(memory())]
+        np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=1e-4)
+        assert losses[0][0][-1] < 0.8 * losses[0][0][0]
+        np.testing.assert_allclose(losses[0][1], losses[1][1], rtol=1e-3, atol=1e-5)
+
+    def test_growth_in_small_steps(self, kind, source, monkeypatch):
+        """Rows are found, inserted, erased and listed while keys are in two indexes; rows lie in many chunks."""
+        monkeypatch.setattr(index, "_MOVED", 8)
+        monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
+        rig = Rig(kind)
+        table = rig.store._tables["t"]
+        known, grew = 0, 0
+        for target in (140, 290, 600)[: kind.few(3, 2)]:
+            rig.see(list(range(known, target)))
+            known = target
+            for turn in range(15):
+                rig.see([known, known + 1, *source.sample(range(known), 4)])
+                known += 2
+                rig.passes = rig.passes[-2:]
+                grew += table.index.grows
+                if turn % 4 == 1:
+                    keys = source.sample(range(known), 20)
+                    assert rig.look(keys).vectors.tolist() == [rig.table.vector(key).tolist() for key in keys]
+                if turn == 8:
+                    rig.update(source)
+            rig.erase(source.sample(range(known), 10))
+        assert grew > 8
+        assert rig.store.stats("t")["moved"] > 256
+        rig.check()
+
+    def test_many_chunks_of_erased_rows_are_used_again(self, kind, source, monkeypatch):
+        monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
+        rig = Rig(kind)
+        for turn in range(kind.few(20, 6)):
+            rig.see(list(range(turn * 100, turn * 100 + 150)))
+            rig.passes = []
+            rig.erase(list(range(turn * 100 - 50, turn * 100 + 70)))
+        rig.check()
+        (used,) = rig.store._arenas.values()
+        assert used.capacity < 600  # not all rows that there ever were
+
+    def test_erasures_that_a_table_has_forgotten_are_not_passed_over(self, kind, monkeypatch):
+        """A delta that would lack some is refused; gradients of such rows are dropped all the same."""
+        monkeypatch.setattr(contents, "_LOGGED", 4)
+        rig = Rig(kind)
+        rig.see(list(range(30)))
+        capture = rig.store.capture(["t"], {"t": 1}, track=True)
+        capture.close()
+        for first in range(0, 30, 3):
+            rig.erase(list(range(first, first + 3)))
+        with pytest.raises(ValueError, match="t"):
+            rig.store.capture(["t"], {"t": 1}, capture.versions, track=True)
+
+    def test_nothing_depends_on_memory_that_was_never_written(self, kind, poison):
+        """All memory that torch allocates begins as NaN or as large numbers."""
+        poison()
+        pair, batches = pair_of(kind, optimizer="adam"), []
+        from random import Random
+
+        source = Random(11)
+        for seed in range(2):
+            batches.append(random_batch(source))
+            poison()
+            pair.train(batches[-1], seed)
+        poison()
+        pair.engine.table("one").evict_keys([1, 2])
+        pair.tables["one"].evict([1, 2])
+        poison()
+        lookups, outputs = pair.forward(batches[0])
+        assert all(torch.isfinite(tensor_of(outputs[name])).all() for name in SHARED)
+        pair.update(pair.backward(lookups, outputs, seed=3))
+        pair.check()
+        for name in pair.tables:
+            rows = pair.engine.table(name).snapshot()
+            assert np.isfinite(rows.vectors).all()
+            assert np.isfinite(rows.state).all()
+
+
+def _fit(store):
+    torch.manual_seed(0)
+    tables = {"user": kv.Table(4), "item": kv.Table(4, combiner="mean"), "bias": kv.Table(1)}
+    engine = kv.EmbeddingEngine(tables, seed=1, store=store)
+    net = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(store.device)
+    sparse, dense = kv.optim.Adagrad(engine, lr=0.3), torch.optim.Adam(net.parameters(), lr=0.03)
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for _ in range(20):
+        user = torch.randint(0, 12, (32,), generator=generator)
+        item = torch.randint(0, 12, (32, 2), generator=generator)
+        label = (user + item[:, 0] < 11).float().to(store.device)
+        out = engine({"user": user, "item": item, "bias": user})
+        logit = net(torch.cat([out["user"], out["item"], out["bias"]], 1))[:, 0]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label)
+        loss.backward()
+        sparse.step()
+        dense.step()
+        dense.zero_grad()
+        losses.append(float(loss))
+    return losses, engine.table("user").vectors(torch.arange(12)).numpy()
