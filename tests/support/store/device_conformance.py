@@ -12,7 +12,7 @@ from store_kinds import memory
 from training_conformance import SHARED, pair_of, random_batch
 
 import karvan as kv
-from karvan.store.cuda import arena, contents, index
+from karvan.store.cuda.rows import arena, contents, index
 
 
 def trained(kind, optimizer="adam", steps=3, move_at=None):
@@ -93,7 +93,7 @@ class DeviceConformance:
         monkeypatch.setattr(index, "_MOVED", 8)
         monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
         rig = Rig(kind)
-        table = rig.store._tables["t"]
+        table = rig.store._memory.tables["t"]
         known, grew = 0, 0
         for target in (140, 290, 600)[: kind.few(3, 2)]:
             rig.see(list(range(known, target)))
@@ -121,7 +121,7 @@ class DeviceConformance:
             rig.passes = []
             rig.erase(list(range(turn * 100 - 50, turn * 100 + 70)))
         rig.check()
-        (used,) = rig.store._arenas.values()
+        (used,) = rig.store._memory._arenas.values()
         assert used.capacity < 600  # not all rows that there ever were
 
     def test_erasures_that_a_table_has_forgotten_are_not_passed_over(self, kind, monkeypatch):
