@@ -51,6 +51,7 @@ class RowArena:
     def __init__(self, layout: RowLayout, device: torch.device, uploads: Uploads, number: int) -> None:
         self.layout = layout
         self.number = number  # among the store's arenas
+        self.newest_version = 0  # of its tables
         self._device = device
         self._uploads = uploads
         by_size = _CHUNK_BYTES // layout.stride

@@ -52,8 +52,11 @@ class DeviceTable:
         self.rows.learn(int(own[fields.ROWS.value]), time)
 
     def next_version(self) -> int:
-        """The version after a change."""
-        self.version += 1
+        """The version after a change; it grows over all tables of an arena, as their rows' births do.
+
+        A row that one table has released and another has got since is then known to be another one.
+        """
+        self.version = self.arena.newest_version = max(self.version, self.arena.newest_version) + 1
         return self.version
 
     def advance_time(self, now: float) -> float:
