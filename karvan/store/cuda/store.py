@@ -77,6 +77,7 @@ class CudaStore(Store):
         self._memory.set_initial_state(its, initial)
         if rows is not None:
             contents.load_rows(self._memory, its, rows)
+            its.erasures.newest = its.version  # rows have other numbers now
             self._memory.own_counters(its)[fields.INSERTED.value] -= len(rows.keys)
             self._memory.learn_now()
 
