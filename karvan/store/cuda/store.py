@@ -25,6 +25,7 @@ from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
 from karvan.store.cuda.batch.batches import Batches, DeviceGradients, DeviceInputs, DeviceLookup, as_gradients
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
+from karvan.store.cuda.batch.updates import check_state
 from karvan.store.cuda.captures import DeviceCapture
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows import contents, policies
@@ -182,6 +183,7 @@ class CudaStore(Store):
         """See `Store.apply`."""
         for name, its in pushes.items():
             table = self._table(name)
+            check_state(table, rules[name])
             passes = [self._of_push(table, push) for push in its if len(push.keys)]
             if passes:
                 update_group(passes, 1, {0: rules[name]}, {0: steps[name]})

@@ -14,6 +14,7 @@ from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
 from karvan.store.cuda.batch.graphs import GraphPool
+from karvan.store.cuda.batch.updates import check_state
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows import policies
 from karvan.store.cuda.rows.arena import RowArena
@@ -202,6 +203,8 @@ class Batches:
         steps: Mapping[str, int],
     ) -> None:
         """Apply the sum of gradients to those of the tables, which are in the order of slots, with a rule."""
+        for name, rule in rules.items():
+            check_state(self._memory.tables[name], rule)
         of_slots = {slot: rules[name] for slot, name in enumerate(tables) if name in rules}
         step_of = {slot: steps[name] for slot, name in enumerate(tables) if name in rules}
         by_arena: dict[RowArena, list[GroupGradients]] = {}

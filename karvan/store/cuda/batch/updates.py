@@ -13,6 +13,7 @@ from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
 from karvan.store.cuda.kernels.runs import drop_runs
+from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.transfers import Staging
 from karvan.store.types import RULES, Rule
 
@@ -20,6 +21,28 @@ _FIELDS = fields.FEATURE_FIELDS.value
 _HEAD = fields.HEAD.value
 _RULE = update.RULE_FIELDS.value
 _PROGRAMS = 4  # times as many as other kernels have: an update waits for memory alone
+
+
+_STATE = {  # floats of state of each rule: times the dim, and more
+    "sgd": (0, 0),
+    "momentum": (1, 0),
+    "adagrad": (1, 0),
+    "adagrad_row": (0, 1),
+    "adam": (2, 0),
+    "adamw": (2, 0),
+    "ftrl": (2, 0),
+}
+
+
+def check_state(table: DeviceTable, rule: Rule) -> None:
+    """Raise unless the rows of a table have the optimizer state that a rule reads and writes."""
+    times, more = _STATE[rule.kind]
+    layout = table.arena.layout
+    if times * layout.dim + more != layout.state:
+        raise ValueError(
+            f"Table '{table.spec.name}': expected {layout.state} floats of optimizer state, got "
+            f"{times * layout.dim + more}."
+        )
 
 
 class SlotRules(NamedTuple):
