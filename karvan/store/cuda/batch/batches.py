@@ -12,10 +12,9 @@ from torch import Tensor
 from karvan.store.cuda.batch import lookup as launches
 from karvan.store.cuda.batch.batch_ids import FeatureIds, GroupIds
 from karvan.store.cuda.batch.buffers import LookupBuffers
-from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group
+from karvan.store.cuda.batch.gradients import GroupGradients, GroupLookup, update_group, without_moved
 from karvan.store.cuda.batch.graphs import GraphPool
 from karvan.store.cuda.batch.updates import check_state
-from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.rows import policies
 from karvan.store.cuda.rows.arena import RowArena
 from karvan.store.cuda.rows.memory_errors import MemoryReport
@@ -209,22 +208,14 @@ class Batches:
         step_of = {slot: steps[name] for slot, name in enumerate(tables) if name in rules}
         by_arena: dict[RowArena, list[GroupGradients]] = {}
         for held in gradients:
-            for group in held.groups:
-                if group.gradients and not self._drop_moved(group.lookup):
+            for group in map(without_moved, held.groups):
+                if group.gradients:
                     by_arena.setdefault(group.lookup.ids.arena, []).append(group)
         with MemoryReport(self._memory):
             for groups in by_arena.values():
                 update_group(groups, len(tables), of_slots, step_of)
         for name in rules:
             self._memory.tables[name].next_version()
-
-    def _drop_moved(self, lookup: GroupLookup) -> bool:
-        """Drop and count gradients of rows that have got other numbers since their lookup."""
-        if not lookup.has_moved:
-            return False
-        own = self._memory.own_counters(lookup.ids.features[0][1].table)
-        own[fields.DROPPED.value] += lookup.buffers.work[fields.UNIQUE.value].long()
-        return True
 
 
 def _check_offsets(title: str, offsets: Tensor, ids: int) -> None:

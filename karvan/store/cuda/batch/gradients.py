@@ -17,6 +17,7 @@ from karvan.store.cuda.batch.updates import SlotRules, UpdateBuffers
 from karvan.store.cuda.kernels import fields
 from karvan.store.cuda.kernels.runs import drop_positions, map_plain
 from karvan.store.cuda.rows.table_memory import TableMemory
+from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.types import Rule
 
 _BLOCK = fields.BLOCK.value
@@ -78,6 +79,31 @@ class GroupGradients:
                 made[at, _GRADIENT] = gradient.data_ptr()
                 made[at, _GRADIENT + 1] = gradient.stride(0)
         return made
+
+
+def without_moved(one: GroupGradients) -> GroupGradients:
+    """Drop and count gradients of tables whose rows have got other numbers since the lookup."""
+    if not one.lookup.has_moved:
+        return one
+    ids, rows = one.lookup.ids, one.lookup.buffers.rows
+    left = {
+        number: one.gradients[number]
+        for number, f in ids.features
+        if f.table.arena is ids.arena and number in one.gradients
+    }
+    moved: dict[DeviceTable, list[Tensor]] = {}
+    for (number, f), base in zip(ids.features, ids.bases, strict=True):
+        if number in one.gradients and number not in left:
+            moved.setdefault(f.table, []).append(rows[base : base + f.positions])
+    _count_dropped(one.lookup.buffers.memory, moved)
+    return GroupGradients(one.lookup, left, one.scale)
+
+
+def _count_dropped(memory: TableMemory, rows: Mapping[DeviceTable, Sequence[Tensor]]) -> None:
+    """Count the distinct rows of each table, of which 0 is none, as dropped."""
+    for table, parts in rows.items():
+        ordered = torch.cat([torch.zeros_like(parts[0][:1]), *parts]).sort().values
+        memory.own_counters(table)[fields.DROPPED.value] += (ordered[1:] != ordered[:-1]).sum()
 
 
 def _aligned(descriptors: NDArray[np.int64]) -> bool:

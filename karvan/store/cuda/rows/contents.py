@@ -232,8 +232,8 @@ def erased_keys(table: DeviceTable, version: int) -> Keys:
     """Keys whose rows were removed after a version."""
     if not table.erasures.knows(version):
         raise ValueError(
-            f"Table '{table.spec.name}' remembers evictions since version {table.erasures.forgotten}, but was "
-            f"asked for version {version}: take a full snapshot instead."
+            f"Table '{table.spec.name}' remembers evictions since version {table.erasures.forgotten}, but "
+            f"was asked for version {version}: take a full snapshot instead."
         )
     found = table.erasures.since(version)
     return unmix(np.zeros(0, np.int64) if found is None else found.cpu().numpy())
