@@ -121,7 +121,7 @@ def update_group(
         return
     used = sorted({f.slot for one in passes for _, f in one.lookup.ids.features})
     chosen = SlotRules.of(slots, used, rules, steps)
-    joined = _join(passes)
+    joined = _join(passes, rules)
     if joined is None or not chosen.kinds:
         return
     buffers, descriptors = joined
@@ -154,7 +154,9 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
     sums.run(chosen, aligned)
 
 
-def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.int64]] | None:
+def _join(
+    passes: Sequence[GroupGradients], rules: Mapping[int, Rule]
+) -> tuple[LookupBuffers, NDArray[np.int64]] | None:
     """One lookup whose positions are those of all passes that have a gradient, in the order of passes."""
     rows, feature_of, out_rows, factors, descriptors = [], [], [], [], []
     features = base = 0
@@ -167,11 +169,14 @@ def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.i
         made = one.descriptors()
         own_rows, own_features = buffers.rows.clone(), buffers.feature_of
         versions = np.array([ids.versions.get(slot, 0) for slot in range(1 + max(ids.versions))], np.int64)
+        for at, (_, f) in enumerate(ids.features):
+            if made[at, _GRADIENT] == 0:
+                own_rows[ids.bases[at] : ids.bases[at] + f.positions] = 0
         if one.lookup.has_erasures:
             sums = UpdateBuffers(buffers, len(versions), len(made), mapped=buffers.mapped)
             none = SlotRules.of(len(versions), sorted(ids.versions), {}, {})
             sums.load(ids.plain_end, ids.versions, none, made, 1.0)
-            sums.drop_runs()
+            before = own_rows.clone()
             drop_positions[(ids.positions // _BLOCK,)](
                 own_rows,
                 ids.positions,
@@ -182,6 +187,12 @@ def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.i
                 SHIFT=arena.shift,
                 STRIDE=arena.layout.stride,
             )
+            gone = torch.where(own_rows == 0, before, 0)
+            dropped: dict[DeviceTable, list[Tensor]] = {}
+            for (_, f), start in zip(ids.features, ids.bases, strict=True):
+                if f.slot in rules:
+                    dropped.setdefault(f.table, []).append(gone[start : start + f.positions])
+            _count_dropped(memory, dropped)
         mapped = buffers.out_rows.clone() if buffers.mapped else torch.empty_like(own_rows)
         own_factors = (
             buffers.factors.clone() if buffers.mapped else torch.empty_like(own_rows, dtype=torch.float32)
@@ -189,9 +200,6 @@ def _join(passes: Sequence[GroupGradients]) -> tuple[LookupBuffers, NDArray[np.i
         if ids.plain_end:
             sent = memory.uploads.send(made)
             map_plain[(ids.plain_end // _BLOCK,)](sent, own_features, mapped, own_factors)
-        for at, (_, f) in enumerate(ids.features):
-            if made[at, _GRADIENT] == 0:
-                own_rows[ids.bases[at] : ids.bases[at] + f.positions] = 0
         made[:, fields.BASE.value] += base
         rows.append(own_rows)
         feature_of.append(own_features + features)
