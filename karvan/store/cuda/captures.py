@@ -28,6 +28,7 @@ class DeviceCapture(Capture):
         self._rows: dict[str, Rows] = {}
         self._erased: dict[str, Keys] = {}
         for name, table in tables.items():
+            table.arena.captured_version = table.arena.newest_version
             noted = contents.list_rows(memory, table)
             if since is not None:
                 chosen = (noted.changes > since[name]).nonzero()[:, 0]

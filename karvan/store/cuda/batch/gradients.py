@@ -127,6 +127,7 @@ def update_group(
     buffers, descriptors = joined
     sums = UpdateBuffers(buffers, slots, len(descriptors), mapped=True)
     sums.load(0, {}, chosen, descriptors, 1.0)
+    _note_late_changes(passes, sums, slots)
     sums.run(chosen, _aligned(descriptors))
 
 
@@ -148,10 +149,25 @@ def _update_one(one: GroupGradients, slots: int, rules: Mapping[int, Rule], step
     sums.load(ids.plain_end, ids.versions, chosen, descriptors, one.scale)
     if graphed is not None:
         graphed.update(sums, chosen, aligned, drops=lookup.has_erasures)
+        _note_late_changes([one], sums, slots)  # the graph has brought the descriptors to the device
         return
     if lookup.has_erasures:
         sums.drop_runs()
     sums.run(chosen, aligned)
+    _note_late_changes([one], sums, slots)
+
+
+def _note_late_changes(passes: Sequence[GroupGradients], sums: UpdateBuffers, slots: int) -> None:
+    """Lookups note changes; if a capture was made since, their update is a change after it."""
+    arena = passes[0].lookup.ids.arena
+    versions = [one.lookup.ids.versions for one in passes]
+    if arena.captured_version < min(min(of_slots.values()) for of_slots in versions):
+        return
+    now = np.zeros(slots, np.int64)
+    for one in passes:
+        for _, feature in one.lookup.ids.features:
+            now[feature.slot] = feature.table.version + 1
+    sums.note_changes(now)
 
 
 def _join(

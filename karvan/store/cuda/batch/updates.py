@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from karvan.store.cuda import launch
 from karvan.store.cuda.batch.buffers import LookupBuffers
 from karvan.store.cuda.kernels import fields, update
-from karvan.store.cuda.kernels.runs import drop_runs
+from karvan.store.cuda.kernels.runs import drop_runs, note_changes
 from karvan.store.cuda.rows.tables import DeviceTable
 from karvan.store.cuda.transfers import Staging
 from karvan.store.types import RULES, Rule
@@ -145,6 +145,23 @@ class UpdateBuffers:
             lookup.feature_of,
             self.versions,
             lookup.memory.table_counters,
+            arena.chunks,
+            lookup.memory.programs,
+            SHIFT=arena.shift,
+            STRIDE=arena.layout.stride,
+        )
+
+    def note_changes(self, versions: NDArray[np.int64]) -> None:
+        """Note that the rows change; versions: those of the tables, by their slots, after this update."""
+        lookup, arena = self.lookup, self.lookup.arena
+        note_changes[(lookup.memory.programs,)](
+            lookup.work,
+            lookup.order,
+            lookup.starts,
+            lookup.run_rows,
+            self.features,
+            lookup.feature_of,
+            lookup.memory.uploads.send(versions),
             arena.chunks,
             lookup.memory.programs,
             SHIFT=arena.shift,

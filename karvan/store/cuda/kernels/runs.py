@@ -160,6 +160,34 @@ def drop_runs(
 
 
 @triton.jit
+def note_changes(
+    work,
+    order,
+    starts,
+    run_rows,
+    features,
+    feature_of,
+    versions,
+    chunks,
+    programs,
+    SHIFT: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Note that the rows of all runs have changed; versions: of slots, now."""
+    count = tl.load(work + UNIQUE)
+    for start in range(tl.program_id(0) * 128, count, programs * 128):
+        number = start + tl.arange(0, 128)
+        there = number < count
+        row = tl.load(run_rows + number, mask=there, other=0)
+        first = tl.load(starts + number, mask=there, other=0)
+        position = tl.load(order + first, mask=there, other=0)
+        of_feature = features + tl.load(feature_of + position // BLOCK, mask=there, other=0) * FEATURE_FIELDS
+        version = tl.load(versions + tl.load(of_feature + SLOT, mask=there, other=0))
+        change = field_pointer(chunks, row, CHANGE, SHIFT, STRIDE)
+        tl.store(change, version.to(tl.int32), mask=there & (row > 0))
+
+
+@triton.jit
 def drop_positions(
     rows, size, features, feature_of, versions, chunks, SHIFT: tl.constexpr, STRIDE: tl.constexpr
 ):

@@ -52,6 +52,7 @@ class RowArena:
         self.layout = layout
         self.number = number  # among the store's arenas
         self.newest_version = 0  # of its tables
+        self.captured_version = -1  # the newest one at the last capture of a table
         self._device = device
         self._uploads = uploads
         by_size = _CHUNK_BYTES // layout.stride
