@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tests run side by side: torch's threads, also those of programs that tests start, would be in each
@@ -27,14 +26,25 @@ if not torch.cuda.is_available():
 _tests = 0
 _SUPPORT = Path(__file__).parent / "support"
 
-_COMMON = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-}
-settings.register_profile(
-    "ci", max_examples=12, stateful_step_count=12, derandomize=True, database=None, **_COMMON
-)
-settings.register_profile("thorough", max_examples=300, stateful_step_count=40, print_blob=True, **_COMMON)
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # on a machine for tests/gpu, which do without it
+    settings = None
+else:
+    _COMMON = {
+        "deadline": None,
+        "suppress_health_check": [
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
+    }
+    settings.register_profile(
+        "ci", max_examples=12, stateful_step_count=12, derandomize=True, database=None, **_COMMON
+    )
+    settings.register_profile(
+        "thorough", max_examples=300, stateful_step_count=40, print_blob=True, **_COMMON
+    )
 
 
 def pytest_addoption(parser):
@@ -46,7 +56,8 @@ def pytest_configure(config):
     support = [str(path) for path in config.getini("pythonpath") if path.is_relative_to(_SUPPORT)]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*support, *filter(None, given)]))
-    settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
+    if settings is not None:
+        settings.load_profile("thorough" if config.getoption("--thorough") else "ci")
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +87,8 @@ def _train_after_a_test_with_sigterm():
 def _same_threads_afterwards():
     """Tests may set karvan's thread count; those that run without the native part have none to restore."""
     karvan = sys.modules.get("karvan")
-    before = karvan.get_num_threads() if hasattr(karvan, "get_num_threads") else None
+    built = hasattr(karvan, "get_num_threads") and sys.modules["karvan.native"].is_built()
+    before = karvan.get_num_threads() if built else None
     yield
     if before is not None:
         karvan.set_num_threads(before)

@@ -117,7 +117,7 @@ class CaptureConformance:
             _train(*engines[target], seed=1)
 
     def test_deltas_in_a_folder_are_read_by_memory(self, kind, tmp_path):
-        engine, opt = _engine(kind.make())
+        (engine, opt), (other, _) = (_engine(store) for store in (kind.make(), memory()))
         saves = kv.checkpoint.Checkpoints(tmp_path, full_every=4)
         for step in range(3):
             _train(engine, opt, seed=step)
@@ -125,14 +125,15 @@ class CaptureConformance:
             if step == 1:
                 engine.table("t").evict_keys([1, 2, 3])
             pending.wait()
-        other, _ = _engine(memory())
         kv.checkpoint.find(tmp_path).load(other)
         _assert_same(engine, other)
 
 
 def _engine(store):
     few = kv.admission.MinCount(2, slots=64)
-    engine = kv.EmbeddingEngine({"f": kv.Table(5, "t", admit=few), "h": kv.Table(3, dtype=torch.float16)}, store=store)
+    engine = kv.EmbeddingEngine(
+        {"f": kv.Table(5, "t", admit=few), "h": kv.Table(3, dtype=torch.float16)}, store=store
+    )
     return engine, kv.optim.Adam(engine, lr=0.1)
 
 

@@ -89,7 +89,7 @@ class DeviceConformance:
         np.testing.assert_allclose(losses[0][1], losses[1][1], rtol=1e-3, atol=1e-5)
 
     def test_growth_in_small_steps(self, kind, source, monkeypatch):
-        """Rows are found, inserted, erased and listed while keys are in two indexes; rows lie in many chunks."""
+        """Rows are found, inserted, erased and listed while keys are in two indexes, and in many chunks."""
         monkeypatch.setattr(index, "_MOVED", 8)
         monkeypatch.setattr(arena, "_CHUNK_BYTES", 1024)
         rig = Rig(kind)

@@ -114,8 +114,12 @@ class Pair:
         return {n: ref.look_up(f, *batch[n]) for n, f in self.features.items()}
 
     def call(self, batch):
+        device = self.engine.store.device
         return self.engine(
-            {n: kv.Ragged.from_lists(rows, weights=weights) for n, (rows, weights) in batch.items()}
+            {
+                n: kv.Ragged.from_lists(rows, weights=weights).to(device)
+                for n, (rows, weights) in batch.items()
+            }
         )
 
     def check_outputs(self, lookups, outputs):

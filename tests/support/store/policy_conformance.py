@@ -34,7 +34,9 @@ class Twins:
     def __init__(self, kind, **options):
         self.kind = kind
         self.engines = [
-            kv.EmbeddingEngine({"f": kv.Table(4, "t", **options), "g": kv.Table(4, "t", "mean", **options)}, store=s)
+            kv.EmbeddingEngine(
+                {"f": kv.Table(4, "t", **options), "g": kv.Table(4, "t", "mean", **options)}, store=s
+            )
             for s in (kind.make(), memory())
         ]
         self.optimizers = [kv.optim.SGD(engine, lr=0.5) for engine in self.engines]
@@ -119,7 +121,11 @@ class PolicyConformance:
 
     def test_tables_of_one_layout_that_admit_differently(self, kind):
         """In one lookup: all, some and no new keys get rows."""
-        admits = {"all": kv.admission.Always(), "two": kv.admission.MinCount(2), "none": kv.admission.ReadOnly()}
+        admits = {
+            "all": kv.admission.Always(),
+            "two": kv.admission.MinCount(2),
+            "none": kv.admission.ReadOnly(),
+        }
         engine = kv.EmbeddingEngine({n: kv.Table(2, admit=a) for n, a in admits.items()}, store=kind.make())
         engine(dict.fromkeys(admits, torch.tensor([1, 2, 2, -1])))
         assert {name: sorted(engine.table(name).keys().tolist()) for name in admits} == {

@@ -1,4 +1,4 @@
-"""What a store must do with the rows of distinct keys: insert, count, update, erase, list, load and capture."""
+"""What a store must do with the rows of distinct keys: insert, count, update, erase, list and load them."""
 
 from collections import Counter
 
@@ -71,7 +71,9 @@ class Rig:
         """Apply gradients of all lookups so far; those of rows that have left since are dropped."""
         total, pushes = {}, []
         for keys, version, rows in self.passes:
-            values = np.array([[source.randint(-8, 8) / 8 for _ in range(self.dim)] for _ in keys], np.float32)
+            values = np.array(
+                [[source.randint(-8, 8) / 8 for _ in range(self.dim)] for _ in keys], np.float32
+            )
             pushes.append(Push(np.array(keys, np.int64), values.reshape(-1, self.dim), version))
             for key, value in zip(keys, values, strict=True):
                 if self.table.rows.get(key) is rows[key]:
@@ -288,7 +290,7 @@ class RowsConformance:
         rig.see([1, 2])
         push = Push(np.array([1, 2]), np.ones((2, 2), np.float32), rig.store.version("t"))
         for name in ("momentum", "adagrad", "adam", "ftrl"):
-            with pytest.raises(ValueError, match="'t'.*floats of optimizer state"):
+            with pytest.raises(ValueError, match=r"'t'.*floats of optimizer state"):
                 rig.store.apply({"t": [push]}, {"t": Rule(name, eps=1.0)}, {"t": 1})
         rig.check()
 

@@ -116,7 +116,9 @@ class TrainingConformance:
         batch = {name: torch.tensor([1, 2, 1]) for name in rules}
         out = engine(batch)
         before = {name: engine.table(name).vectors([1, 2]) for name in rules}
-        sum((out[name] * torch.tensor([1.0, 2.0, 3.0, 4.0]).to(out[name].device)).sum() for name in rules).backward()
+        sum(
+            (out[name] * torch.tensor([1.0, 2.0, 3.0, 4.0]).to(out[name].device)).sum() for name in rules
+        ).backward()
         for opt in optimizers:
             opt.step()
         gradient = torch.tensor([[2.0, 4.0, 6.0, 8.0], [1.0, 2.0, 3.0, 4.0]])
@@ -149,9 +151,7 @@ class TrainingConformance:
 
     def test_gradients_of_rows_that_were_erased_between_two_passes(self, kind):
         """Each pass drops the gradients of its own rows; only keys with a gradient are counted."""
-        engine = kv.EmbeddingEngine(
-            {"f": kv.Table(2, "t"), "g": kv.Table(2, "t")}, store=kind.make(), seed=1
-        )
+        engine = kv.EmbeddingEngine({"f": kv.Table(2, "t"), "g": kv.Table(2, "t")}, store=kind.make(), seed=1)
         opt = kv.optim.SGD(engine, lr=1.0)
         handle = engine.table("t")
 
